@@ -1,0 +1,13 @@
+"""Loss, softmax, attention, normalisation and selection ops for JAX in which masked means gone."""
+
+from masksafe import losses as losses
+from masksafe import testing as testing
+from masksafe._rules import forward_mode as forward_mode
+from masksafe.select import apply_where as apply_where
+from masksafe.select import mask_where as mask_where
+from masksafe.select import mean as mean
+from masksafe.select import sum as sum
+from masksafe.select import var as var
+from masksafe.select import var_mean as var_mean
+
+__version__ = "0.1.0"

@@ -1,0 +1,101 @@
+"""Argument checks. Every public op reads its arguments through these functions.
+
+A check takes the op's name first and the argument's name second, so that every refusal reads alike:
+``softmax_cross_entropy: where has dtype float32; expected bool. Write where != 0.``
+Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from masksafe._typing import Array, Axis
+
+
+def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
+    """The one form of an error text: op, argument, what was found, what was expected, the way out."""
+    return f"{op}: {argument} has {found}; expected {expected}." + (f" {hint}" if hint else "")
+
+
+def as_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as a JAX array."""
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(message(op, argument, f"type {type(value).__name__}", "an array")) from error
+
+
+def as_float_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array whose dtype is a float."""
+    array = as_array(op, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "a float dtype"))
+    return array
+
+
+def as_label_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array of integers, in which no value has wrapped round to another.
+
+    With 64-bit types switched off, JAX keeps the low half of a 64-bit integer, which would turn the label
+    2**32 into 0. NumPy labels are clipped to the 32-bit range first: what was out of range stays out of range.
+    """
+    if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
+        kept = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
+        value = np.clip(value, kept.min, kept.max)
+    array = as_array(op, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        hint = "Soft labels and one-hot rows go to softmax_cross_entropy."
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
+    return array
+
+
+def as_mask(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array of booleans."""
+    array = as_array(op, argument, value)
+    if array.dtype != jnp.bool_:
+        hint = f"Write {argument} != 0."
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "bool", hint))
+    return array
+
+
+def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
+    """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None is every axis."""
+    if axis is None:
+        return tuple(range(ndim))
+    axes = tuple(_canonical_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    if len(set(axes)) < len(axes):
+        raise ValueError(message(op, "axis", f"value {axis}", "axes that differ"))
+    return axes
+
+
+def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
+    try:
+        index = operator.index(axis)
+    except TypeError as error:
+        raise TypeError(message(op, "axis", f"type {type(axis).__name__}", "an int or a tuple of ints")) from error
+    if not -ndim <= index < ndim:
+        expected = f"a value in [{-ndim}, {ndim}), for an array of rank {ndim}"
+        raise ValueError(message(op, "axis", f"value {index}", expected))
+    return index % ndim
+
+
+def check_broadcasts_to(op: str, argument: str, shape: Sequence[int], target: Sequence[int], of: str) -> None:
+    """Refuses a `shape` that does not broadcast to `target`, the shape of `of`."""
+    trailing = tuple(target)[len(target) - len(shape) :] if len(shape) <= len(target) else None
+    if trailing is None or any(n not in (1, t) for n, t in zip(shape, trailing, strict=True)):
+        expected = f"a shape that broadcasts to {tuple(target)}, the shape of {of}"
+        raise ValueError(message(op, argument, f"shape {tuple(shape)}", expected))
+
+
+def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The common shape of the named arguments."""
+    try:
+        return jnp.broadcast_shapes(*shapes.values())
+    except ValueError as error:
+        found = " and ".join(str(shape) for shape in shapes.values())
+        arguments = " and ".join(shapes)
+        raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together")) from error

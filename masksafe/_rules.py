@@ -1,0 +1,66 @@
+"""How an op gets its hand-written reverse rule, and how `forward_mode` steps round it.
+
+JAX refuses pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) through a `jax.custom_vjp`
+function, because such a function has no rule for it. The primal of every op here is itself safe to
+differentiate, so inside `forward_mode` the primal takes the place of the `custom_vjp` function.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax
+
+Primal = TypeVar("Primal", bound=Callable[..., Any])
+
+# JAX keeps the value of a user context in the key of its compilation cache: a jitted function is traced
+# again when the mode changes, and the older program is found again when it changes back.
+_forward_mode = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def forward_mode() -> Iterator[None]:
+    """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
+
+    Outside of it an op is a `jax.custom_vjp` function: the fastest reverse mode, and `jax.hessian`
+    (forward over reverse), but no pure forward mode. Inside, both modes work by JAX's own rules with
+    the same values and the same masks; reverse mode may keep more memory alive.
+    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, masksafe
+      >>> labels = jnp.array([0, -100])
+      >>> def loss(logits):
+      ...     return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=labels != -100)
+      >>> logits = jnp.array([[2.0, 0.0], [jnp.nan, 1.0]])
+      >>> with masksafe.forward_mode():
+      ...     value, tangent = jax.jvp(loss, (logits,), (jnp.ones_like(logits).at[0, 0].set(0.0),))
+      >>> print(value.round(4), tangent.round(4))
+      [0.1269 0.    ] [0.1192 0.    ]
+    """
+    with _forward_mode(True):
+        yield
+
+
+def differentiable(
+    forward: Callable[..., tuple[Any, Any]], reverse: Callable[..., Any], *, static_argnums: tuple[int, ...] = ()
+) -> Callable[[Primal], Primal]:
+    """Decorates the primal of an op with its reverse rule.
+
+    `forward` takes the primal's arguments and returns `(output, residuals)`; `reverse` takes the static
+    arguments, the residuals and the cotangent of the output, and returns a tuple of cotangents, None for
+    an argument that has none. The primal must be safe under `jax.jvp`.
+    """
+
+    def decorate(primal: Primal) -> Primal:
+        with_reverse_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
+        with_reverse_rule.defvjp(forward, reverse)
+
+        @functools.wraps(primal)
+        def op(*args: Any) -> Any:
+            return (primal if _forward_mode.value else with_reverse_rule)(*args)
+
+        return op  # type: ignore[return-value]
+
+    return decorate

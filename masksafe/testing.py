@@ -1,0 +1,410 @@
+"""Assertions with which users prove of their own code what masksafe promises of its ops."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+_TRANSFORMS = ("eager", "jit", "vmap")
+_PRODUCT = "Hessian-vector product"
+_RANDOM = "random numbers"
+_MIXTURE = "a mixture of all kinds"
+
+
+def assert_mask_safe(
+    fn: Callable[..., Any],
+    *args: Any,
+    masked: Mapping[int, Any],
+    output_mask: Any = None,
+    order: int = 2,
+    garbage: Sequence[float] | None = None,
+    transforms: Sequence[str] = _TRANSFORMS,
+    seed: int = 0,
+    empty: tuple[Any, ...] | None = None,
+) -> None:
+    """Asserts that what the masked elements of some arguments hold touches nothing.
+
+    The masked elements are filled with harmless values once, and then with one kind of garbage after
+    the other, in one argument at a time and in all of them at once. Each time,
+
+    * every output is the same bit for bit (a NaN equals a NaN);
+    * the gradient with respect to every unmasked element is the same bit for bit, and exactly 0 with
+      respect to every masked one;
+    * so are Hessian-vector products, forward over reverse and reverse over reverse.
+
+    Gradients are those of a random linear combination of the outputs, with respect to every argument
+    that holds floats only, masked or not: a leak into another argument is found as well.
+
+    Args:
+      fn: any JAX function of `args` that returns an array or a pytree of arrays. A flax, equinox or haiku
+        module goes in a closure: `lambda x: module.apply(variables, x, mask)`.
+      *args: arrays or pytrees of arrays. Give unmasked elements values for which `fn` is well defined.
+      masked: for each argument that has masked elements, its position and a boolean array (for a pytree,
+        a pytree of them) that broadcasts to its shape: **True where an element is masked**.
+      output_mask: booleans that broadcast to the output (or a pytree of them), True where the output itself
+        is padding, on which nothing is promised. Such outputs get no cotangent either.
+      order: highest derivative that is looked at: 0 values, 1 gradients, 2 Hessian-vector products.
+      garbage: the values to fill with. By default NaN, both infinities, the extremes of the dtype, 0, random
+        numbers and a mixture of all; for integers the extremes, -1, -100, 0, random numbers and a mixture.
+        A value that an argument's dtype cannot hold is left out for that argument.
+      transforms: any of "eager", "jit" and "vmap" (a batch of two copies).
+      seed: of everything random.
+      empty: the arguments of a call in which everything is masked. Its outputs and its gradients must be
+        finite.
+
+    Raises:
+      AssertionError: if a masked element is not gone. The text names the argument, the garbage, the
+        transform, the derivative and the first index that differs, with both values.
+      ValueError: for arguments that make no sense, such as a `masked` that names no argument.
+
+    Example:
+      `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
+
+      >>> import jax, jax.numpy as jnp
+      >>> from masksafe.testing import assert_mask_safe
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 1, 8))
+      >>> padded = jnp.ones((1, 4, 1, 1), bool)  # every key of the only sample is padding
+      >>> def attention(query, key, value):
+      ...     return jax.nn.dot_product_attention(query, key, value, mask=jnp.zeros((1, 1, 4, 4), bool))
+      >>> assert_mask_safe(attention, query, key, value, masked={2: padded}, order=0, garbage=[1e3])
+      Traceback (most recent call last):
+      ...
+      AssertionError: A masked element is not gone.
+        argument:   2, float32[1, 4, 1, 8], 32 of 32 elements masked
+        garbage:    1000.0
+        transform:  eager
+        derivative: value
+        32 of 32 elements changed, the first at index (0, 0, 0, 0):
+          0.0 with harmless values under the mask, 1000.0 with garbage
+
+      The gradient of optax's Kullback-Leibler divergence is NaN when a masked target is NaN, although the
+      value is right:
+
+      >>> import optax
+      >>> log_probs = jax.nn.log_softmax(jnp.arange(6.0).reshape(2, 3))
+      >>> targets = jax.nn.softmax(jnp.ones((2, 3)))
+      >>> where = jnp.array([[True, True, False], [True, True, True]])
+      >>> def divergence(targets, log_probs):
+      ...     return optax.losses.kl_divergence(log_probs, targets, where=where)
+      >>> assert_mask_safe(divergence, targets, log_probs, masked={0: ~where}, garbage=[jnp.nan])
+      Traceback (most recent call last):
+      ...
+      AssertionError: A masked element is not gone.
+        argument:   0, float32[2, 3], 1 of 6 elements masked
+        garbage:    nan
+        transform:  eager
+        derivative: gradient with respect to argument 0
+        1 of 1 masked elements have a gradient that is not 0, the first at index (0, 2): nan
+    """
+    __tracebackhide__ = True
+    _check_arguments(args, masked, order, transforms)
+    rng = np.random.default_rng(seed)
+    masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
+    harmless = _with_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
+    probe = _probe(fn, harmless, output_mask, order, rng)
+
+    for transform in transforms:
+        run = _transformed(probe, transform)
+        expected = run(harmless)
+        _assert_zero_under_mask(expected, masks, _Case(args, min(masks), "harmless values", transform))
+        for i, name, filled in _fillings(harmless, masks, garbage, rng):
+            case = _Case(args, i, name, transform)
+            actual = run(filled)
+            _assert_zero_under_mask(actual, masks, case)
+            _assert_same_bits(actual, expected, masks, case)
+    if empty is not None:
+        _assert_finite(_transformed(_probe(fn, empty, output_mask, min(order, 1), rng), "jit")(empty))
+
+
+# What is compared: arrays with the name of the derivative, and the argument with respect to which it is taken.
+
+
+class _Quantity(NamedTuple):
+    order: int  # first, so that JAX, which sorts a dictionary's keys, leaves values before derivatives
+    derivative: str
+    argument: int | None
+
+    def __str__(self) -> str:
+        return self.derivative + ("" if self.argument is None else f" with respect to argument {self.argument}")
+
+
+Quantities = dict[_Quantity, Tree]
+
+
+def _probe(
+    fn: Callable[..., Tree], args: tuple[Any, ...], output_mask: Tree, order: int, rng: np.random.Generator
+) -> Callable[..., Quantities]:
+    """The function of `args` that returns every value and derivative to compare."""
+    outputs = jax.eval_shape(fn, *args)
+    kept = _kept_outputs(outputs, output_mask)
+    weights = _random_like(outputs, rng)
+    floats = [i for i, arg in enumerate(args) if _all_floats(arg)]
+    directions = _random_like([args[i] for i in floats], rng)
+    if not floats or not any(_is_float(out) for out in jax.tree.leaves(outputs)):
+        order = 0
+
+    def probe(*args: Any) -> Quantities:
+        def combination(chosen: list[Tree]) -> Any:
+            return _weighted_sum(fn(*_with_arguments(args, dict(zip(floats, chosen, strict=True)))), weights, kept)
+
+        def slope(chosen: list[Tree]) -> Any:
+            gradient = jax.grad(combination)(chosen)
+            return _weighted_sum(gradient, directions, jax.tree.map(lambda _: True, gradient))
+
+        values = jax.tree.map(lambda out, keep: jnp.where(keep, out, jnp.zeros_like(out)), fn(*args), kept)
+        quantities: Quantities = {_Quantity(0, "value", None): values}
+        chosen = [jax.tree.map(jnp.asarray, args[i]) for i in floats]
+        if order >= 1:
+            quantities |= _by_argument(1, "gradient", floats, jax.grad(combination)(chosen))
+        if order >= 2:
+            tangents = jax.tree.map(lambda x, v: jnp.asarray(v, x.dtype), chosen, directions)
+            forward = jax.jvp(jax.grad(combination), (chosen,), (tangents,))[1]
+            quantities |= _by_argument(2, f"{_PRODUCT} (forward over reverse)", floats, forward)
+            quantities |= _by_argument(2, f"{_PRODUCT} (reverse over reverse)", floats, jax.grad(slope)(chosen))
+        return quantities
+
+    return probe
+
+
+def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
+    """For every output, where something is promised on it."""
+    if output_mask is None:
+        output_mask = np.False_
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(output_mask)):
+        output_mask = jax.tree.map(lambda _: output_mask, outputs)
+    return jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
+
+
+def _random_like(tree: Tree, rng: np.random.Generator) -> Tree:
+    return jax.tree.map(lambda leaf: rng.normal(size=np.shape(leaf)), tree)
+
+
+def _weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
+    """The sum of the float leaves times their weights, in float32 at least."""
+    total = jnp.zeros((), jnp.float32)
+    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
+        if _is_float(value):
+            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+            total = total + jnp.sum(jnp.where(keep, wide * jnp.asarray(weight, wide.dtype), 0))
+    return total
+
+
+def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[Tree]) -> Quantities:
+    return {_Quantity(order, derivative, i): tree for i, tree in zip(arguments, trees, strict=True)}
+
+
+def _is_float(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _all_floats(arg: Tree) -> bool:
+    leaves = jax.tree.leaves(arg)
+    return bool(leaves) and all(hasattr(leaf, "dtype") and _is_float(leaf) for leaf in leaves)
+
+
+def _with_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
+    return tuple(new.get(i, arg) for i, arg in enumerate(args))
+
+
+def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
+    """`probe` as a function of a tuple of arguments, run in one way of JAX's; its arrays are NumPy's."""
+
+    def run_twice(*args: Any) -> Quantities:
+        return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
+
+    ways: dict[str, Callable[..., Quantities]] = {"eager": probe, "jit": jax.jit(probe), "vmap": jax.jit(run_twice)}
+    return lambda args: jax.tree.map(np.asarray, ways[transform](*args))
+
+
+# What is put under the mask.
+
+
+def _mask_of_leaf(leaf: Any, mask: Any) -> np.ndarray:
+    return _expanded(mask, np.shape(leaf), "masked")
+
+
+def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
+    mask = np.asarray(mask)
+    if mask.dtype != np.bool_:
+        raise ValueError(f"assert_mask_safe: {argument} has dtype {mask.dtype}; expected bool, True where masked.")
+    try:
+        expanded: np.ndarray = np.broadcast_to(mask, shape)
+        return expanded
+    except ValueError as error:
+        expected = f"a shape that broadcasts to {shape}"
+        raise ValueError(f"assert_mask_safe: {argument} has shape {mask.shape}; expected {expected}.") from error
+
+
+def _fill_harmless(rng: np.random.Generator) -> Callable[[Any, np.ndarray], np.ndarray]:
+    """Draws from the unmasked values of the same array, which are good ones for the function."""
+
+    def fill(leaf: Any, mask: np.ndarray) -> np.ndarray:
+        filled: np.ndarray = np.array(leaf)
+        unmasked = filled[~mask]
+        filled[mask] = rng.choice(unmasked, int(mask.sum())) if unmasked.size else np.zeros((), filled.dtype)
+        return filled
+
+    return fill
+
+
+def _fillings(
+    args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None, rng: np.random.Generator
+) -> Iterator[tuple[int | None, str, tuple[Any, ...]]]:
+    """Every way to fill the masks: the argument, the name of the garbage, all arguments."""
+    for i, mask in masks.items():
+        for name in _garbage_names(args[i], garbage):
+            filled = jax.tree.map(functools.partial(_fill, name=name, garbage=garbage, rng=rng), args[i], mask)
+            yield i, name, _with_arguments(args, {i: filled})
+    fill = functools.partial(_fill, name=_MIXTURE, garbage=garbage, rng=rng)
+    yield None, _MIXTURE, _with_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+
+
+def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
+    return list(dict.fromkeys(name for leaf in jax.tree.leaves(arg) for name in _garbage_of(leaf, garbage)))
+
+
+def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
+    """What an array of this dtype can be filled with, by name."""
+    if leaf.dtype == np.bool_:
+        candidates: Sequence[float] = (False, True)
+    elif _is_float(leaf):
+        extremes = jnp.finfo(leaf.dtype)
+        candidates = garbage or (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
+    else:
+        limits = jnp.iinfo(leaf.dtype)
+        chosen = garbage or (int(limits.min), int(limits.max), -1, -100, 0)
+        candidates = [int(v) for v in chosen if np.isfinite(v) and v == int(v) and limits.min <= v <= limits.max]
+    named = {str(value): np.asarray(value).astype(leaf.dtype) for value in candidates}
+    return named if garbage else named | {_RANDOM: None}
+
+
+def _fill(
+    leaf: np.ndarray, mask: np.ndarray, *, name: str, garbage: Sequence[float] | None, rng: np.random.Generator
+) -> np.ndarray:
+    """`leaf` with the named garbage under its mask; as it is where its dtype has no such garbage."""
+    kinds = _garbage_of(leaf, garbage)
+    if name == _MIXTURE:
+        drawn = rng.integers(len(kinds), size=leaf.shape)
+        for k, kind in enumerate(kinds):
+            leaf = _fill(leaf, mask & (drawn == k), name=kind, garbage=garbage, rng=rng)
+        return leaf
+    if name not in kinds:
+        return leaf
+    return np.where(mask, _random(leaf, rng) if name == _RANDOM else kinds[name], leaf)
+
+
+def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    if leaf.dtype == np.bool_:
+        return rng.integers(2, size=leaf.shape).astype(bool)
+    if _is_float(leaf):
+        return rng.normal(scale=100.0, size=leaf.shape).astype(leaf.dtype)
+    limits = jnp.iinfo(leaf.dtype)
+    return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
+
+
+# What is asserted.
+
+
+class _Case(NamedTuple):
+    """What was put where, and how the function was run."""
+
+    args: tuple[Any, ...]
+    argument: int | None  # None is all of the masked arguments at once
+    garbage: str
+    transform: str
+
+
+def _assert_zero_under_mask(quantities: Quantities, masks: Mapping[int, Tree], case: _Case) -> None:
+    __tracebackhide__ = True
+    for quantity, tree in quantities.items():
+        if quantity.argument is None or quantity.argument not in masks:
+            continue
+        for array, leaf_mask in zip(jax.tree.leaves(tree), jax.tree.leaves(masks[quantity.argument]), strict=True):
+            mask = np.broadcast_to(leaf_mask, array.shape)
+            wrong = mask & (array != 0)
+            if wrong.any():
+                index = _first(wrong)
+                text = (
+                    f"{wrong.sum()} of {mask.sum()} masked elements have a {_noun(quantity)} that is not 0, "
+                    f"the first at index {index}: {array[index]}"
+                )
+                raise AssertionError(_report(case, quantity, masks, text))
+
+
+def _assert_same_bits(actual: Quantities, expected: Quantities, masks: Mapping[int, Tree], case: _Case) -> None:
+    __tracebackhide__ = True
+    for quantity, tree in actual.items():
+        for array, reference in zip(jax.tree.leaves(tree), jax.tree.leaves(expected[quantity]), strict=True):
+            wrong = _bits(array) != _bits(reference)
+            if wrong.any():
+                index = _first(wrong)
+                text = (
+                    f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
+                    f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
+                )
+                raise AssertionError(_report(case, quantity, masks, text))
+
+
+def _assert_finite(quantities: Quantities) -> None:
+    __tracebackhide__ = True
+    for quantity, tree in quantities.items():
+        for array in jax.tree.leaves(tree):
+            wrong = ~np.isfinite(np.asarray(array, np.float64))
+            if wrong.any():
+                index = _first(wrong)
+                raise AssertionError(
+                    "With everything masked, a result is not finite.\n"
+                    f"  derivative: {quantity}\n"
+                    f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}: {array[index]}"
+                )
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    """The array as unsigned integers, with one integer for every NaN."""
+    if not _is_float(array):
+        return array
+    array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
+    bits: np.ndarray = array.view(f"u{array.dtype.itemsize}")
+    return bits
+
+
+def _first(wrong: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def _noun(quantity: _Quantity) -> str:
+    return quantity.derivative.split(" (")[0]
+
+
+def _report(case: _Case, quantity: _Quantity, masks: Mapping[int, Tree], text: str) -> str:
+    filled = masks if case.argument is None else {case.argument: masks[case.argument]}
+    arguments = "; ".join(_describe(i, case.args[i], mask) for i, mask in filled.items())
+    return (
+        "A masked element is not gone.\n"
+        f"  argument:   {arguments}\n"
+        f"  garbage:    {case.garbage}\n"
+        f"  transform:  {case.transform}\n"
+        f"  derivative: {quantity}\n"
+        f"  {text}"
+    )
+
+
+def _describe(i: int, arg: Tree, mask: Tree) -> str:
+    leaves = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(np.asarray, jax.tree.leaves(arg)))
+    masks = jax.tree.leaves(mask)
+    masked, total = sum(int(m.sum()) for m in masks), sum(m.size for m in masks)
+    return f"{i}, {leaves}, {masked} of {total} elements masked"
+
+
+def _check_arguments(args: tuple[Any, ...], masked: Mapping[int, Any], order: int, transforms: Sequence[str]) -> None:
+    if order not in (0, 1, 2):
+        raise ValueError(f"assert_mask_safe: order has value {order}; expected 0, 1 or 2.")
+    if not set(transforms) <= set(_TRANSFORMS):
+        raise ValueError(f"assert_mask_safe: transforms has {list(transforms)}; expected some of {_TRANSFORMS}.")
+    if not masked or not set(masked) <= set(range(len(args))):
+        expected = f"positions of arguments, in [0, {len(args)})"
+        raise ValueError(f"assert_mask_safe: masked has keys {sorted(masked)}; expected {expected}.")
