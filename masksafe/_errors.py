@@ -23,6 +23,8 @@ def message(op: str, argument: str, found: str, expected: str, hint: str = "") -
 
 def as_array(op: str, argument: str, value: Any) -> Array:
     """`value` as a JAX array."""
+    if isinstance(value, jax.Array):  # as it is: even a conversion that changes nothing alarms jax_debug_nans
+        return value
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:

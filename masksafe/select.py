@@ -111,7 +111,7 @@ def _only_where(cond: Array, arrays: list[Array]) -> list[Array]:
     first = jnp.min(jnp.where(cond, position, cond.size), initial=cond.size)
 
     def fill(array: Array) -> Array:
-        picked = jnp.where(position == first, lax.stop_gradient(array), jnp.zeros_like(array))
+        picked = jnp.where(position == first, lax.stop_gradient(array), jnp.zeros((), array.dtype))
         stand_in = jnp.where(first < cond.size, jnp.sum(picked, dtype=array.dtype), jnp.ones((), array.dtype))
         return jnp.where(cond, array, stand_in)
 
@@ -178,8 +178,8 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
       [2. 0.] 2.0
     """
     x, axes, where = _reduction_arguments("mean", x, axis, where)
-    wide = _widened(x)
-    return _mean(wide, axes, where, keepdims).astype(_float_dtype(x))
+    average = _mean(_widened(_selected(x, where)), axes, where)
+    return (average if keepdims else jnp.squeeze(average, axes)).astype(_float_dtype(x))
 
 
 def var(
@@ -248,8 +248,8 @@ def _var_mean(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
 ) -> tuple[Array, Array]:
     x, axes, where = _reduction_arguments(op, x, axis, where)
-    wide = _selected(_widened(x), where)
-    centre = _mean(wide, axes, where, keepdims=True)
+    wide = _widened(_selected(x, where))
+    centre = _mean(wide, axes, where)
     deviation = _selected(wide - centre, where)
     squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes, keepdims=True)
     freedom = _count(wide, axes, where) - correction
@@ -260,10 +260,9 @@ def _var_mean(
     return variance.astype(jnp.finfo(dtype).dtype), centre.astype(dtype)
 
 
-def _mean(wide: Array, axes: tuple[int, ...], where: Array | None, keepdims: bool) -> Array:
-    total = jnp.sum(_selected(wide, where), axes, keepdims=True)
-    average = total / jnp.maximum(_count(wide, axes, where), 1)
-    return average if keepdims else jnp.squeeze(average, axes)
+def _mean(selected: Array, axes: tuple[int, ...], where: Array | None) -> Array:
+    """The mean of an array with 0 under the mask; the reduced axes are kept."""
+    return jnp.sum(selected, axes, keepdims=True) / jnp.maximum(_count(selected, axes, where), 1)
 
 
 def _reduction_arguments(

@@ -1,0 +1,67 @@
+"""forward_mode and the wrapper of reverse rules."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+
+LOGITS = jnp.array([[1.0, 2.0, -1.0], [0.5, 0.0, 3.0]])
+LABELS = jnp.array([0, 2])
+
+
+def loss(logits):
+    return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, LABELS)
+
+
+def test_forward_mode_is_refused_by_jax_outside_of_the_context():
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(loss, (LOGITS,), (LOGITS,))
+
+
+def test_jvp_linearize_and_jacfwd_work_inside():
+    expected = jnp.einsum(
+        "bij,bj->bi", jnp.eye(2)[:, :, None] * jax.grad(lambda x: loss(x).sum())(LOGITS)[:, None], LOGITS
+    )
+    expected = jnp.diagonal(expected)
+    with masksafe.forward_mode():
+        np.testing.assert_allclose(jax.jvp(loss, (LOGITS,), (LOGITS,))[1], expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.linearize(loss, LOGITS)[1](LOGITS), expected, rtol=1e-5)
+        np.testing.assert_allclose(jax.jacfwd(loss)(LOGITS), jax.jacrev(loss)(LOGITS), rtol=1e-5)
+
+
+def test_entering_and_leaving_retraces_jitted_functions():
+    jitted = jax.jit(loss)
+    jitted(LOGITS)
+    with masksafe.forward_mode():
+        assert jax.jvp(jitted, (LOGITS,), (LOGITS,))[1].shape == (2,)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(jitted, (LOGITS,), (LOGITS,))
+
+
+def test_mode_belongs_to_its_thread():
+    failures = []
+
+    def differentiate():
+        try:
+            jax.jvp(loss, (LOGITS,), (LOGITS,))
+        except TypeError as error:
+            failures.append(error)
+
+    with masksafe.forward_mode():
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        thread.join()
+    assert failures
+
+
+def test_third_derivatives_agree_between_the_modes():
+    def along(x):
+        return loss(LOGITS * x).sum()
+
+    with masksafe.forward_mode():
+        forward = jax.jacfwd(jax.jacfwd(jax.jacfwd(along)))(1.0)
+    np.testing.assert_allclose(jax.grad(jax.grad(jax.grad(along)))(1.0), forward, rtol=1e-4)
