@@ -110,12 +110,11 @@ def assert_mask_safe(
     for transform in transforms:
         run = _transformed(probe, transform)
         expected = run(harmless)
-        _assert_zero_under_mask(expected, masks, _Case(args, min(masks), "harmless values", transform))
         for i, name, filled in _fillings(harmless, masks, garbage, rng):
-            case = _Case(args, i, name, transform)
-            actual = run(filled)
-            _assert_zero_under_mask(actual, masks, case)
-            _assert_same_bits(actual, expected, masks, case)
+            case = _Case(args, masks, i, name, transform)
+            for quantity, actual in run(filled).items():
+                _assert_zero_under_mask(quantity, actual, case)
+                _assert_same_bits(quantity, actual, expected[quantity], case)
     if empty is not None:
         _assert_finite(_transformed(_probe(fn, empty, output_mask, min(order, 1), rng), "jit")(empty))
 
@@ -313,40 +312,39 @@ class _Case(NamedTuple):
     """What was put where, and how the function was run."""
 
     args: tuple[Any, ...]
+    masks: Mapping[int, Tree]
     argument: int | None  # None is all of the masked arguments at once
     garbage: str
     transform: str
 
 
-def _assert_zero_under_mask(quantities: Quantities, masks: Mapping[int, Tree], case: _Case) -> None:
+def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> None:
     __tracebackhide__ = True
-    for quantity, tree in quantities.items():
-        if quantity.argument is None or quantity.argument not in masks:
-            continue
-        for array, leaf_mask in zip(jax.tree.leaves(tree), jax.tree.leaves(masks[quantity.argument]), strict=True):
-            mask = np.broadcast_to(leaf_mask, array.shape)
-            wrong = mask & (array != 0)
-            if wrong.any():
-                index = _first(wrong)
-                text = (
-                    f"{wrong.sum()} of {mask.sum()} masked elements have a {_noun(quantity)} that is not 0, "
-                    f"the first at index {index}: {array[index]}"
-                )
-                raise AssertionError(_report(case, quantity, masks, text))
+    if quantity.argument is None or quantity.argument not in case.masks:
+        return
+    for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(case.masks[quantity.argument]), strict=True):
+        mask = np.broadcast_to(leaf_mask, array.shape)
+        wrong = mask & (array != 0)
+        if wrong.any():
+            index = _first(wrong)
+            text = (
+                f"{wrong.sum()} of {mask.sum()} masked elements have a {_noun(quantity)} that is not 0, "
+                f"the first at index {index}: {array[index]}"
+            )
+            raise AssertionError(_report(case, quantity, text))
 
 
-def _assert_same_bits(actual: Quantities, expected: Quantities, masks: Mapping[int, Tree], case: _Case) -> None:
+def _assert_same_bits(quantity: _Quantity, actual: Tree, expected: Tree, case: _Case) -> None:
     __tracebackhide__ = True
-    for quantity, tree in actual.items():
-        for array, reference in zip(jax.tree.leaves(tree), jax.tree.leaves(expected[quantity]), strict=True):
-            wrong = _bits(array) != _bits(reference)
-            if wrong.any():
-                index = _first(wrong)
-                text = (
-                    f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
-                    f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
-                )
-                raise AssertionError(_report(case, quantity, masks, text))
+    for array, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        wrong = _bits(array) != _bits(reference)
+        if wrong.any():
+            index = _first(wrong)
+            text = (
+                f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
+                f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
+            )
+            raise AssertionError(_report(case, quantity, text))
 
 
 def _assert_finite(quantities: Quantities) -> None:
@@ -380,8 +378,8 @@ def _noun(quantity: _Quantity) -> str:
     return quantity.derivative.split(" (")[0]
 
 
-def _report(case: _Case, quantity: _Quantity, masks: Mapping[int, Tree], text: str) -> str:
-    filled = masks if case.argument is None else {case.argument: masks[case.argument]}
+def _report(case: _Case, quantity: _Quantity, text: str) -> str:
+    filled = case.masks if case.argument is None else {case.argument: case.masks[case.argument]}
     arguments = "; ".join(_describe(i, case.args[i], mask) for i, mask in filled.items())
     return (
         "A masked element is not gone.\n"

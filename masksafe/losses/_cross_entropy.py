@@ -88,7 +88,8 @@ def softmax_cross_entropy(
         gone with the class: a one-hot row that points at one has loss 0.
       * A label on a class with a logit of -inf gives loss +inf.
       * A NaN or +inf in an unmasked logit, or a NaN in an unmasked label, makes the gradient of its own row
-        NaN, and its loss NaN or +inf. Where the cotangent of the loss is 0, the gradient is 0 even then.
+        NaN. The loss is NaN too, or +inf where all labels are on other classes than the logit of +inf. Where
+        the cotangent of the loss is 0, the gradient is 0 even then.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
@@ -381,7 +382,8 @@ def _row_values(x: Array, labels: Array, where: Array | None) -> _Rows:
     rows = _Rows(-log_prob, shift, log_sum, jnp.ones_like(shift), anchor, log_prob)
     if _is_soft(labels):
         t = _selected(labels.astype(dtype), where, 0)
-        rows = rows._replace(loss=_sum(t * _costs(x, t, where, rows)), total=_sum(t))
+        costs = jnp.where(t == 0, 0, t * _costs(x, t, where, rows))
+        rows = rows._replace(loss=_sum(costs), total=_sum(t))
     if where is None:
         return rows
     alive = jnp.any(where, -1, keepdims=True)

@@ -1,0 +1,198 @@
+"""assert_mask_safe finds what it is there to find, and only that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import masksafe
+from masksafe.testing import assert_mask_safe
+
+MASK = np.array([[True, False, False], [False, False, True]])
+X = jax.random.normal(jax.random.key(0), (2, 3))
+
+
+def clean(x):
+    return jnp.where(MASK, 0.0, x)
+
+
+# Planted bugs. Each names what the report must say of it.
+LEAKS = {
+    "value": (lambda x: x.sum(), "derivative: value"),
+    "multiplied away": (lambda x: x * ~MASK, "derivative: value"),
+    "a product with 0": (
+        lambda x: clean(x).sum() + (x - jax.lax.stop_gradient(x)).sum() * 0,
+        "derivative: value",
+    ),
+    "where behind the bad operation": (
+        lambda x: jnp.where(MASK, 0.0, jnp.log(x**2)),
+        "derivative: gradient",
+    ),
+    "uniform weights of an empty row": (
+        lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, x)) * x,
+        "derivative: value",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_planted_leak_is_found(name):
+    fn, text = LEAKS[name]
+    with pytest.raises(AssertionError, match=text):
+        assert_mask_safe(fn, X, masked={0: MASK})
+
+
+def leaking(order):
+    """A function that is clean up to a derivative of this order, where a masked element enters."""
+
+    @jax.custom_jvp
+    def fn(x):
+        return clean(x) ** 2
+
+    @fn.defjvp
+    def fn_jvp(primals, tangents):
+        (x,), (x_dot,) = primals, tangents
+        slope = 2 * clean(x) if order == 2 else 2 * clean(x) + 0.1 * jnp.where(MASK, x, 0).sum()
+        return fn(x), poisoned(slope, x) * clean(x_dot)
+
+    @jax.custom_jvp
+    def poisoned(slope, x):
+        return slope
+
+    @poisoned.defjvp
+    def poisoned_jvp(primals, tangents):
+        return primals[0], tangents[0] + (
+            0.1 * jnp.where(MASK, primals[1], 0).sum() * clean(tangents[1]) if order == 2 else 0
+        )
+
+    return fn
+
+
+@pytest.mark.parametrize(("order", "derivative"), [(1, "gradient with respect"), (2, "Hessian-vector product")])
+def test_leak_into_a_derivative_is_found_at_its_order_only(order, derivative):
+    with pytest.raises(AssertionError, match=f"derivative: {derivative}"):
+        assert_mask_safe(leaking(order), X, masked={0: MASK})
+    assert_mask_safe(leaking(order), X, masked={0: MASK}, order=order - 1)
+
+
+def test_leak_under_one_transform_is_found_there():
+    def fn(x):
+        inside_vmap = "vmap" in str(type(x)).lower() or "BatchTracer" in type(x).__name__
+        return x.sum() if inside_vmap else clean(x)
+
+    assert_mask_safe(fn, X, masked={0: MASK}, transforms=("eager", "jit"), order=0)
+    with pytest.raises(AssertionError, match=r"transform: +vmap"):
+        assert_mask_safe(fn, X, masked={0: MASK}, order=0)
+
+
+def test_leak_into_another_arguments_gradient_is_found():
+    def fn(x, scale):
+        return jnp.where(MASK, 0.0, x * scale)
+
+    with pytest.raises(AssertionError, match="gradient with respect to argument 1"):
+        assert_mask_safe(fn, X, jnp.float32(2.0), masked={0: MASK})
+
+
+def test_integer_that_wraps_is_found():
+    table, mask = jnp.arange(5.0), np.array([False, True])
+
+    def looked_up(index):
+        return jnp.where(mask, 0.0, table[index]) + table[index].sum() * 0
+
+    assert_mask_safe(looked_up, jnp.array([1, 2]), masked={0: mask})
+    with pytest.raises(AssertionError, match=r"argument: +0, int32"):
+        assert_mask_safe(lambda index: table[index], jnp.array([1, 2]), masked={0: mask})
+
+
+def test_report_tells_where_to_look():
+    with pytest.raises(AssertionError) as caught:
+        assert_mask_safe(lambda x: x * 2, X, masked={0: MASK}, garbage=[7.0])
+    assert str(caught.value) == (
+        "A masked element is not gone.\n"
+        "  argument:   0, float32[2, 3], 2 of 6 elements masked\n"
+        "  garbage:    7.0\n"
+        "  transform:  eager\n"
+        "  derivative: value\n"
+        "  2 of 6 elements changed, the first at index (0, 0):\n"
+        f"    {_harmless()} with harmless values under the mask, 14.0 with garbage"
+    )
+
+
+def _harmless():
+    filled = []
+    with pytest.raises(AssertionError):
+        assert_mask_safe(lambda x: filled.append(x) or x * 2, X, masked={0: MASK}, garbage=[7.0], transforms=["eager"])
+    return np.asarray(filled[1])[0, 0] * np.float32(2)
+
+
+def test_output_mask_frees_the_padding_of_the_output():
+    with pytest.raises(AssertionError):
+        assert_mask_safe(lambda x: x + 1, X, masked={0: MASK})
+    assert_mask_safe(lambda x: x + 1, X, masked={0: MASK}, output_mask=MASK)
+    assert_mask_safe(lambda x: {"a": x + 1, "b": clean(x)}, X, masked={0: MASK}, output_mask={"a": MASK, "b": False})
+
+
+def test_empty_must_be_finite():
+    nothing = np.zeros((2, 3), bool)
+
+    def mean(x, where):
+        return jnp.mean(x, where=where)
+
+    x, where = X, jnp.asarray(~MASK)
+    assert_mask_safe(lambda x, where: masksafe.mean(x, where=where), x, where, masked={0: MASK}, empty=(x, nothing))
+    with pytest.raises(AssertionError, match="With everything masked, a result is not finite"):
+        assert_mask_safe(mean, x, where, masked={0: MASK}, empty=(x, nothing), garbage=[1.0])
+
+
+def test_pytrees_of_arguments_and_outputs():
+    params, masks = {"w": X, "b": X[0]}, {"w": MASK, "b": MASK[0]}
+
+    def fn(params):
+        return {"out": clean(params["w"]).sum() + jnp.where(MASK[0], 0, params["b"]).sum(), "count": jnp.int32(3)}
+
+    assert_mask_safe(fn, params, masked={0: masks})
+    with pytest.raises(AssertionError, match=r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9"):
+        assert_mask_safe(lambda p: fn(p)["out"] + p["b"].sum(), params, masked={0: masks})
+
+
+def test_keys_and_booleans_are_passed_through():
+    def dropped(key, x, where):
+        return jnp.where(where, x, 0.0) * jax.random.bernoulli(key, 0.5, x.shape)
+
+    assert_mask_safe(dropped, jax.random.key(1), X, jnp.asarray(~MASK), masked={1: MASK})
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "bool"])
+def test_every_dtype_can_be_filled(dtype):
+    x = jnp.ones((2, 3), dtype)
+    assert_mask_safe(lambda x: jnp.where(MASK, jnp.zeros_like(x), x), x, masked={0: MASK})
+    with pytest.raises(AssertionError):
+        assert_mask_safe(lambda x: x, x, masked={0: MASK})
+
+
+def test_the_peers_cases_of_its_documentation_are_found_in_value_and_gradient():
+    logits, labels = X, jax.nn.softmax(X)
+
+    def optax_loss(logits, labels):
+        return optax.softmax_cross_entropy(logits, labels, where=~MASK)
+
+    with pytest.raises(AssertionError, match=r"argument: +1"):
+        assert_mask_safe(optax_loss, logits, labels, masked={1: MASK})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"masked": {}}, "masked has keys"),
+        ({"masked": {1: MASK}}, r"masked has keys \[1\]; expected positions of arguments, in \[0, 1\)"),
+        ({"masked": {0: MASK.astype(float)}}, "masked has dtype float64; expected bool"),
+        ({"masked": {0: MASK[:, :2]}}, r"masked has shape \(2, 2\); expected a shape that broadcasts to \(2, 3\)"),
+        ({"masked": {0: MASK}, "order": 3}, "order has value 3"),
+        ({"masked": {0: MASK}, "transforms": ["pmap"]}, "transforms has"),
+        ({"masked": {0: MASK}, "output_mask": MASK[:1, :2]}, "output_mask has shape"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(kwargs, text):
+    with pytest.raises(ValueError, match=text):
+        assert_mask_safe(clean, X, **kwargs)
