@@ -1,0 +1,416 @@
+"""Learns to write a function's name from its docstring, on the source of Python's own standard library.
+
+A small encoder-decoder in plain JAX, trained with masksafe's loss. The data is full of padding: docstrings
+and names have different lengths, and most functions have no docstring at all, so that their context is
+nothing but padding.
+
+    python examples/train_names.py                    # under three minutes on two cores
+    python examples/train_names.py --compare optax    # and the same with optax's loss as it is often written
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import functools
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import masksafe
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Params = dict[str, Any]
+
+# A docstring is read word by word, a name is written character by character (printable ASCII).
+PAD, START, END, UNKNOWN = 0, 1, 2, 3
+FIRST = 4
+CHARACTERS = FIRST + 95
+WORDS = 4096
+IGNORED = -100  # the label of padding
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, and how long."""
+
+    docstring_length: int = 24
+    name_length: int = 24
+    width: int = 128
+    heads: int = 4
+    encoder_layers: int = 1
+    decoder_layers: int = 2
+    batch_size: int = 64
+    steps: int = 900
+    learning_rate: float = 3e-3
+    evaluate_every: int = 100
+    seed: int = 0
+
+
+# The data: every function of the standard library.
+
+
+class Functions(NamedTuple):
+    """Docstrings, names as the decoder reads them, and names as it has to predict them."""
+
+    docstrings: np.ndarray  # [functions, docstring_length], words, PAD behind them
+    inputs: np.ndarray  # [functions, name_length], START and all but the last character
+    labels: np.ndarray  # [functions, name_length], the characters, END, and IGNORED behind it
+    weights: np.ndarray  # [functions, name_length], 1.0 and, for padding, 0.0: what many data loaders hand out
+
+    def rows(self, index: Any) -> "Functions":
+        return Functions(*(array[index] for array in self))
+
+
+def read_functions() -> list[tuple[str, str]]:
+    """The first paragraph of the docstring, which may be empty, and the name of every function."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except SyntaxError:
+            continue  # a sample of bad source, which some of the library's tools carry with them
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
+                found.append((" ".join(paragraph.split()), node.name))
+    return found
+
+
+def split_words(text: str) -> list[str]:
+    return re.findall(r"[a-z]+|[0-9]+|[^\sa-z0-9]", text.lower())
+
+
+def count_words(functions: list[tuple[str, str]]) -> dict[str, int]:
+    """The token of each of the most frequent words of the docstrings."""
+    counts = collections.Counter(word for docstring, _ in functions for word in split_words(docstring))
+    return {word: FIRST + i for i, (word, _) in enumerate(counts.most_common(WORDS - FIRST))}
+
+
+def spell(name: str) -> list[int]:
+    return [FIRST + ord(c) - 32 if 32 <= ord(c) < 127 else UNKNOWN for c in name]
+
+
+def read(tokens: np.ndarray) -> str:
+    text = tokens[: list(tokens).index(END)] if END in tokens else tokens
+    return "".join(chr(t - FIRST + 32) for t in text if t >= FIRST)
+
+
+def tokenise(functions: list[tuple[str, str]], words: dict[str, int], config: Config) -> Functions:
+    shape = len(functions), config.name_length
+    docstrings = np.full((len(functions), config.docstring_length), PAD)
+    inputs, labels = np.full(shape, PAD), np.full(shape, IGNORED)
+    for i, (docstring, name) in enumerate(functions):
+        text = [words.get(word, UNKNOWN) for word in split_words(docstring)][: config.docstring_length]
+        target = [*spell(name), END][: config.name_length]
+        docstrings[i, : len(text)] = text
+        inputs[i, : len(target)] = [START, *target[:-1]]
+        labels[i, : len(target)] = target
+    return Functions(docstrings, inputs, labels, (labels != IGNORED).astype(np.float32))
+
+
+def batches(data: Functions, config: Config) -> Iterator[Functions]:
+    rng = np.random.default_rng(config.seed)
+    while True:
+        yield data.rows(rng.integers(len(data.labels), size=config.batch_size))
+
+
+# The model.
+
+
+def init_params(config: Config) -> Params:
+    keys = iter(jax.random.split(jax.random.key(config.seed), 1000))
+    width = config.width
+
+    def dense(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape) * shape[0] ** -0.5
+
+    def attention_params() -> Params:
+        return {name: dense(width, width) for name in ("query", "key", "value", "out")}
+
+    def layer(kinds: tuple[str, ...]) -> Params:
+        return {kind: attention_params() for kind in kinds} | {
+            "up": dense(width, 4 * width),
+            "down": dense(4 * width, width),
+        }
+
+    return {
+        "words": 0.1 * WORDS**0.5 * dense(WORDS, width),
+        "characters": 0.1 * CHARACTERS**0.5 * dense(CHARACTERS, width),
+        "word_positions": 0.1 * dense(config.docstring_length, width),
+        "character_positions": 0.1 * dense(config.name_length, width),
+        "encoder": [layer(("self",)) for _ in range(config.encoder_layers)],
+        "decoder": [layer(("self", "cross")) for _ in range(config.decoder_layers)],
+        "logits": 0.1 * dense(width, CHARACTERS),
+    }
+
+
+def normalise(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def attention(params: Params, x: jax.Array, context: jax.Array, mask: jax.Array, heads: int) -> jax.Array:
+    """Multi-head attention of x [batch, time, width] to context [batch, keys, width], mask [batch, time, keys]."""
+
+    def split(y: jax.Array) -> jax.Array:
+        return y.reshape(*y.shape[:-1], heads, -1)
+
+    query, key, value = split(x @ params["query"]), split(context @ params["key"]), split(context @ params["value"])
+    scores = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
+    # The softmax of JAX with `where` is 0 in a row with nothing to attend to; masksafe has no attention yet.
+    weights = jax.nn.softmax(scores, where=mask[:, None])
+    return jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape) @ params["out"]
+
+
+def feed_forward(params: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(normalise(x) @ params["up"]) @ params["down"]
+
+
+def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
+    """Logits [batch, name_length, CHARACTERS] of the next character."""
+    is_text = docstrings != PAD
+    x = params["words"][docstrings] + params["word_positions"]
+    for layer in params["encoder"]:
+        normal = normalise(x)
+        x += attention(layer["self"], normal, normal, is_text[:, None, :], heads)
+        x += feed_forward(layer, x)
+    context = normalise(x)
+
+    length = inputs.shape[1]
+    causal = jnp.tril(jnp.ones((1, length, length), bool))
+    x = params["characters"][inputs] + params["character_positions"]
+    for layer in params["decoder"]:
+        normal = normalise(x)
+        x += attention(layer["self"], normal, normal, causal, heads)
+        x += attention(layer["cross"], normalise(x), context, is_text[:, None, :], heads)
+        x += feed_forward(layer, x)
+    return normalise(x) @ params["logits"]
+
+
+# The losses, of logits [batch, time, CHARACTERS].
+
+Loss = Callable[[jax.Array, Functions], jax.Array]
+
+
+def masksafe_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+    mask = batch.labels != IGNORED
+    losses = masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, batch.labels, where=mask)
+    return masksafe.mean(losses, where=mask)
+
+
+def optax_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+    """As it is often written: NaN, since the loss of the label -100 is NaN, and NaN * 0 is NaN."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return (losses * batch.weights).sum() / batch.weights.sum()
+
+
+def careful_optax_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+    """As it has to be written: a good label for the bad one, a selection behind the loss, no division by 0."""
+    mask = batch.labels != IGNORED
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(mask, batch.labels, 0))
+    return jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+# Training.
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    warmup = min(50, config.steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+
+def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, config: Config) -> Callable[..., Any]:
+    @jax.jit
+    def train_step(params: Params, state: Any, batch: Functions) -> tuple[Params, Any, jax.Array]:
+        def batch_loss(params: Params) -> jax.Array:
+            return loss(apply_model(params, batch.docstrings, batch.inputs, config.heads), batch)
+
+        value, gradient = jax.value_and_grad(batch_loss)(params)
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return train_step
+
+
+@functools.partial(jax.jit, static_argnames="heads")
+def evaluate(params: Params, data: Functions, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Held-out loss and the share of characters that are predicted right."""
+    logits = apply_model(params, data.docstrings, data.inputs, heads)
+    right = jnp.argmax(logits, -1) == data.labels
+    return masksafe_loss(logits, data), masksafe.mean(right, where=data.labels != IGNORED)
+
+
+class History(NamedTuple):
+    """What a training run leaves behind."""
+
+    params: Params
+    losses: list[float]
+    held_out: list[tuple[int, float, float]]  # step, loss, accuracy
+
+
+def train(
+    loss: Loss, data: Functions, held_out: Functions, config: Config, console: Console, stop: int | None = None
+) -> History:
+    """Trains for config.steps, or for the first `stop` of them."""
+    optimizer = make_optimizer(config)
+    train_step = make_train_step(loss, optimizer, config)
+    params = init_params(config)
+    state = optimizer.init(params)
+    losses, scores = [], []
+
+    def report(step: int) -> None:
+        value, accuracy = map(float, evaluate(params, held_out, config.heads))
+        scores.append((step, value, accuracy))
+        console.print(f"step {step:4d}  held-out loss {value:.4f}  accuracy {accuracy:.1%}")
+
+    report(0)
+    steps = stop or config.steps
+    with make_progress(console) as progress:
+        task = progress.add_task("training", total=steps)
+        for step, batch in zip(range(1, steps + 1), batches(data, config), strict=False):
+            params, state, value = train_step(params, state, batch)
+            losses.append(float(value))
+            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}")
+            if step % config.evaluate_every == 0 or step == steps:
+                report(step)
+    return History(params, losses, scores)
+
+
+def make_progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+# What is done with the result.
+
+
+def save(params: Params, path: Path) -> None:
+    np.savez(path, *jax.tree.leaves(params))
+
+
+def load(path: Path, config: Config) -> Params:
+    with np.load(path) as file:
+        leaves = [file[name] for name in file.files]
+    return jax.tree.unflatten(jax.tree.structure(init_params(config)), leaves)
+
+
+def predict(params: Params, docstrings: np.ndarray, config: Config, temperature: float = 0.3) -> list[str]:
+    """Names sampled character by character; a low temperature prefers the likely ones."""
+    model = jax.jit(apply_model, static_argnums=3)
+    names = np.full((len(docstrings), config.name_length + 1), PAD)
+    names[:, 0] = START
+    for i, key in enumerate(jax.random.split(jax.random.key(config.seed), config.name_length)):
+        logits = model(params, docstrings, names[:, :-1], config.heads)[:, i]
+        names[:, i + 1] = jax.random.categorical(key, logits / temperature)
+    return [read(name[1:]) for name in names]
+
+
+def print_predictions(
+    params: Params, functions: list[tuple[str, str]], words: dict[str, int], config: Config, console: Console
+) -> None:
+    with_docstring = [f for f in functions if 20 < len(f[0]) < 80][:9]
+    shown = with_docstring + [f for f in functions if not f[0]][:3]
+    table = Table("docstring", "name", "prediction", title="Held-out functions")
+    predictions = predict(params, tokenise(shown, words, config).docstrings, config)
+    for (docstring, name), prediction in zip(shown, predictions, strict=True):
+        table.add_row(docstring or "[dim](none: all padding)[/dim]", name, prediction)
+    console.print(table)
+
+
+def plot(histories: dict[str, History], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, history), style in zip(histories.items(), ("o-", "x--", "+:"), strict=False):
+        steps, values, _ = zip(*history.held_out, strict=True)
+        (line,) = axes.plot(steps, values, style, label=f"{name}, held out")
+        if np.isfinite(history.losses).all():
+            axes.plot(history.losses, color=line.get_color(), alpha=0.3, linewidth=1, label=f"{name}, training")
+        else:
+            axes.plot([], [], " ", label=f"{name}, training: NaN")
+    axes.set(xlabel="step", ylabel="cross-entropy per character (nats)", title="A function's name from its docstring")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+COMPARED_STEPS = 100
+
+
+def compare_with_optax(
+    ours: History, data: Functions, held_out: Functions, config: Config, console: Console
+) -> dict[str, History]:
+    """The same seeds and the first steps with optax's loss, as it is often and as it has to be written."""
+    theirs = {}
+    for name, loss in {"optax": optax_loss, "optax, with care": careful_optax_loss}.items():
+        console.rule(name)
+        theirs[name] = train(loss, data, held_out, config, console, min(COMPARED_STEPS, config.steps))
+    table = Table("step", "masksafe", *theirs, title="Training loss")
+    for step in (1, 2, 3, 10, COMPARED_STEPS):
+        if step <= config.steps:
+            table.add_row(str(step), *(f"{run.losses[step - 1]:.4f}" for run in (ours, *theirs.values())))
+    console.print(table)
+    console.print(
+        "optax: (losses * weights).sum() / weights.sum(). The labels of padding are -100, their loss is NaN, and "
+        "NaN * 0 is NaN:\nthe loss that is watched is NaN at every step, although the model learns."
+    )
+    return theirs
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compare", choices=["optax"], help="train with optax's loss too, as it is often written")
+    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    config = Config(steps=arguments.steps, seed=arguments.seed)
+    console = Console()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+
+    functions = read_functions()
+    np.random.default_rng(config.seed).shuffle(functions)
+    held_out_functions, training_functions = functions[:1024], functions[1024:]
+    words = count_words(training_functions)
+    data, held_out = (tokenise(part, words, config) for part in (training_functions, held_out_functions))
+    empty = np.mean([not docstring for docstring, _ in functions])
+    console.print(f"{len(functions)} functions, {empty:.0%} of them without a docstring")
+
+    histories = {"masksafe": train(masksafe_loss, data, held_out, config, console)}
+    params = histories["masksafe"].params
+
+    checkpoint = arguments.output / "train_names.npz"
+    save(params, checkpoint)
+    params = load(checkpoint, config)
+    value, accuracy = map(float, evaluate(params, held_out, config.heads))
+    console.print(f"loaded {checkpoint}: held-out loss {value:.4f}, accuracy {accuracy:.1%}")
+    print_predictions(params, held_out_functions, words, config, console)
+
+    if arguments.compare == "optax":
+        histories |= compare_with_optax(histories["masksafe"], data, held_out, config, console)
+    picture = arguments.output / "train_names.png"
+    plot(histories, picture)
+    console.print(f"the loss curve is in {picture}")
+
+
+if __name__ == "__main__":
+    main()
