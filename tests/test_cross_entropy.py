@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax.losses import _classification_test as optax_suite
@@ -114,6 +115,17 @@ def expand(where, axis, shape):
 
 @hypothesis.given(problem=problems())
 def test_any_shape_axis_dtype_and_mask_keeps_the_contract(problem):
+    assert_contract(problem, ["jit"])
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(problem=problems())
+def test_many_shapes_keep_the_contract_under_every_transform(problem):
+    assert_contract(problem, ["eager", "jit", "vmap"])
+
+
+def assert_contract(problem, transforms):
     axis, logits, targets, where = problem
     live = expand(where, axis, logits.shape)
     labels = live.argmax(axis).astype(np.int8)
@@ -121,13 +133,13 @@ def test_any_shape_axis_dtype_and_mask_keeps_the_contract(problem):
         lambda logits, labels: integer(logits, labels, axis, where=where),
         *(logits, labels),
         masked={0: ~live, 1: ~live.any(axis)},
-        transforms=["jit"],
+        transforms=transforms,
     )
     assert_mask_safe(
         lambda logits, labels: soft(logits, labels, axis, where=where),
         *(logits, jnp.asarray(targets, logits.dtype)),
         masked={0: ~live, 1: ~live},
-        transforms=["jit"],
+        transforms=transforms,
     )
 
 
@@ -595,6 +607,24 @@ def test_no_false_alarm_of_debug_nans(jit, where, axis):
             value, gradient = (jax.jit(step) if jit else step)(logits)
             assert np.isfinite(value)
             assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("where", [ROWS, CLASSES])
+@pytest.mark.parametrize("loss", [integer, soft])
+def test_no_false_alarm_of_checkify(loss, where, blocks):
+    live = np.broadcast_to(where if where.ndim == 2 else where[:, None], (4, 7))
+    logits = jnp.where(live, LOGITS, NAN)
+    labels = jnp.where(live.any(-1), live.argmax(-1), -100) if loss is integer else jnp.where(live, TARGETS, NAN)
+    step = jax.value_and_grad(lambda x, y: loss(x, y, where=where).sum())
+    error, _ = jax.jit(checkify.checkify(step, errors=checkify.all_checks))(logits, labels)
+    error.throw()
+
+
+@pytest.mark.parametrize("label", [-1, 7])
+def test_checkify_finds_a_bad_label(label):
+    step = checkify.checkify(jax.value_and_grad(lambda x, y: integer(x, y).sum()), errors=checkify.nan_checks)
+    error, _ = jax.jit(step)(LOGITS, LABELS.at[1].set(label))
+    assert "nan" in error.get()
 
 
 # Rule 9: both modes, all orders.

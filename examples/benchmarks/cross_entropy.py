@@ -8,6 +8,7 @@ copy of the logits is the floor: a gradient is as large as the logits and has to
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,10 @@ def main() -> None:
         for mask in MASKS:
             for dtype in DTYPES:
                 for shape in QUICK_SHAPES if arguments.quick else SHAPES:
-                    print(f"measuring {kind}, {mask}, {dtype}, {shape}", end="\r", flush=True)
+                    print(f"\033[Kmeasuring {kind}, {mask}, {dtype}, {shape}", end="\r", file=sys.stderr, flush=True)
                     rows.append(measure_case(kind, mask, dtype, shape, arguments.rounds, with_torch))
     table = as_markdown(HEADER, rows)
-    print(f"\033[K{table}")
+    print(table)
     if not with_torch:
         print("torch is not installed: its column is empty.")
     if arguments.markdown:

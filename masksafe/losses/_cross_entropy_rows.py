@@ -1,0 +1,174 @@
+r"""The mathematics of the softmax cross-entropies, row by row: the classes are the last axis.
+
+The targets of a row are a distribution, or a label that stands for a one-hot row. With logits :math:`x`,
+targets :math:`t` and the sums over the unmasked classes,
+
+.. math::
+  \ell = \sum_j t_j (L - x_j), \qquad
+  L = \log \sum_j e^{x_j}, \qquad
+  p_j = e^{x_j - L}, \qquad
+  \frac{\partial \ell}{\partial x_j} = T p_j - t_j, \qquad
+  \frac{\partial \ell}{\partial t_j} = L - x_j, \qquad T = \sum_j t_j.
+
+Two things are done to keep every digit.
+
+* :math:`L` is kept in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
+  (`log_sum`), so that an offset that all logits share cancels before anything is rounded.
+* One class of each row, the anchor :math:`a`, stays out of the sum: the label, or the most likely class. With
+  :math:`z = x - \text{shift}` and the others :math:`O = \sum_{j \ne a} e^{z_j}`, `log_sum` is
+  :math:`\log(1 + (O + (e^{z_a} - 1)))`: tiny and exact when the anchor has nearly all of the probability, where
+  :math:`\log(1 + O)` would have lost :math:`O`. In the same way :math:`p_a - 1 = e^{\log p_a} - 1` is not
+  computed as a difference.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from masksafe._blocks import is_sharded, map_row_blocks
+from masksafe._typing import Array
+
+
+class Rows(NamedTuple):
+    """What is known of each row after the forward pass; every array is `[..., 1]`."""
+
+    loss: Array
+    shift: Array  # the largest unmasked logit
+    log_sum: Array  # the log of the sum of exp(logits - shift)
+    total: Array  # the sum of the targets
+    anchor: Array  # the class that stays out of the sum; -1 for none
+    anchor_log_prob: Array
+
+
+def is_soft(labels: Array) -> bool:
+    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def evaluate_rows(in_blocks: bool, x: Array, labels: Array, where: Array | None) -> Rows:
+    """The forward pass, differentiable to any order: the reverse rule, which uses its results, is too."""
+    return map_row_blocks(_row_values, x, labels, where) if in_blocks else _row_values(x, labels, where)
+
+
+@evaluate_rows.defjvp
+def _evaluate_rows_jvp(in_blocks: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
+    x, labels, where = primals
+    x_dot, labels_dot, _ = tangents
+    rows = evaluate_rows(in_blocks, x, labels, where)
+    x_dot = _selected(x_dot.astype(rows.loss.dtype), where, 0)
+    d_loss = _sum(probs_minus_targets(x, labels, where, rows) * x_dot)
+    d_log_sum = _sum(jnp.exp(_selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot)
+    d_anchor_log_prob = _pick(x_dot, rows.anchor) - d_log_sum
+    d_total = jnp.zeros_like(rows.total)
+    if is_soft(labels):
+        labels_dot = _selected(labels_dot.astype(rows.loss.dtype), where, 0)
+        d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
+        d_total += _sum(labels_dot)
+    no_tangent = np.zeros(rows.anchor.shape, jax.dtypes.float0)
+    no_shift = jnp.zeros_like(rows.shift)
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_tangent, d_anchor_log_prob)  # type: ignore[arg-type]
+
+
+def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
+    dtype = _accumulation_dtype(x, labels)
+    if x.shape[-1] == 0:
+        zero = jnp.zeros((*x.shape[:-1], 1), dtype)
+        return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
+    x = _selected(x, where, -jnp.inf)
+    largest = jnp.max(x, -1, keepdims=True)
+    anchor = _first(x == largest) if is_soft(labels) else _class_of(labels, x.shape[-1])
+    # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
+    alive = None if where is None else jnp.any(where, -1, keepdims=True)
+    anchor = _selected(anchor, alive, 0)
+    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
+    anchor_z = _selected(_pick(x, anchor).astype(dtype) - shift, alive, 0)
+    log_sum = jnp.log1p(_sum(_others(x, shift, anchor)) + jnp.expm1(anchor_z))
+
+    log_prob = anchor_z - log_sum
+    rows = Rows(-log_prob, shift, log_sum, jnp.ones_like(shift), anchor, log_prob)
+    if not is_soft(labels):
+        return rows
+    t = _selected(labels.astype(dtype), where, 0)
+    costs = jnp.where(t == 0, 0, t * target_costs(x, t, where, rows))
+    # Targets that are all 0 must not hide a NaN logit.
+    return rows._replace(loss=jnp.where(jnp.isnan(log_sum), jnp.nan, _sum(costs)), total=_sum(t))
+
+
+def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
+    """The derivative of the loss with respect to the logits; NaN in a row that is not sound."""
+    x = _selected(x, where, -jnp.inf)
+    scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
+    errors = _others(x, rows.shift, rows.anchor) * scale
+    anchor_target: Array | float = 1.0
+    if is_soft(labels):
+        t = _selected(labels.astype(rows.loss.dtype), where, 0)
+        errors, anchor_target = errors - t, _pick(t, rows.anchor)
+    anchor_error = rows.total * jnp.expm1(rows.anchor_log_prob) + (rows.total - anchor_target)
+    anchor_error = jnp.where(is_sound(rows), anchor_error, jnp.nan)
+    return _selected(jnp.where(_class_index(x) == rows.anchor, anchor_error, errors), where, 0)
+
+
+def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
+    """The derivative of the loss with respect to the targets: -log p, and 0 for an absent class.
+
+    A class is absent where its logit is -inf and its target 0, by the convention 0 log 0 = 0.
+    """
+    x = _selected(x.astype(rows.loss.dtype), where, -jnp.inf)
+    t = _selected(t, where, 0)
+    absent = (t == 0) & (x == -jnp.inf)
+    return jnp.where(absent, 0, rows.log_sum - (jnp.where(absent, 0, x) - rows.shift))
+
+
+def is_sound(rows: Rows) -> Array:
+    """False for a row with a NaN or +inf in it, with nothing but -inf, or with a label out of range."""
+    return jnp.isfinite(rows.log_sum) & ~jnp.isnan(rows.loss)
+
+
+def _others(x: Array, shift: Array, anchor: Array) -> Array:
+    """exp(x - shift) of every class but the anchor."""
+    return jnp.where(_class_index(x) == anchor, 0, jnp.exp(x.astype(shift.dtype) - shift))
+
+
+def _first(found: Array) -> Array:
+    """The first class where `found` is True, -1 if there is none. On a CPU it is far faster than argmax."""
+    num_classes = found.shape[-1]
+    first = jnp.min(jnp.where(found, _class_index(found), num_classes), -1, keepdims=True)
+    return jnp.where(first == num_classes, -1, first)
+
+
+def _class_of(labels: Array, num_classes: int) -> Array:
+    """Labels as int32, with -1 for those outside [0, num_classes)."""
+    # The bound is compared in the labels' own dtype, in which num_classes itself may not exist.
+    largest = min(num_classes - 1, int(jnp.iinfo(labels.dtype).max))
+    valid = (labels >= 0) & (labels <= largest)
+    return jnp.where(valid, labels, 0).astype(jnp.int32) - ~valid
+
+
+def _pick(x: Array, index: Array) -> Array:
+    """x[..., index], NaN where the index is -1."""
+    if is_sharded(x):  # indexing along a sharded axis is refused
+        picked = _sum(jnp.where(_class_index(x) == index, x, 0))
+    else:
+        picked = jnp.take_along_axis(x, jnp.maximum(index, 0), -1, mode="promise_in_bounds")
+    return jnp.where(index < 0, jnp.nan, picked)
+
+
+def _class_index(x: Array) -> Array:
+    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+
+
+def _selected(x: Array, where: Array | None, masked: float) -> Array:
+    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
+
+
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, -1, keepdims=True)
+
+
+def _accumulation_dtype(x: Array, labels: Array) -> Any:
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.promote_types(dtype, labels.dtype) if is_soft(labels) else dtype
