@@ -267,30 +267,28 @@ def _finish(dtype: Any, rows: Rows) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(axes: Axes, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
-    return evaluate_rows(in_blocks, *_asevaluate_rows(axes, logits, labels, where))
+    return evaluate_rows(in_blocks, *_as_rows(axes, logits, labels, where))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
-    x, t, live = _asevaluate_rows(axes, logits, labels, where)
+    x, t, live = _as_rows(axes, logits, labels, where)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # The cotangent is 0 where the user has selected the loss away: then a NaN in the row is gone as well.
     used = is_sound(rows) | (d_loss != 0)
     d_logits = jnp.where(used, probs_minus_targets(x, t, live, rows) * d_loss, 0)
     if not is_soft(labels):
-        return _fromevaluate_rows(axes, logits, d_logits), None
+        return _from_rows(axes, logits, d_logits), None
     d_labels = jnp.where(used, target_costs(x, t, live, rows) * d_loss, 0)
-    return _fromevaluate_rows(axes, logits, d_logits), _fromevaluate_rows(axes, labels, d_labels)
+    return _from_rows(axes, logits, d_logits), _from_rows(axes, labels, d_labels)
 
 
 # The user's layout and the core's: the classes are one axis, the last one.
 
 
-def _asevaluate_rows(
-    axes: Axes, logits: Array, labels: Array, where: Array | None
-) -> tuple[Array, Array, Array | None]:
+def _as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Array, Array | None]:
     """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
     labels = _classes_last(axes, labels) if is_soft(labels) else labels[..., None]
     if where is not None:
@@ -305,6 +303,6 @@ def _classes_last(axes: Axes, x: Array) -> Array:
     return moved if len(axes) == 1 else moved.reshape(*moved.shape[: x.ndim - len(axes)], -1)
 
 
-def _fromevaluate_rows(axes: Axes, like: Array, x: Array) -> Array:
+def _from_rows(axes: Axes, like: Array, x: Array) -> Array:
     classes = tuple(like.shape[a] for a in axes)
     return jnp.moveaxis(x.reshape(*x.shape[:-1], *classes), range(-len(axes), 0), axes).astype(like.dtype)

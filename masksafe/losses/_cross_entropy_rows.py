@@ -88,8 +88,7 @@ def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
     anchor_z = _selected(_pick(x, anchor).astype(dtype) - shift, alive, 0)
     log_sum = jnp.log1p(_sum(_others(x, shift, anchor)) + jnp.expm1(anchor_z))
 
-    log_prob = anchor_z - log_sum
-    rows = Rows(-log_prob, shift, log_sum, jnp.ones_like(shift), anchor, log_prob)
+    rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
     if not is_soft(labels):
         return rows
     t = _selected(labels.astype(dtype), where, 0)
