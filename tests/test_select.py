@@ -73,6 +73,28 @@ def test_mask_where_is_mask_safe():
     assert_mask_safe(lambda x, y: masksafe.mask_where(MASK, x, y) ** 3, x, y, masked={0: MASK, 1: ~MASK})
 
 
+@st.composite
+def selections(draw):
+    """A mask and an array that broadcast together, and the mask where the array's elements are gone."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    mask = rng.random(shape[draw(st.integers(0, len(shape))) :]) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    dtype = draw(st.sampled_from(FLOATS))
+    return mask, jnp.asarray(rng.random(shape) + 0.5, dtype), np.broadcast_to(mask, shape)
+
+
+@hypothesis.given(case=selections())
+def test_any_selection_keeps_the_contract(case):
+    mask, x, gone = case
+    assert_mask_safe(lambda x: masksafe.mask_where(mask, x, 2.0) ** 3, x, masked={0: gone}, transforms=["jit"])
+    scale = jnp.ones((), x.dtype)
+
+    def scaled_log(x, scale):
+        return masksafe.apply_where(~mask, x, lambda x: scale * jnp.log(x), fill_value=0.0)
+
+    assert_mask_safe(scaled_log, x, scale, masked={0: gone}, transforms=["jit"])
+
+
 # apply_where
 
 UNSAFE = {
@@ -192,6 +214,17 @@ def test_reduction_without_mask_is_that_of_jax(name, dtype):
         assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
         rounding = float(jnp.finfo(out.dtype).eps) if jnp.issubdtype(out.dtype, jnp.inexact) else 0
         np.testing.assert_allclose(np.asarray(out, complex), np.asarray(expected, complex), rtol=4 * rounding)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@hypothesis.given(case=reductions(), dtype=st.sampled_from(FLOATS), seed=st.integers(0, 99))
+def test_any_shape_axis_dtype_and_mask_keeps_the_contract(name, case, dtype, seed):
+    shape, axis, keepdims, mask_shape, density = case
+    rng = np.random.default_rng(seed)
+    where = rng.random(mask_shape) < density
+    x = jnp.asarray(rng.normal(size=shape), dtype)
+    reduce = functools.partial(REDUCTIONS[name][0], axis=axis, where=where, keepdims=keepdims)
+    assert_mask_safe(reduce, x, masked={0: ~np.broadcast_to(where, shape)}, transforms=["jit"])
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
