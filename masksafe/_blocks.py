@@ -31,8 +31,10 @@ def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Array | None) -
     A loop over a dimension that is sharded across devices is refused by JAX, or makes XLA gather the
     array, so arrays with an explicit sharding take the one pass.
     """
+    if not all(isinstance(n, int) for n in rows.shape) or is_sharded(rows):  # jax.export has symbolic sizes
+        return fn(rows, *others)
     block = max(1, BLOCK_ELEMENTS // max(1, rows.shape[-1]))
-    if math.prod(rows.shape[:-1]) <= 2 * block or is_sharded(rows):
+    if math.prod(rows.shape[:-1]) <= 2 * block:
         return fn(rows, *others)
 
     def in_blocks(*arrays: Array | None) -> Any:

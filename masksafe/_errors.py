@@ -26,8 +26,9 @@ def as_array(op: str, argument: str, value: Any) -> Array:
     if isinstance(value, jax.Array):  # as it is: even a conversion that changes nothing alarms jax_debug_nans
         return value
     try:
-        return jnp.asarray(value)
-    except (TypeError, ValueError) as error:
+        with jax.debug_nans(False):  # a NaN that is only read is no error yet
+            return jnp.asarray(value)
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, f"type {type(value).__name__}", "an array")) from error
 
 

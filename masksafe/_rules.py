@@ -28,6 +28,9 @@ def forward_mode() -> Iterator[None]:
     the same values and the same masks; reverse mode may keep more memory alive.
     The mode is part of JAX's compilation cache key: jitted functions are traced again on entering.
 
+    One thing is promised outside only: that a row whose bad label or NaN the user selects away behind the
+    loss (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, say it with `where`.
+
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> labels = jnp.array([0, -100])

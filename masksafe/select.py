@@ -63,9 +63,10 @@ def apply_where(
 
     The usual `jnp.where(x > 0, jnp.log(x), 0)` has the right value and a NaN gradient, since `log` saw
     the other elements too. Here `f1` never sees an element where `cond` is False: the first element
-    where it is True stands in for those (1 if there is none), and the same the other way round for `f2`.
-    So neither the value, nor the gradient with respect to `args`, nor that with respect to anything that
-    `f1` closes over can be poisoned.
+    where it is True stands in for those, and the same the other way round for `f2`. So neither the value,
+    nor the gradient with respect to `args`, nor that with respect to anything that `f1` closes over can be
+    poisoned. If `cond` is False everywhere, `f1` sees 1 everywhere; then only a gradient with respect to
+    what `f1` closes over can be NaN, if `f1` is not defined at 1.
 
     Args:
       cond: booleans, broadcast with `args`.
@@ -100,7 +101,11 @@ def apply_where(
     arrays = [as_array(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]
     shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": a.shape for i, a in enumerate(arrays)})
     cond, *arrays = (jnp.broadcast_to(a, shape) for a in (cond, *arrays))
-    other = f2(*_only_where(~cond, arrays)) if f2 is not None else as_array(op, "fill_value", fill_value)
+    if f2 is not None:
+        other = f2(*_only_where(~cond, arrays))
+    else:
+        other = as_array(op, "fill_value", fill_value)
+        check_broadcasts_to(op, "fill_value", other.shape, shape, "cond and args together")
     return jnp.where(cond, f1(*_only_where(cond, arrays)), other)
 
 
@@ -253,7 +258,8 @@ def _var_mean(
     deviation = _selected(wide - centre, where)
     squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes, keepdims=True)
     freedom = _count(wide, axes, where) - correction
-    variance = jnp.where(freedom > 0, squares / jnp.where(freedom > 0, freedom, 1), 0)
+    # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
+    variance = jnp.where(freedom > 0, squares / jnp.where(freedom > 0, freedom, 1), 0 * squares)
     if not keepdims:
         variance, centre = jnp.squeeze(variance, axes), jnp.squeeze(centre, axes)
     dtype = _float_dtype(x)

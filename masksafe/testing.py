@@ -36,8 +36,8 @@ def assert_mask_safe(
       respect to every masked one;
     * so are Hessian-vector products, forward over reverse and reverse over reverse.
 
-    Gradients are those of a random linear combination of the outputs, with respect to every argument
-    that holds floats only, masked or not: a leak into another argument is found as well.
+    Gradients are those of a random linear combination of the outputs, with respect to the floats of every
+    argument, masked or not: a leak into another argument is found as well.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays. A flax, equinox or haiku
@@ -111,7 +111,7 @@ def assert_mask_safe(
         run = _transformed(probe, transform)
         expected = run(harmless)
         for i, name, filled in _fillings(harmless, masks, garbage, rng):
-            case = _Case(args, masks, i, name, transform)
+            case = _Case(harmless, masks, i, name, transform)
             for quantity, actual in run(filled).items():
                 _assert_zero_under_mask(quantity, actual, case)
                 _assert_same_bits(quantity, actual, expected[quantity], case)
@@ -141,14 +141,15 @@ def _probe(
     outputs = jax.eval_shape(fn, *args)
     kept = _kept_outputs(outputs, output_mask)
     weights = _random_like(outputs, rng)
-    floats = [i for i, arg in enumerate(args) if _all_floats(arg)]
-    directions = _random_like([args[i] for i in floats], rng)
+    floats = [i for i, arg in enumerate(args) if jax.tree.leaves(_only_floats(arg))]
+    directions = _random_like([_only_floats(args[i]) for i in floats], rng)
     if not floats or not any(_is_float(out) for out in jax.tree.leaves(outputs)):
         order = 0
 
     def probe(*args: Any) -> Quantities:
         def combination(chosen: list[Tree]) -> Any:
-            return _weighted_sum(fn(*_with_arguments(args, dict(zip(floats, chosen, strict=True)))), weights, kept)
+            new = {i: _with_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
+            return _weighted_sum(fn(*_with_arguments(args, new)), weights, kept)
 
         def slope(chosen: list[Tree]) -> Any:
             gradient = jax.grad(combination)(chosen)
@@ -156,7 +157,7 @@ def _probe(
 
         values = jax.tree.map(lambda out, keep: jnp.where(keep, out, jnp.zeros_like(out)), fn(*args), kept)
         quantities: Quantities = {_Quantity(0, "value", None): values}
-        chosen = [jax.tree.map(jnp.asarray, args[i]) for i in floats]
+        chosen = [jax.tree.map(jnp.asarray, _only_floats(args[i])) for i in floats]
         if order >= 1:
             quantities |= _by_argument(1, "gradient", floats, jax.grad(combination)(chosen))
         if order >= 2:
@@ -197,12 +198,16 @@ def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[
 
 
 def _is_float(leaf: Any) -> bool:
-    return bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 
 
-def _all_floats(arg: Tree) -> bool:
-    leaves = jax.tree.leaves(arg)
-    return bool(leaves) and all(hasattr(leaf, "dtype") and _is_float(leaf) for leaf in leaves)
+def _only_floats(arg: Tree) -> Tree:
+    """The argument with None, which is no leaf, in place of what has no gradient."""
+    return jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, arg)
+
+
+def _with_floats(arg: Tree, floats: Tree) -> Tree:
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, arg, floats)
 
 
 def _with_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
@@ -216,7 +221,11 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
         return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
 
     ways: dict[str, Callable[..., Quantities]] = {"eager": probe, "jit": jax.jit(probe), "vmap": jax.jit(run_twice)}
-    return lambda args: jax.tree.map(np.asarray, ways[transform](*args))
+    return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(_as_jax, args)))
+
+
+def _as_jax(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 # What is put under the mask.
@@ -272,13 +281,14 @@ def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
         candidates: Sequence[float] = (False, True)
     elif _is_float(leaf):
         extremes = jnp.finfo(leaf.dtype)
-        candidates = garbage or (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
+        usual = (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
+        candidates = usual if garbage is None else garbage
     else:
         limits = jnp.iinfo(leaf.dtype)
-        chosen = garbage or (int(limits.min), int(limits.max), -1, -100, 0)
+        chosen = (int(limits.min), int(limits.max), -1, -100, 0) if garbage is None else garbage
         candidates = [int(v) for v in chosen if np.isfinite(v) and v == int(v) and limits.min <= v <= limits.max]
     named = {str(value): np.asarray(value).astype(leaf.dtype) for value in candidates}
-    return named if garbage else named | {_RANDOM: None}
+    return named | {_RANDOM: None} if garbage is None else named
 
 
 def _fill(
@@ -286,7 +296,7 @@ def _fill(
 ) -> np.ndarray:
     """`leaf` with the named garbage under its mask; as it is where its dtype has no such garbage."""
     kinds = _garbage_of(leaf, garbage)
-    if name == _MIXTURE:
+    if name == _MIXTURE and kinds:
         drawn = rng.integers(len(kinds), size=leaf.shape)
         for k, kind in enumerate(kinds):
             leaf = _fill(leaf, mask & (drawn == k), name=kind, garbage=garbage, rng=rng)
@@ -322,7 +332,9 @@ def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> N
     __tracebackhide__ = True
     if quantity.argument is None or quantity.argument not in case.masks:
         return
-    for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(case.masks[quantity.argument]), strict=True):
+    arg, masks = case.args[quantity.argument], case.masks[quantity.argument]
+    masks = jax.tree.map(lambda leaf, mask: mask if _is_float(leaf) else None, arg, masks)
+    for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(masks), strict=True):
         mask = np.broadcast_to(leaf_mask, array.shape)
         wrong = mask & (array != 0)
         if wrong.any():

@@ -155,6 +155,19 @@ def test_removal_equals_masking(problem):
         np.testing.assert_allclose(losses[row], expected, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("cotangent", [INF, -INF, NAN])
+@pytest.mark.parametrize("loss", [integer, soft])
+def test_masked_gradient_is_zero_whatever_the_cotangent(loss, cotangent):
+    """The square root of a masked loss has one that is infinite."""
+    labels = CLASSES.argmax(-1) if loss is integer else TARGETS
+    for where in (ROWS, CLASSES):
+        gone = ~np.broadcast_to(where if where.ndim == 2 else where[:, None], (4, 7))
+        _, pull_back = jax.vjp(lambda x, w=where: loss(x, labels, where=w), LOGITS)
+        assert (np.asarray(pull_back(jnp.full(4, cotangent))[0])[gone] == 0).all()
+    _, pull_back = jax.vjp(lambda t: soft(LOGITS, t, where=CLASSES), TARGETS)
+    assert (np.asarray(pull_back(jnp.full(4, cotangent))[0])[~CLASSES] == 0).all()
+
+
 def test_empty_row_is_zero_even_with_a_bad_label():
     value, gradient = jax.value_and_grad(lambda x: integer(x, jnp.array([-1, 9]), where=jnp.zeros(2, bool)).sum())(
         jnp.full((2, 3), NAN)
@@ -166,6 +179,11 @@ def test_empty_row_is_zero_even_with_a_bad_label():
 def test_mean_of_no_loss_is_zero():
     assert masksafe.mean(integer(jnp.zeros((0, 3)), jnp.zeros(0, int))) == 0
     assert masksafe.mean(integer(LOGITS, LABELS, where=jnp.zeros(4, bool)), where=jnp.zeros(4, bool)) == 0
+
+
+def test_zero_batch_with_a_tuple_of_axes():
+    assert integer(jnp.zeros((0, 3, 4)), jnp.zeros(0, int), axis=(1, 2)).shape == (0,)
+    assert soft(jnp.zeros((0, 3, 4)), jnp.zeros((0, 3, 4)), axis=(1, 2)).shape == (0,)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (2, 1), (5,), (1,), (0,), (0, 0), (2, 0, 3)])
@@ -212,6 +230,16 @@ def test_row_whose_loss_is_selected_away_gets_no_gradient(bad):
     labels, logits = LABELS.at[1].set(-100), LOGITS.at[1, 3].set(bad)
     gradient = jax.grad(lambda x: jnp.where(labels >= 0, integer(x, labels), 0).sum())(logits)
     np.testing.assert_array_equal(gradient, grad(lambda x: integer(x, labels, where=labels >= 0), logits))
+    targets = TARGETS.at[1].set(0.5)
+    gradient = jax.grad(lambda t: jnp.where(labels >= 0, soft(logits.at[1, 0].set(-INF), t), 0).sum())(targets)
+    assert (gradient[1] == 0).all()
+
+
+def test_row_with_a_bad_label_selected_away_is_gone_from_the_hessian():
+    labels = LABELS.at[1].set(-100)
+    hessian = jax.hessian(lambda x: jnp.where(labels >= 0, integer(x, labels), 0).sum())(LOGITS)
+    assert np.isfinite(hessian).all()
+    assert (hessian[1] == 0).all()
 
 
 # Rule 6: labels never wrap.
@@ -343,6 +371,20 @@ def test_soft_labels_broadcast_as_in_optax(logits, labels):
             jax.grad(lambda x, y, f=f: f(x, y).sum(), argnum)(x, y) for f in (soft, optax.softmax_cross_entropy)
         )
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_mask_of_the_logits_rank_masks_classes_where_labels_have_a_higher_one():
+    where = np.array([True, True, False])
+    expected = optax.softmax_cross_entropy(jnp.arange(3.0), TARGETS[:3, :3], where=where)
+    np.testing.assert_allclose(soft(jnp.arange(3.0), TARGETS[:3, :3], where=where), expected, rtol=1e-6)
+
+
+def test_gradient_of_broadcast_16_bit_logits_is_rounded_once():
+    logits = jnp.array([0.0, 1.0, 2.0], jnp.bfloat16)
+    targets = jax.nn.one_hot(jnp.arange(10_000) % 3, 3)
+    exact = jax.grad(lambda x: soft(x, targets).sum())(logits.astype(jnp.float32))
+    gradient = jax.grad(lambda x: soft(x, targets).sum())(logits)
+    np.testing.assert_allclose(np.asarray(gradient, float), exact, rtol=2**-8)
 
 
 SUITES = [
@@ -561,6 +603,37 @@ def test_shard_map_agrees_with_one_device(axis_type, blocks):
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("loss", [integer, soft])
+def test_second_derivatives_and_forward_mode_work_in_shard_map(loss, blocks):
+    logits = np.random.default_rng(0).normal(size=(8, 7)).astype(np.float32)
+    labels = np.arange(8) % 7 if loss is integer else np.full((8, 7), 1 / 7, np.float32)
+
+    def product(x, y, total):
+        return jax.jvp(jax.grad(lambda x: total(x, y)), (x,), (x,))[1]
+
+    expected = product(jnp.asarray(logits), labels, lambda x, y: loss(x, y).sum())
+    mesh = jax.make_mesh((8,), ("batch",))
+    with jax.set_mesh(mesh):
+        total = jax.shard_map(
+            lambda x, y: jax.lax.psum(loss(x, y).sum(), "batch"), mesh=mesh, in_specs=P("batch"), out_specs=P()
+        )
+        sharded = [jax.device_put(a, P("batch")) for a in (logits, labels)]
+        actual = jax.jit(lambda x, y: product(x, y, total))(*sharded)
+        with masksafe.forward_mode():
+            slope = jax.jit(lambda x, y: jax.jvp(lambda x: total(x, y), (x,), (x,))[1])(*sharded)
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(slope, (grad(loss, jnp.asarray(logits), labels) * logits).sum(), rtol=1e-5)
+
+
+def test_symbolic_batch_sizes_can_be_exported():
+    (batch,) = jax.export.symbolic_shape("batch")
+    shapes = jax.ShapeDtypeStruct((batch, 7), jnp.float32), jax.ShapeDtypeStruct((batch,), jnp.int32)
+    exported = jax.export.export(jax.jit(jax.value_and_grad(lambda x, y: integer(x, y).mean())))(*shapes)
+    expected = jax.value_and_grad(lambda x: integer(x, LABELS).mean())(LOGITS)
+    for actual, e in zip(exported.call(LOGITS, LABELS), expected, strict=True):
+        np.testing.assert_allclose(actual, e, rtol=1e-6)
+
+
 def test_sharded_classes_work_as_well():
     logits, labels = np.asarray(LOGITS)[:, :6], np.array([0, 3, 5, 2])
     expected = jax.value_and_grad(lambda x: integer(x, labels).sum())(logits)
@@ -627,6 +700,13 @@ def test_checkify_finds_a_bad_label(label):
     assert "nan" in error.get()
 
 
+def test_no_alarm_of_debug_nans_on_clean_input():
+    with jax.debug_nans(True):
+        assert np.isfinite(jax.grad(lambda x: jax.grad(lambda x: integer(x, LABELS).sum())(x)[0, 0])(LOGITS)).all()
+        with masksafe.forward_mode():
+            assert np.isfinite(jax.grad(lambda x: integer(x, LABELS).sum())(LOGITS)).all()
+
+
 # Rule 9: both modes, all orders.
 
 
@@ -664,6 +744,13 @@ def test_forward_mode_is_mask_safe(where):
     assert_mask_safe(
         tangent, *(LOGITS, TARGETS, TARGETS, LOGITS), masked=dict.fromkeys(range(4), ~live), transforms=["eager", "jit"]
     )
+
+
+def test_forward_mode_with_a_label_on_a_logit_of_minus_infinity():
+    logits, labels = jnp.array([-INF, 0.0, 1.0]), jnp.array([1.0, 0.0, 0.0])
+    with masksafe.forward_mode():
+        tangents = jax.jacfwd(lambda x: soft(x, labels))(logits)
+    np.testing.assert_allclose(tangents, grad(soft, logits, labels), rtol=1e-6)
 
 
 def test_forward_mode_shows_a_bad_label():

@@ -35,6 +35,13 @@ REFUSED = [
     (lambda: masksafe.mask_where(jnp.ones(2), 0.0, 1.0), TypeError, "mask has dtype float32; expected bool"),
     (lambda: masksafe.mask_where(jnp.ones(2, bool), jnp.ones(3), 1.0), ValueError, r"mask and x and y has shapes"),
     (lambda: masksafe.apply_where(LABELS > 0, LABELS, jnp.log), TypeError, "f2 or fill_value has neither given"),
+    (lambda: SOFT(LOGITS, LOGITS.astype(complex)), TypeError, "labels has dtype complex64; expected a real dtype"),
+    (lambda: INTEGER(LOGITS, [2**40, 0]), TypeError, "labels has type list; expected an array"),
+    (
+        lambda: masksafe.apply_where(LABELS > 0, LABELS, jnp.exp, fill_value=jnp.ones(5)),
+        ValueError,
+        r"fill_value has shape \(5,\); expected a shape that broadcasts to \(2,\)",
+    ),
     (lambda: masksafe.apply_where(LABELS, LABELS, jnp.log, jnp.log), TypeError, "cond has dtype int32; expected bool"),
     (lambda: masksafe.sum(LOGITS, where=jnp.ones((2, 1, 1), bool)), ValueError, r"where has shape \(2, 1, 1\)"),
     (lambda: masksafe.mean(LOGITS, axis=3), ValueError, r"axis has value 3; expected a value in \[-2, 2\)"),

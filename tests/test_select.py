@@ -275,6 +275,10 @@ def test_variance_survives_a_large_mean(dtype, offset, rtol):
     np.testing.assert_allclose(np.asarray(masksafe.var(x, axis=1), np.float64), expected, rtol=rtol)
 
 
+def test_variance_without_freedom_still_shows_an_unmasked_nan():
+    assert np.isnan(masksafe.var(jnp.array([jnp.nan]), correction=1))
+
+
 def test_float16_is_accumulated_in_float32():
     x = jnp.full(100_000, 0.25, jnp.float16)
     assert masksafe.mean(x) == 0.25

@@ -156,6 +156,25 @@ def test_pytrees_of_arguments_and_outputs():
         assert_mask_safe(lambda p: fn(p)["out"] + p["b"].sum(), params, masked={0: masks})
 
 
+def test_floats_beside_integers_in_one_argument_are_differentiated():
+    batch = {"x": X, "index": jnp.arange(3)}
+    masks = {"x": MASK, "index": np.zeros(3, bool)}
+    assert_mask_safe(lambda batch: clean(batch["x"]) ** 2, batch, masked={0: masks})
+    with pytest.raises(AssertionError, match="derivative: gradient"):
+        assert_mask_safe(lambda batch: jnp.where(MASK, 0, jnp.log(batch["x"] ** 2)), batch, masked={0: masks})
+
+
+def test_function_sees_jax_arrays_only():
+    assert_mask_safe(lambda x: clean(x.at[0, 0].set(0.0)), X, masked={0: MASK}, garbage=np.array([1e30]))
+
+
+def test_garbage_that_a_dtype_cannot_hold_is_left_out():
+    def fn(x, index):
+        return clean(x) + jnp.where(MASK, 0, index)
+
+    assert_mask_safe(fn, X, jnp.ones((2, 3), int), masked={0: MASK, 1: MASK}, garbage=[np.nan])
+
+
 def test_keys_and_booleans_are_passed_through():
     def dropped(key, x, where):
         return jnp.where(where, x, 0.0) * jax.random.bernoulli(key, 0.5, x.shape)

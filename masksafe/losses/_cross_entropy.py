@@ -1,6 +1,7 @@
 """Softmax cross-entropy: of integer labels, and of distributions. One core serves all of it."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -135,7 +136,9 @@ def softmax_cross_entropy_with_integer_labels(
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
       labels: the class of every row, integers `[...]` of any width, in [0, num_classes). Axes of size 1
-        broadcast against those of `logits` and the other way round.
+        broadcast against those of `logits` and the other way round. (With 64-bit types off, JAX itself cuts
+        64-bit labels to 32 bits where they enter a jitted function; given to this function as they are, they
+        are clipped and stay out of range.)
       axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
         axes, in the order given.
       where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
@@ -152,7 +155,8 @@ def softmax_cross_entropy_with_integer_labels(
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where another class than the label has the logit +inf.
       * Where the cotangent of the loss is 0, a row with a NaN gets a gradient of 0, so that
-        `jnp.where(labels >= 0, loss, 0)` trains as well.
+        `jnp.where(labels >= 0, loss, 0)` trains as well. (Second derivatives, reverse over reverse, and
+        `forward_mode` need `where` for that.)
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
@@ -192,13 +196,15 @@ def softmax_cross_entropy_with_integer_labels(
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
     rows = broadcast_shapes(op, logits=_without(axes, logits.shape), labels=labels.shape)
-    logits = _broadcast(logits, _with(axes, rows, logits.shape))
-    where = _canonical_where(op, where, axes, logits.shape)
-    return _cross_entropy(axes, logits.dtype, logits, _broadcast(labels, rows), where)
+    shape = _with(axes, rows, logits.shape)
+    where = _canonical_where(op, where, axes, shape, logits.ndim)
+    return _cross_entropy(axes, logits.dtype, _broadcast(logits, shape), _broadcast(labels, rows), where)
 
 
 def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> Array:
     logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
+    if jnp.issubdtype(labels.dtype, jnp.complexfloating):
+        raise TypeError(message(op, "labels", f"dtype {labels.dtype}", "a real dtype"))
     shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
     dtype = jnp.result_type(logits, labels)
     if not jnp.issubdtype(labels.dtype, jnp.floating):
@@ -208,18 +214,23 @@ def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, wher
     if any(classes[a] != shape[a] for a in axes):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
-    where = _canonical_where(op, where, axes, shape)
+    where = _canonical_where(op, where, axes, shape, logits.ndim)
     return _cross_entropy(axes, dtype, _broadcast(logits, shape), _broadcast(labels, shape), where)
 
 
-def _canonical_where(op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...]) -> Array | None:
-    """The mask at the logits' rank. Of that rank it masks classes, of a lower one whole rows (optax's rule)."""
+def _canonical_where(
+    op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...], logits_ndim: int
+) -> Array | None:
+    """The mask at the rank of `shape`. Of the logits' rank it masks classes, else whole rows (optax's rule).
+
+    Where the logits broadcast to labels of a higher rank, a mask of that rank masks classes as well.
+    """
     if where is None:
         return None
     where = as_mask(op, "where", where)
-    if where.ndim == len(shape):
+    if where.ndim in (logits_ndim, len(shape)):
         check_broadcasts_to(op, "where", where.shape, shape, "logits")
-        return where
+        return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
     rows = _without(axes, shape)
     check_broadcasts_to(op, "where", where.shape, rows, "a mask of rows; a mask of classes has the rank of logits")
     return jnp.expand_dims(where.reshape((1,) * (len(rows) - where.ndim) + where.shape), axes)
@@ -235,7 +246,11 @@ def _with(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[in
 
 
 def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    return x if x.shape == shape else jnp.broadcast_to(x, shape)
+    if x.shape == shape:
+        return x
+    # Widened first: the gradient is a sum over what was broadcast, and is to be rounded once.
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_soft(x) else x
+    return jnp.broadcast_to(wide, shape)
 
 
 # The core. It takes the arguments as the user laid them out, so that nothing is copied to be kept for the
@@ -278,11 +293,14 @@ def _pull_back(
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # The cotangent is 0 where the user has selected the loss away: then a NaN in the row is gone as well.
     used = is_sound(rows) | (d_loss != 0)
-    d_logits = jnp.where(used, probs_minus_targets(x, t, live, rows) * d_loss, 0)
+    # Selected behind the product: the cotangent of a masked row may be infinite, as that of sqrt(0) is.
+    kept = used if live is None else used & live
+    d_logits = _from_rows(axes, logits, jnp.where(kept, probs_minus_targets(x, t, live, rows) * d_loss, 0))
     if not is_soft(labels):
-        return _from_rows(axes, logits, d_logits), None
-    d_labels = jnp.where(used, target_costs(x, t, live, rows) * d_loss, 0)
-    return _from_rows(axes, logits, d_logits), _from_rows(axes, labels, d_labels)
+        return d_logits, None
+    costs = target_costs(x, t, live, rows)
+    kept &= jnp.isfinite(costs) | (d_loss != 0)
+    return d_logits, _from_rows(axes, labels, jnp.where(kept, costs * d_loss, 0))
 
 
 # The user's layout and the core's: the classes are one axis, the last one.
@@ -300,7 +318,8 @@ def _as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> t
 
 def _classes_last(axes: Axes, x: Array) -> Array:
     moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    return moved if len(axes) == 1 else moved.reshape(*moved.shape[: x.ndim - len(axes)], -1)
+    rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]
+    return moved if len(axes) == 1 else moved.reshape(*rows, math.prod(classes))
 
 
 def _from_rows(axes: Axes, like: Array, x: Array) -> Array:

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._blocks import is_sharded, map_row_blocks
 from masksafe._typing import Array
@@ -54,23 +54,31 @@ def evaluate_rows(in_blocks: bool, x: Array, labels: Array, where: Array | None)
     return map_row_blocks(_row_values, x, labels, where) if in_blocks else _row_values(x, labels, where)
 
 
-@evaluate_rows.defjvp
+@functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
 def _evaluate_rows_jvp(in_blocks: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
     x, labels, where = primals
     x_dot, labels_dot, _ = tangents
     rows = evaluate_rows(in_blocks, x, labels, where)
+    x_dot = _instantiated(x_dot, x)
     x_dot = _selected(x_dot.astype(rows.loss.dtype), where, 0)
     d_loss = _sum(probs_minus_targets(x, labels, where, rows) * x_dot)
     d_log_sum = _sum(jnp.exp(_selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot)
     d_anchor_log_prob = _pick(x_dot, rows.anchor) - d_log_sum
     d_total = jnp.zeros_like(rows.total)
-    if is_soft(labels):
+    # Without a tangent of the labels their costs are left alone: they may be infinite, and inf * 0 is NaN.
+    if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
         labels_dot = _selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
         d_total += _sum(labels_dot)
-    no_tangent = np.zeros(rows.anchor.shape, jax.dtypes.float0)
-    no_shift = jnp.zeros_like(rows.shift)
-    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_tangent, d_anchor_log_prob)  # type: ignore[arg-type]
+    no_shift, no_anchor = (zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.anchor))
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_anchor, d_anchor_log_prob)
+
+
+def _instantiated(tangent: Any, primal: Array) -> Array:
+    if isinstance(tangent, SymbolicZero):
+        tangent = zero_from_primal(primal, symbolic_zeros=False)
+    dense: Array = tangent
+    return dense
 
 
 def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
@@ -93,12 +101,14 @@ def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
         return rows
     t = _selected(labels.astype(dtype), where, 0)
     costs = jnp.where(t == 0, 0, t * target_costs(x, t, where, rows))
-    # Targets that are all 0 must not hide a NaN logit.
-    return rows._replace(loss=jnp.where(jnp.isnan(log_sum), jnp.nan, _sum(costs)), total=_sum(t))
+    # Targets that are all 0 must not hide a NaN or infinite logit.
+    loss = _sum(costs)
+    loss = jnp.where(jnp.isfinite(log_sum) | (loss == jnp.inf), loss, jnp.nan)
+    return rows._replace(loss=loss, total=_sum(t))
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
-    """The derivative of the loss with respect to the logits; NaN in a row that is not sound."""
+    """The derivative of the loss with respect to the unmasked logits; NaN in a row that is not sound."""
     x = _selected(x, where, -jnp.inf)
     scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
     errors = _others(x, rows.shift, rows.anchor) * scale
@@ -108,7 +118,7 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
         errors, anchor_target = errors - t, _pick(t, rows.anchor)
     anchor_error = rows.total * jnp.expm1(rows.anchor_log_prob) + (rows.total - anchor_target)
     anchor_error = jnp.where(is_sound(rows), anchor_error, jnp.nan)
-    return _selected(jnp.where(_class_index(x) == rows.anchor, anchor_error, errors), where, 0)
+    return jnp.where(_class_index(x) == rows.anchor, anchor_error, errors)
 
 
 def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
@@ -144,7 +154,7 @@ def _class_of(labels: Array, num_classes: int) -> Array:
     # The bound is compared in the labels' own dtype, in which num_classes itself may not exist.
     largest = min(num_classes - 1, int(jnp.iinfo(labels.dtype).max))
     valid = (labels >= 0) & (labels <= largest)
-    return jnp.where(valid, labels, 0).astype(jnp.int32) - ~valid
+    return jnp.where(valid, jnp.where(valid, labels, 0).astype(jnp.int32), -1)
 
 
 def _pick(x: Array, index: Array) -> Array:
@@ -153,7 +163,8 @@ def _pick(x: Array, index: Array) -> Array:
         picked = _sum(jnp.where(_class_index(x) == index, x, 0))
     else:
         picked = jnp.take_along_axis(x, jnp.maximum(index, 0), -1, mode="promise_in_bounds")
-    return jnp.where(index < 0, jnp.nan, picked)
+    # A product: a selection of the constant NaN would hand it on as a residual and alarm jax_debug_nans.
+    return picked * jnp.where(index < 0, jnp.nan, 1).astype(x.dtype)
 
 
 def _class_index(x: Array) -> Array:
