@@ -94,6 +94,12 @@ def check_broadcasts_to(op: str, argument: str, shape: Sequence[int], target: Se
         raise ValueError(message(op, argument, f"shape {tuple(shape)}", expected))
 
 
+def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str) -> Array:
+    """`mask` at the rank of `target`, the shape of `of`, to which it must broadcast; it is not expanded."""
+    check_broadcasts_to(op, argument, mask.shape, target, of)
+    return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
+
+
 def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
     try:

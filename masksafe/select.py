@@ -7,7 +7,15 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_array, as_mask, broadcast_shapes, canonical_axes, check_broadcasts_to, message
+from masksafe._errors import (
+    as_array,
+    as_mask,
+    at_rank_of,
+    broadcast_shapes,
+    canonical_axes,
+    check_broadcasts_to,
+    message,
+)
 from masksafe._typing import Array, ArrayLike, Axis
 
 
@@ -279,9 +287,7 @@ def _reduction_arguments(
     axes = canonical_axes(op, axis, x.ndim)
     if where is None:
         return x, axes, None
-    where = as_mask(op, "where", where)
-    check_broadcasts_to(op, "where", where.shape, x.shape, "x")
-    return x, axes, where.reshape((1,) * (x.ndim - where.ndim) + where.shape)
+    return x, axes, at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
 
 
 def _selected(x: Array, where: Array | None) -> Array:

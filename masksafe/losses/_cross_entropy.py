@@ -12,9 +12,9 @@ from masksafe._errors import (
     as_float_array,
     as_label_array,
     as_mask,
+    at_rank_of,
     broadcast_shapes,
     canonical_axes,
-    check_broadcasts_to,
     message,
 )
 from masksafe._rules import differentiable
@@ -229,11 +229,9 @@ def _canonical_where(
         return None
     where = as_mask(op, "where", where)
     if where.ndim in (logits_ndim, len(shape)):
-        check_broadcasts_to(op, "where", where.shape, shape, "logits")
-        return where.reshape((1,) * (len(shape) - where.ndim) + where.shape)
-    rows = _without(axes, shape)
-    check_broadcasts_to(op, "where", where.shape, rows, "a mask of rows; a mask of classes has the rank of logits")
-    return jnp.expand_dims(where.reshape((1,) * (len(rows) - where.ndim) + where.shape), axes)
+        return at_rank_of(op, "where", where, shape, "logits")
+    of_rows = "a mask of rows; a mask of classes has the rank of logits"
+    return jnp.expand_dims(at_rank_of(op, "where", where, _without(axes, shape), of_rows), axes)
 
 
 def _without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
