@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 
 Primal = TypeVar("Primal", bound=Callable[..., Any])
 
@@ -65,5 +66,34 @@ def differentiable(
             return (primal if _forward_mode.value else with_reverse_rule)(*args)
 
         return op  # type: ignore[return-value]
+
+    return decorate
+
+
+def differentiated_as(plain: Primal) -> Callable[[Primal], Primal]:
+    """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, which computes the same.
+
+    A loop whose length depends on values has no reverse mode. Where JAX is asked to differentiate the kernel,
+    in forward mode or for a second derivative, it differentiates `plain` in its place, to any order. The first
+    argument of both is static.
+    """
+
+    def decorate(kernel: Primal) -> Primal:
+        op = jax.custom_jvp(kernel, nondiff_argnums=(0,))
+
+        @functools.partial(op.defjvp, symbolic_zeros=True)
+        def rule(config: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+            leaves, tree = jax.tree.flatten(primals)
+            directions = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+            moving = [i for i, t in enumerate(directions) if not isinstance(t, SymbolicZero)]
+
+            def of_moving(*values: Any) -> Any:
+                new = dict(zip(moving, values, strict=True))
+                return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
+
+            values, velocities = ([a[i] for i in moving] for a in (leaves, directions))
+            return op(config, *primals), jax.jvp(of_moving, values, velocities)[1]
+
+        return functools.wraps(kernel)(op)  # type: ignore[return-value]
 
     return decorate

@@ -1,0 +1,3 @@
+"""Dot-product attention whose masked pairs are gone, in blocks of queries and keys."""
+
+from masksafe.attention._api import dot_product_attention as dot_product_attention

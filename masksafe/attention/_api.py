@@ -1,0 +1,405 @@
+"""The public function: it checks its arguments, brings them to one form and hands them to an implementation."""
+
+import math
+import numbers
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, message
+from masksafe._typing import Array, ArrayLike
+from masksafe.attention import _cudnn
+from masksafe.attention._blockwise import Config
+from masksafe.attention._core import attention
+from masksafe.attention._mask import Pairs
+
+_OP = "dot_product_attention"
+
+# On two CPU cores, heads of width 64: blocks of 512 are up to 1.6 times faster than blocks of 256, whose products are
+# too small, and let more be skipped than blocks of 1024. Where nothing can be skipped, twice as many keys at a time
+# are 10 to 30 % faster.
+QUERY_BLOCK = 512
+KEY_BLOCK = 512
+KEY_BLOCK_IF_NOTHING_IS_SKIPPED = 1024
+FEWEST_QUERIES = 128  # in a block, however many query heads share a key head
+
+_FARTHEST = 2**30  # no window or offset is larger: sums of them are exact in int32
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[False] = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    logit_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: Literal[True],
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    logit_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    logit_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+) -> Array | tuple[Array, Array]:
+    r"""Scaled dot-product attention, in blocks: no array of the size T x S, and no work on what is masked.
+
+    For every head, with sums over the unmasked keys of a query,
+
+    .. math::
+      x_{ts} = \mathrm{cap}(\mathrm{scale} \; q_t \cdot k_s) + b_{ts}, \qquad
+      o_t = \sum_s p_{ts} v_s, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad \lambda_t = \log \sum_s e^{x_{ts}}
+
+    A pair of a query and a key is masked where `mask` is False, where `bias` is -inf, or where a structural mask
+    (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; only what all of them allow is
+    unmasked. A query with no unmasked key has output 0 and logsumexp -inf.
+
+    In shapes, B is the batch, T the number of queries, S of keys, N of query heads, K of key heads, H the width of
+    a head. Instead of B any number of batch dimensions may stand, none included.
+
+    Args:
+      query: floats `[B, T, N, H]`.
+      key: floats `[B, S, K, H]`. N is a multiple of K; every N / K query heads in succession share a key head
+        (grouped-query attention; multi-query attention with K = 1).
+      value: floats `[B, S, K, width]`; the width may be another than H.
+      bias: floats added to the logits; -inf masks. It broadcasts to `[B, N, T, S]`.
+      mask: booleans, False is masked. They broadcast to `[B, N, T, S]`. A mask of the keys of every sample,
+        `[B, S]`, is written `mask[:, None, None, :]`.
+      scale: factor of the logits; by default 1 / sqrt(H). An array has a gradient.
+      is_causal: query t sees the keys up to t + `causal_offset`.
+      query_seq_lengths: integers `[B]`; queries from this one on are masked.
+      key_value_seq_lengths: integers `[B]`; keys from this one on are masked.
+      local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
+        t + `causal_offset` - left to t + `causal_offset` + right.
+      implementation: "xla" works in blocks, everywhere. "cudnn" hands over to cuDNN's kernel on a GPU and keeps
+        the contract around it. None, the default, is "xla".
+      return_residual: return the logsumexp as well.
+      query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
+      key_value_segment_ids: integers `[B, S]`. A query sees the keys of its own segment only: sequences packed
+        into one row.
+      causal_offset: the place of the first query among the keys, an integer or integers `[B]`. 0 aligns the first
+        query with the first key, as `jax.nn` does; S - T the last with the last, as decoding needs.
+      logit_soft_cap: cap(x) = c tanh(x / c) with this c, in front of the bias; by default none.
+      dropout_rate: probability with which a weight is 0; the others are divided by 1 - rate.
+      dropout_key: the random key of the dropout. The reverse pass draws the same weights again, so that they are
+        never stored.
+
+    Returns:
+      The output `[B, T, N, width]` in the dtype of `query`; with `return_residual` a tuple of it and the logsumexp
+      `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
+      once; on an accelerator the weights are rounded in front of their product with the values.
+
+      * What a masked key, value or bias holds changes nothing, and its gradient is exactly 0.
+      * A NaN or infinity in a query or key makes NaN what its unmasked pairs reach; in a value, the same column of
+        the outputs only. A query with a NaN whose output gets no cotangent takes no part in the gradient, so that
+        padded queries need no mask if the loss has one.
+      * The gradient of the logsumexp is exact too (that of `jax.nn`'s residual is stopped).
+
+    Raises:
+      TypeError: for a dtype that does not fit.
+      ValueError: for a shape that does not fit, a missing argument, or an implementation that cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, masksafe
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 4, 1, 8))
+      >>> lengths = jnp.array([4, 0])  # the second sample has no context at all
+      >>> out = masksafe.dot_product_attention(query, key, value, key_value_seq_lengths=lengths)
+      >>> print(jnp.abs(out).max(axis=(1, 2, 3)) > 0)
+      [ True False]
+
+      Two sequences packed into one row, causal, with the logsumexp:
+
+      >>> ids = jnp.array([[0, 0, 0, 1], [0, 1, 1, 1]])
+      >>> out, lse = masksafe.dot_product_attention(query, key, value, is_causal=True, query_segment_ids=ids,
+      ...     key_value_segment_ids=ids, return_residual=True)
+      >>> print(out.shape, lse.shape)
+      (2, 4, 1, 8) (2, 4, 1)
+
+    References:
+      `jax.nn.dot_product_attention
+      <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces: all
+      arguments up to `return_residual` are its own, with its defaults.
+      Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
+      https://arxiv.org/abs/2307.08691.
+    """
+    q, k, v = _operands(query, key, value)
+    batch = q.shape[:-3]
+    q, static_scale = _scaled(q, scale)
+    bias = None if bias is None else _over_pairs("bias", _as_bias(bias), q, k)
+    mask = None if mask is None else _over_pairs("mask", as_mask(_OP, "mask", mask), q, k)
+    window = _as_window(local_window_size)
+    offset = _per_sample("causal_offset", causal_offset, batch)
+    query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
+    key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
+    intervals = _intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
+    segments = _segments(query_segment_ids, key_value_segment_ids, q, k)
+    _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
+    pairs = Pairs(*intervals, *segments, mask)
+    if dropout_key is not None and dropout_rate > 0:
+        pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
+
+    if implementation == "cudnn":
+        has_offset = not (isinstance(causal_offset, int) and causal_offset == 0)
+        reason = _cudnn.reason_against(
+            q, k, v, pairs, has_offset=has_offset, soft_cap=logit_soft_cap, return_residual=return_residual
+        )
+        if reason is not None:
+            raise ValueError(message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}."))
+        return _cudnn.attention(
+            q,
+            k,
+            v,
+            bias,
+            pairs,
+            scale=static_scale,
+            is_causal=is_causal,
+            window=window,
+            query_lengths=query_lengths,
+            key_lengths=key_lengths,
+        )
+    if implementation not in (None, "xla"):
+        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
+
+    can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
+    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
+    out, lse = _over_batch(config, q, k, v, bias, pairs)
+    out = out.astype(v.dtype)
+    return (out, lse) if return_residual else out
+
+
+# The arguments, one by one.
+
+
+def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array]:
+    q, k, v = (as_float_array(_OP, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
+    if q.ndim < 3:
+        raise ValueError(
+            message(_OP, "query", f"shape {q.shape}", "[batch, time, heads, head_dim] or [time, heads, head_dim]")
+        )
+    same = f"that of query {q.shape} in its batch and head_dim"
+    if k.ndim != q.ndim or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
+        raise ValueError(message(_OP, "key", f"shape {k.shape}", f"[batch, keys, key_heads, head_dim], {same}"))
+    if v.shape[:-1] != k.shape[:-1]:
+        expected = f"{(*k.shape[:-1], 'width')}, that of key but for the width"
+        raise ValueError(message(_OP, "value", f"shape {v.shape}", expected))
+    if q.shape[-2] != 0 and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
+        expected = f"a multiple of the {k.shape[-2]} heads of key"
+        raise ValueError(message(_OP, "query", f"{q.shape[-2]} heads in shape {q.shape}", expected))
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(message(_OP, name, f"dtype {x.dtype}", f"{q.dtype}, that of query"))
+    return q, k, v
+
+
+def _scaled(q: Array, scale: ArrayLike | None) -> tuple[Array, float]:
+    """The queries, and the factor that is left for the logits: an array is multiplied into the queries."""
+    if scale is None:
+        return q, 1 / math.sqrt(max(1, q.shape[-1]))
+    if isinstance(scale, numbers.Real):
+        return q, float(scale)
+    scale = as_float_array(_OP, "scale", scale)
+    if scale.ndim:
+        raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar"))
+    wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
+    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
+    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide), 1.0
+
+
+def _as_bias(bias: ArrayLike) -> Array:
+    bias = as_array(_OP, "bias", bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        hint = "A boolean mask goes to mask." if bias.dtype == jnp.bool_ else ""
+        raise TypeError(message(_OP, "bias", f"dtype {bias.dtype}", "a float dtype", hint))
+    return bias
+
+
+def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
+    """`x` as `[*batch, K, G, T, S]` with size 1 where it broadcasts."""
+    target = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+    while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
+        x = x[0]
+    if x.ndim == 2 and q.ndim == 4 and x.shape == (q.shape[0], k.shape[-3]) and x.shape[0] not in (1, q.shape[1]):
+        hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
+        expected = f"a shape that broadcasts to {target}, [batch, heads, queries, keys]"
+        raise ValueError(message(_OP, argument, f"shape {x.shape}", expected, hint))
+    x = at_rank_of(_OP, argument, x, target, "[batch, heads, queries, keys]")
+    heads = (1, 1) if x.shape[-3] == 1 else (k.shape[-2], q.shape[-2] // k.shape[-2])
+    return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
+
+
+def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> Array | None:
+    """Integers `[*batch, 1]`, with size 1 where they broadcast."""
+    if x is None:
+        return None
+    x = _as_integers(argument, x)
+    if not batch and x.shape == (1,):  # jax.nn takes a batch of 1 for queries without one
+        x = x[0]
+    return at_rank_of(_OP, argument, x, batch, "the batch")[..., None]
+
+
+def _as_integers(argument: str, x: ArrayLike) -> Array:
+    x = as_array(_OP, argument, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(message(_OP, argument, f"dtype {x.dtype}", "an integer dtype"))
+    return x
+
+
+def _as_window(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    if window is None:
+        return None
+    left_right = window if isinstance(window, tuple) else (window, window)
+    if len(left_right) != 2 or not all(isinstance(n, numbers.Integral) for n in left_right):
+        raise TypeError(message(_OP, "local_window_size", f"value {window!r}", "an int or a tuple of two ints"))
+    left, right = (max(-_FARTHEST, min(_FARTHEST, int(n))) for n in left_right)
+    return left, right
+
+
+def _segments(
+    of_queries: ArrayLike | None, of_keys: ArrayLike | None, q: Array, k: Array
+) -> tuple[Array | None, Array | None]:
+    if of_queries is None and of_keys is None:
+        return None, None
+    return _ids("query_segment_ids", of_queries, q), _ids("key_value_segment_ids", of_keys, k)
+
+
+def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
+    """Integers `[*batch or 1s, time]`; of full length, so that they can be cut to a block."""
+    if ids is None:
+        hint = "For self-attention give the same ids twice."
+        raise ValueError(message(_OP, argument, "value None", "an array, as its counterpart is one", hint))
+    ids = at_rank_of(_OP, argument, _as_integers(argument, ids), x.shape[:-2], "[batch, time]")
+    return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
+
+
+def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_key: Array | None) -> None:
+    if logit_soft_cap is not None and not logit_soft_cap > 0:
+        raise ValueError(message(_OP, "logit_soft_cap", f"value {logit_soft_cap}", "a positive number or None"))
+    if not 0 <= dropout_rate < 1:
+        raise ValueError(message(_OP, "dropout_rate", f"value {dropout_rate}", "a number in [0, 1)"))
+    if dropout_rate > 0 and dropout_key is None:
+        raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
+
+
+def _intervals(
+    num_queries: int,
+    num_keys: int,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    offset: Array | None,
+    query_lengths: Array | None,
+    key_lengths: Array | None,
+) -> tuple[Array | None, Array | None]:
+    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
+    if not is_causal and window is None and query_lengths is None and key_lengths is None:
+        return None, None
+    query_index = jnp.arange(num_queries, dtype=jnp.int32)
+    position = query_index + jnp.clip(offset, -_FARTHEST, _FARTHEST).astype(jnp.int32)
+    first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
+    if is_causal:
+        end = jnp.minimum(end, position + 1)
+    if window is not None:
+        left, right = window
+        first, end = jnp.maximum(first, position - left), jnp.minimum(end, position + right + 1)
+    if key_lengths is not None:
+        end = jnp.minimum(end, jnp.clip(key_lengths, 0, num_keys).astype(jnp.int32))
+    if query_lengths is not None:
+        end = jnp.where(query_index < query_lengths, end, 0)
+    first, end = jnp.broadcast_arrays(first, end)
+    return first, end
+
+
+def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:
+    query_block = max(FEWEST_QUERIES, QUERY_BLOCK * k.shape[-2] // q.shape[-2])
+    key_block = KEY_BLOCK if can_skip else KEY_BLOCK_IF_NOTHING_IS_SKIPPED
+    # A loop over a dimension that is split across devices is refused: then one block is all of it.
+    sharding_of_queries, sharding_of_keys = jax.typeof(q).sharding.spec, jax.typeof(k).sharding.spec
+    if sharding_of_queries[-3] is not None:
+        query_block = q.shape[-3]
+    if sharding_of_keys[-3] is not None:
+        key_block = k.shape[-3]
+    soft_cap = None if soft_cap is None else float(soft_cap)
+    return Config(scale, soft_cap, float(dropout_rate), query_block, key_block, skips=True)
+
+
+# The batch dimensions: the core has one.
+
+
+def _over_batch(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> tuple[Array, Array]:
+    batch = q.shape[:-3]
+    if 0 in (*q.shape[:-1], *k.shape[:-1]):  # no query has a key
+        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
+    leaves, tree = jax.tree.flatten((bias, pairs))
+    of_leaves = [x.shape[: len(batch)] for x in leaves]
+    if all(shape in (batch, (1,) * len(batch)) for shape in of_leaves):
+        size = math.prod(batch)
+
+        def flat(x: Array) -> Array:
+            lead = x.shape[: len(batch)]
+            return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
+
+        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flat, leaves))
+        out, lse = attention(config, flat(q), flat(k), flat(v), flat_bias, flat_pairs)
+        return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+    # Some array broadcasts over some batch dimensions only, and is not to be expanded: one dimension at a time.
+    axes = [0 if shape[0] == batch[0] else None for shape in of_leaves]
+    leaves = [x if axis == 0 else x[0] for x, axis in zip(leaves, axes, strict=True)]
+
+    def of_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
+        return _over_batch(config, q, k, v, *jax.tree.unflatten(tree, leaves))
+
+    return jax.vmap(of_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)

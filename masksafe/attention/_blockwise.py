@@ -1,0 +1,334 @@
+r"""Attention in blocks of queries and keys: no array over all pairs, neither forward nor in reverse.
+
+With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
+capped, with their bias) and sums over unmasked pairs only,
+
+.. math::
+  \lambda_t = \log \sum_s e^{x_{ts}}, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad o_t = \sum_s p_{ts} v_s
+
+and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of the logsumexp
+
+.. math::
+  \delta_t = o_t \cdot \dot o_t - \dot \lambda_t, \qquad \dot x_{ts} = p_{ts} (v_s \cdot \dot o_t - \delta_t), \qquad
+  \dot q_t = \sum_s \dot x_{ts} k_s, \qquad \dot k_s = \sum_t \dot x_{ts} q_t, \qquad \dot v_s = \sum_t p_{ts} \dot o_t.
+
+The forward pass goes through the keys with a running maximum (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018); the reverse pass computes :math:`p` again from :math:`\lambda` (Dao,
+"FlashAttention-2", 2023).
+
+Every product contracts over masked pairs too, with weight 0, and 0 times NaN is NaN. So what is not finite is
+replaced by 0 in all that is contracted, and the few results that do depend on it are made NaN afterwards.
+
+Arrays are laid out by problem, which is what one key head of one sample has to do: queries and outputs
+`[B, K, G, T, H]` for the G query heads that share a key head, keys and values `[B, K, S, H]`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._typing import Array
+from masksafe.attention._mask import (
+    Blocks,
+    Pairs,
+    Span,
+    add_to_block,
+    cut,
+    divide,
+    for_live_blocks,
+    live_blocks,
+    once_if,
+    take,
+    unmasked,
+)
+
+
+class Config(NamedTuple):
+    """What is known when the program is traced."""
+
+    scale: float
+    soft_cap: float | None
+    dropout_rate: float
+    query_block: int
+    key_block: int
+    skips: bool  # blocks with nothing unmasked, at the price of loops whose length depends on values
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the inputs, or the part of them that is known so far."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+
+
+# Forward.
+
+
+def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array]:
+    """The output `[B, K, G, T, width of v]` and the logsumexp `[B, K, G, T, 1]`, both widened."""
+    queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
+    live = live_blocks(pairs, queries, keys) if config.skips else None
+    before, after = _scales(config, q)
+    clean_q, clean_k, clean_v = _finite(q) * before, _finite(k), _finite(v)
+    has_bad_key = jnp.isnan(_nan_where_bad(k).sum() + _nan_where_bad(v).sum())
+    nan_q = _nan_where_bad(q)
+
+    def one_block(i: Any) -> tuple[Array, Array]:
+        rows = queries.span(i)
+        q_i = take(clean_q, 3, rows)
+
+        def add_keys(j: Any, state: _Running) -> _Running:
+            columns = keys.span(j)
+            x = _capped(config, _dot_keys(q_i, take(clean_k, 2, columns)) * after)
+            if pairs.bias is not None:
+                x += cut(pairs.bias, pairs.problem, rows, columns)
+            mask = unmasked(pairs, rows, columns)
+            keep = _kept_by_dropout(config, pairs, i, j, x.shape)
+            state = _add_keys(config, state, x, mask, take(clean_v, 2, columns), keep)
+
+            def look(nothing: Array) -> Array:
+                bad_v, bad_k = ~jnp.isfinite(take(v, 2, columns)), jnp.isnan(_nan_where_bad(take(k, 2, columns)))
+                seen = _dot_values(_as_weights(mask, x.shape), jnp.concatenate([bad_v, bad_k], -1)) > 0
+                return jnp.where(seen, jnp.nan, nothing)
+
+            nothing = jnp.zeros_like(jnp.concatenate([state.weighted, state.total], -1))
+            nan_seen = once_if(has_bad_key, look, nothing)
+            return state._replace(total=state.total + nan_seen[..., -1:], weighted=state.weighted + nan_seen[..., :-1])
+
+        live_keys = None if live is None else live[i]
+        state = for_live_blocks(live_keys, keys.number, add_keys, _nothing_yet(q_i, clean_k, clean_v))
+        return _finish(state, take(nan_q, 3, rows))
+
+    out, lse = _each_block(queries, jax.checkpoint(one_block))
+    return out, lse
+
+
+class _Running(NamedTuple):
+    """What is known of a block's queries after some of the keys; sums are of exp(x - largest)."""
+
+    largest: Array  # [B, K, G, queries, 1]
+    total: Array  # [B, K, G, queries, 1]
+    weighted: Array  # [B, K, G, queries, width of v]
+
+
+def _nothing_yet(q: Array, k: Array, v: Array) -> _Running:
+    # Made out of a product, so that the loop that carries it finds the sharding of its own results.
+    zero = jnp.zeros_like(_dot_keys(q, k[:, :, :1]))
+    return _Running(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1]))
+
+
+def _add_keys(config: Config, state: _Running, x: Array, mask: Array | None, v: Array, keep: Array | None) -> _Running:
+    x = x if mask is None else jnp.where(mask, x, -jnp.inf)
+    largest = jnp.maximum(state.largest, lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
+    shift = jnp.where(largest == -jnp.inf, 0, largest)
+    exps, decay = jnp.exp(x - shift), jnp.exp(state.largest - shift)
+    total = state.total * decay + jnp.sum(exps, -1, keepdims=True)
+    weighted = state.weighted * decay + _dot_values(_dropped(config, keep, exps), v)
+    return _Running(largest, total, weighted)
+
+
+def _finish(state: _Running, nan_q: Array) -> tuple[Array, Array]:
+    is_dead = state.total == 0
+    total = jnp.where(is_dead, 1, state.total + nan_q)
+    return state.weighted / total, jnp.where(is_dead, -jnp.inf, state.largest + jnp.log(total))
+
+
+# Reverse. A block of pairs is transposed here, `[B, K, keys, G, queries]`: two of the three products that contract
+# over it then take it as it lies.
+
+
+def pull_back(
+    config: Config,
+    of_queries: tuple[Array, Array, Array, Array],
+    of_keys: tuple[Array, Array],
+    pairs: Pairs,
+    d_bias: Array | None,
+) -> Gradients:
+    """The cotangents of queries, keys and values, widened, and `d_bias` with that of the bias added.
+
+    Of the queries there are q, the cotangent of the output, the logsumexp and delta, of the keys k and v. The
+    queries that `pairs` calls unused take no part.
+    """
+    (q, d_out, lse, delta), (k, v) = of_queries, of_keys
+    assert pairs.used is not None
+    used = pairs.used[..., None]
+    queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
+    live = live_blocks(pairs, queries, keys) if config.skips else None
+    before, after = _scales(config, q)
+    clean_k, clean_v = _finite(k), _finite(v)
+    clean_queries = (_finite(q, used) * before, _finite(d_out, used), lse, delta)
+    has_bad_query = jnp.isnan(jnp.sum(jnp.where(used, _nan_where_bad(d_out), 0)))
+
+    def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
+        columns = keys.span(j)
+        k_j, v_j = take(clean_k, 2, columns), take(clean_v, 2, columns)
+
+        def add_queries(i: Any, state: Gradients) -> Gradients:
+            rows = queries.span(i)
+            q_i, d_out_i, lse_i, delta_i = (take(a, 3, rows) for a in clean_queries)
+            capped = _capped(config, _dot_queries(k_j, q_i) * after)
+            x = capped if pairs.bias is None else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns))
+            mask = unmasked(pairs, rows, columns)
+            assert mask is not None  # for not all queries are used
+            mask = _keys_first(mask)
+            keep = _kept_by_dropout(config, pairs, i, j, (*q_i.shape[:4], columns.size))
+            keep = None if keep is None else _keys_first(keep)
+
+            p = jnp.exp(jnp.where(mask, x - _keys_first(lse_i), -jnp.inf))
+            d_p = _dropped(config, keep, _dot_queries(v_j, d_out_i))
+            d_x = jnp.where(mask, p * (d_p - _keys_first(delta_i)), 0)
+            d_bias = state.bias
+            if d_bias is not None:
+                d_bias = add_to_block(d_bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
+            if config.soft_cap is not None:
+                d_x *= 1 - (capped / config.soft_cap) ** 2
+
+            def look(nothing: Array) -> Array:
+                bad = ~jnp.isfinite(take(d_out, 3, rows))  # those not used are out of the mask
+                seen = _dot_pairs_with_queries(_as_weights(mask, x.shape), bad) > 0
+                return jnp.where(seen, jnp.nan, nothing)
+
+            d_v = state.value + _dot_pairs_with_queries(_dropped(config, keep, p), d_out_i)
+            d_v += once_if(has_bad_query, look, jnp.zeros_like(d_v))
+            d_q = _add_rows(state.query, _dot_pairs_with_keys(d_x, k_j), rows)
+            return Gradients(d_q, state.key + _dot_pairs_with_queries(d_x, q_i), d_v, d_bias)
+
+        live_queries = None if live is None else live[:, j]
+        no_d_k, no_d_v = (jnp.zeros_like(a, lse.dtype) for a in (k_j, v_j))
+        state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
+        state = for_live_blocks(live_queries, queries.number, add_queries, state)
+        return (state.query, state.bias), (state.key, state.value)
+
+    nothing = (jnp.zeros_like(clean_queries[0], lse.dtype), d_bias)
+    if keys.number == 1:
+        (d_q, d_bias), (d_k, d_v) = one_block(nothing, 0)
+    else:
+        (d_q, d_bias), by_key = lax.scan(one_block, nothing, jnp.arange(keys.number, dtype=jnp.int32))
+        d_k, d_v = map(keys.join, by_key)
+    return Gradients(d_q * config.scale, d_k * after, d_v, d_bias)
+
+
+def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+    """Which queries take part in the reverse pass, and delta; both `[B, T, N, 1]`.
+
+    A query with no key takes no part, nor does one with a NaN whose cotangents are all 0: such a NaN has been
+    selected away behind the op, as the padding of queries is by the loss.
+    """
+    wide = jnp.promote_types(out.dtype, lse.dtype)
+    lse, d_lse = lse[..., None], d_lse[..., None]
+    delta = jnp.sum(out.astype(wide) * d_out.astype(wide), -1, keepdims=True) - d_lse
+    sound = jnp.isfinite(lse) & jnp.isfinite(delta)
+    wanted = (jnp.max(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0)
+    return (lse != -jnp.inf) & (sound | wanted), delta + 0 * delta  # NaN where it is infinite
+
+
+def _each_block(blocks: Blocks, of_block: Callable[[Any], Any]) -> Any:
+    """The results of all blocks `[..., size, n]`, joined."""
+    if blocks.number == 1:
+        return of_block(0)
+    return jax.tree.map(blocks.join, lax.map(of_block, jnp.arange(blocks.number, dtype=jnp.int32)))
+
+
+def _add_rows(x: Array, block: Array, rows: Span) -> Array:
+    if rows.size == x.shape[3]:
+        return x + block
+    return lax.dynamic_update_slice_in_dim(x, take(x, 3, rows) + block, rows.start, 3)
+
+
+# The products, accumulated in float32 at least. The G query heads of a key head are rows of one matrix.
+
+
+def _dot_keys(q: Array, k: Array) -> Array:
+    """`[B, K, G, T, H]` and `[B, K, S, H]` to `[B, K, G, T, S]`."""
+    return _dot(_rows(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
+
+
+def _dot_values(p: Array, v: Array) -> Array:
+    """`[B, K, G, T, S]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
+    return _dot(_rows(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
+
+
+def _dot_queries(k: Array, q: Array) -> Array:
+    """`[B, K, S, H]` and `[B, K, G, T, H]` to `[B, K, S, G, T]`."""
+    return _dot(k, _rows(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
+
+
+def _dot_pairs_with_queries(p: Array, q: Array) -> Array:
+    """`[B, K, S, G, T]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
+    return _dot(p.reshape(*p.shape[:3], -1), _rows(q), 3, 2)
+
+
+def _dot_pairs_with_keys(p: Array, k: Array) -> Array:
+    """`[B, K, S, G, T]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
+    return _dot(p.reshape(*p.shape[:3], -1), k, 2, 2).reshape(*p.shape[:2], *p.shape[3:], k.shape[3])
+
+
+def _rows(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+    """A matrix product for every sample and key head; weights are rounded to the dtype of what they weigh."""
+    dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
+    if b.dtype == jnp.bool_:
+        b = b.astype(a.dtype)
+    return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=_wide(b.dtype))
+
+
+def _wide(dtype: Any) -> Any:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+# Small pieces.
+
+
+def _scales(config: Config, q: Array) -> tuple[float, float]:
+    """The factors of the queries and of the logits: the scale is folded into queries that it does not round."""
+    return (config.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, config.scale)
+
+
+def _capped(config: Config, x: Array) -> Array:
+    return x if config.soft_cap is None else config.soft_cap * jnp.tanh(x / config.soft_cap)
+
+
+def _finite(x: Array, where: Array | bool = True) -> Array:
+    return jnp.where(jnp.isfinite(x) & where, x, 0)
+
+
+def _nan_where_bad(x: Array) -> Array:
+    """`[..., 1]`, 0, or NaN where anything in `[..., n]` is not finite: one sum is cheaper than logic on a CPU."""
+    return lax.stop_gradient(jnp.sum(0 * x, -1, keepdims=True))
+
+
+def _as_weights(mask: Array | None, shape: tuple[int, ...]) -> Array:
+    return jnp.ones(shape, jnp.float32) if mask is None else jnp.broadcast_to(mask, shape).astype(jnp.float32)
+
+
+def _any_bad(x: Array) -> Array:
+    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
+
+
+def _keys_first(x: Array) -> Array:
+    """A block of pairs transposed, `[B, K, G, T, S]` to `[B, K, S, G, T]`."""
+    return jnp.moveaxis(x, -1, 2)
+
+
+def _kept_by_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:
+    """Drawn from the key and the block's number alone, so that the reverse pass draws the same."""
+    if pairs.head_keys is None:
+        return None
+
+    def of_head(key: Array) -> Array:
+        block_key = jax.random.fold_in(jax.random.fold_in(key, i), j)
+        return jax.random.bernoulli(block_key, 1 - config.dropout_rate, shape[2:])
+
+    return jax.vmap(jax.vmap(of_head))(pairs.head_keys)
+
+
+def _dropped(config: Config, keep: Array | None, p: Array) -> Array:
+    return p if keep is None else jnp.where(keep, p / (1 - config.dropout_rate), 0)

@@ -1,0 +1,117 @@
+"""Attention with its derivatives, on arrays as the user laid them out.
+
+Values and first derivatives in reverse come from the kernels in blocks. Every other derivative, forward mode and all
+of second order, is that of the plain form: the same blocks in loops of fixed length, which JAX differentiates to any
+order, and which keeps no array over all pairs either.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._rules import differentiable, differentiated_as
+from masksafe._typing import Array
+from masksafe.attention._blockwise import Config, Gradients, attend, pull_back, used_queries
+from masksafe.attention._mask import Pairs
+from masksafe.attention._problems import queries_by_problem, solve
+
+_Result = tuple[Array, Array]
+_Residuals = tuple[Array, Array, Array, Array | None, Pairs, Array, Array]
+
+
+def _forward(
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
+) -> tuple[_Result, _Residuals]:
+    out, lse = _evaluate(config, q, k, v, bias, pairs)
+    return (out, lse), (q, k, v, bias, pairs, out, lse)
+
+
+def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
+    return (*_pull_back(config, *residuals, *cotangents), None)
+
+
+@differentiable(_forward, _reverse, static_argnums=(0,))
+def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+    """Output `[B, T, N, width of v]` in the dtype of `q`, and logsumexp `[B, T, N]` in float32 at least.
+
+    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]` and `bias` `[B, K, G, T, S]` up to broadcasting.
+    """
+    result: _Result = _evaluate(config, q, k, v, bias, pairs)
+    return result
+
+
+# Jitted, so that what is under the mask never shows, not even under jax_debug_nans.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+    return _evaluate_in_blocks(config, q, k, v, bias, pairs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pull_back(config: Config, *args: Any) -> Gradients:
+    return _pull_back_in_blocks(config, *args)
+
+
+def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+    return _solve_forward(config._replace(skips=False), q, k, v, bias, pairs)
+
+
+@differentiated_as(_evaluate_plainly)
+def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+    return _solve_forward(config, q, k, v, bias, pairs)
+
+
+def _solve_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+    dtype = q.dtype
+
+    def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, carry: None) -> Any:
+        (q,), (k, v) = of_queries, of_keys
+        out, lse = attend(config, q, k, v, pairs)
+        return (out.astype(dtype), lse), (), carry
+
+    (out, lse), _, _ = solve(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
+    return out, lse[..., 0]
+
+
+def _pull_back_plainly(
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
+) -> Gradients:
+    _, _, d_out, d_lse = of_rows
+    used, _ = used_queries(*map(lax.stop_gradient, of_rows))
+    pairs = _with_used(pairs, used, k)
+    _, reverse = jax.vjp(lambda q, k, v, bias: _evaluate_plainly(config, q, k, v, bias, pairs), q, k, v, bias)
+    return Gradients(*reverse((jnp.where(used, d_out, 0), jnp.where(used[..., 0], d_lse, 0))))
+
+
+@differentiated_as(_pull_back_plainly)
+def _pull_back_in_blocks(
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
+) -> Gradients:
+    _, lse, d_out, d_lse = of_rows
+    used, delta = used_queries(*of_rows)
+    pairs = _with_used(pairs._replace(bias=bias), used, k)
+
+    def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, d_bias: Array | None) -> Any:
+        gradients = pull_back(config, of_queries, of_keys, pairs, d_bias)
+        return (
+            (gradients.query.astype(q.dtype),),
+            (gradients.key.astype(k.dtype), gradients.value.astype(v.dtype)),
+            gradients.bias,
+        )
+
+    of_queries = (q, d_out, lse[..., None], delta)
+    (d_q,), (d_k, d_v), d_bias = solve(kernel, of_queries, (k, v), pairs, _no_gradient_yet(bias, d_lse))
+    return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
+
+
+def _with_used(pairs: Pairs, used: Array, k: Array) -> Pairs:
+    return pairs._replace(used=queries_by_problem(used, k.shape[2])[..., 0])
+
+
+def _no_gradient_yet(bias: Array | None, d_lse: Array) -> Array | None:
+    # With a 0 that depends on the cotangent, so that a loop in shard_map finds its carry as varying as its result.
+    return None if bias is None else jnp.zeros_like(bias, d_lse.dtype) + jnp.sum(d_lse[..., :0])

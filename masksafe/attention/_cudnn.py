@@ -1,0 +1,99 @@
+"""cuDNN's attention kernel, reached through `jax.nn`, with the contract kept around it.
+
+cuDNN turns a mask into a finite bias: a query with no key gets an average over masked keys, and a NaN under the mask
+reaches everything. So what no query sees is 0 before the kernel, what sees nothing is 0 behind it, and what
+sees a NaN is NaN again.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._typing import Array
+from masksafe.attention._mask import Blocks, Pairs, unmasked
+from masksafe.attention._problems import keys_by_problem, keys_by_user, queries_by_user
+
+
+def reason_against(
+    q: Array, k: Array, v: Array, pairs: Pairs, *, has_offset: bool, soft_cap: float | None, return_residual: bool
+) -> str | None:
+    """Why cuDNN cannot run with these arguments here, or None. What it says of shapes, it says itself."""
+    reasons = {
+        f"the default backend is {jax.default_backend()}, not a GPU": jax.default_backend() not in ("gpu", "cuda"),
+        f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
+        "the value's width is not the query's": v.shape[-1] != q.shape[-1],
+        f"there are {q.ndim - 3} batch dimensions, not one": q.ndim != 4,
+        "an array is empty": 0 in q.shape + k.shape,
+        "it has no segments": pairs.query_segments is not None,
+        "it has no causal_offset": has_offset,
+        "it has no logit_soft_cap": soft_cap is not None,
+        "its dropout takes no key": pairs.head_keys is not None,
+        "its logsumexp has no gradient": return_residual,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    pairs: Pairs,
+    *,
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    query_lengths: Array | None,
+    key_lengths: Array | None,
+) -> Array:
+    """The output `[B, T, N, H]` for arrays as the public function checked them.
+
+    A NaN or infinity in an unmasked value makes all columns of the outputs that see it NaN.
+    """
+    live = _live_pairs(q, k, pairs._replace(bias=bias))
+    sees_any = queries_by_user(jnp.any(live, -1)[..., None])
+    is_seen = keys_by_user(jnp.any(live, (2, 3))[..., None])
+
+    bad_key = jnp.any(~jnp.isfinite(k) | ~jnp.isfinite(v), -1, keepdims=True)
+    bad_pair = keys_by_problem(bad_key)[:, :, None, None, :, 0]
+    if bias is not None:
+        bad_pair |= ~jnp.isfinite(bias)
+    sees_bad = queries_by_user(jnp.any(live & bad_pair, -1)[..., None])
+    sees_bad |= jnp.any(~jnp.isfinite(q), -1, keepdims=True)
+
+    out = jax.nn.dot_product_attention(
+        jnp.where(sees_any & jnp.isfinite(q), q, 0),
+        jnp.where(is_seen & jnp.isfinite(k), k, 0),
+        jnp.where(is_seen & jnp.isfinite(v), v, 0),
+        None if bias is None else _over_heads(_finite_bias(bias)),
+        None if pairs.allowed is None else _over_heads(pairs.allowed),
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=_lengths(query_lengths, q),
+        key_value_seq_lengths=_lengths(key_lengths, q),
+        local_window_size=window,
+        implementation="cudnn",
+    )
+    return jnp.where(sees_any, jnp.where(sees_bad, jnp.nan, out), 0)
+
+
+def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
+    """`[B, K, G, T, S]`; XLA fuses it into the reductions that use it."""
+    all_queries, all_keys = (Blocks(x.shape[1], x.shape[1]).span(0) for x in (q, k))
+    live = unmasked(pairs, all_queries, all_keys)
+    shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1])
+    return jnp.broadcast_to(True if live is None else live, shape)
+
+
+def _finite_bias(bias: Array) -> Array:
+    """-inf as a number that still leaves nothing of a probability, other bad values as 0."""
+    lowest = 0.7 * jnp.finfo(bias.dtype).min
+    return jnp.where(bias == -jnp.inf, lowest.astype(bias.dtype), jnp.where(jnp.isfinite(bias), bias, 0))
+
+
+def _over_heads(x: Array) -> Array:
+    """`[B, K, G, T, S]` as `[B, N, T, S]`."""
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _lengths(lengths: Array | None, q: Array) -> Array | None:
+    return None if lengths is None else jnp.broadcast_to(lengths[:, 0], q.shape[:1]).astype(jnp.int32)

@@ -1,0 +1,260 @@
+"""Which pairs of a query and a key are masked, and which blocks of pairs hold any that are not.
+
+The causal mask, the window and the lengths say the same thing in three ways: query `t` sees the keys of one
+interval, [first_key[t], end_key[t]). Segments add a comparison of two numbers. So these structural masks are kept
+as arrays over queries and over keys, and a mask of pairs exists only inside the block that is worked on.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._typing import Array
+
+# Blocks: how queries and keys are divided.
+
+
+class Span(NamedTuple):
+    """Neighbouring queries or keys: `size` of them from `start` on. Those in front of `first` are not its own."""
+
+    start: Array | int
+    size: int
+    first: Array | int
+    is_ragged: bool
+
+
+class Blocks(NamedTuple):
+    """A division of `length` queries or keys into blocks of one size.
+
+    Where the sizes do not divide, the last block is moved up to end with the last one; what it repeats
+    belongs to the block before it.
+    """
+
+    length: int
+    size: int
+
+    @property
+    def number(self) -> int:
+        return -(-self.length // self.size)
+
+    def span(self, i: Array | int) -> Span:
+        start = i * self.size
+        if not self._is_ragged:
+            return Span(start, self.size, start, False)
+        return Span(jnp.minimum(start, self.length - self.size), self.size, start, True)
+
+    @property
+    def _is_ragged(self) -> bool:
+        return self.length % self.size > 0
+
+    @property
+    def repeated(self) -> int:
+        """How many of the last block belong to the one before."""
+        return self.number * self.size - self.length
+
+    def join(self, blocks: Array) -> Array:
+        """Stacked blocks `[count, ..., size, n]` as `[..., length, n]`."""
+        if self.number == 1:
+            return blocks[0]
+        body = jnp.moveaxis(blocks[:-1], 0, -3)
+        body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
+        return jnp.concatenate([body, blocks[-1, ..., self.repeated :, :]], -2)
+
+
+def divide(length: int, target: int) -> Blocks:
+    """As few blocks as sizes up to `target` allow, as even as can be."""
+    return Blocks(length, -(-length // max(1, -(-length // target))))
+
+
+def take(x: Array, axis: int, span: Span) -> Array:
+    if span.size == x.shape[axis]:
+        return x
+    return lax.dynamic_slice_in_dim(x, span.start, span.size, axis)
+
+
+# Pairs: what is known of each.
+
+
+class Pairs(NamedTuple):
+    """What masks a pair of a query and a key, and its bias. None masks nothing.
+
+    `[B, T]` and `[B, S]` are over the queries and keys of every sample, with B = 1 for all samples alike. Arrays
+    over pairs are `[B, K, G, T, S]` with size 1 where they broadcast: they are only ever cut to a block.
+    """
+
+    first_key: Array | None = None  # [B, T]
+    end_key: Array | None = None  # [B, T]
+    query_segments: Array | None = None  # [B, T]
+    key_segments: Array | None = None  # [B, S]
+    allowed: Array | None = None  # [B, K, G, T, S]
+    bias: Array | None = None  # [B, K, G, T, S]
+    head_keys: Array | None = None  # [B, K], the random keys of the dropout
+    used: Array | None = None  # [B, K, G, T], False for queries that take no part
+    problem: tuple[Array, Array] | None = None  # the sample and key head that is meant; None for all of them
+
+    def only(self, sample: Array, head: Array) -> "Pairs":
+        """The pairs of one sample and key head. Arrays over pairs stay as they are, until they are cut."""
+
+        def row(x: Array | None) -> Array | None:
+            return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sample, 1)
+
+        def cell(x: Array | None) -> Array | None:
+            return x if x is None else lax.dynamic_slice(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+
+        return Pairs(
+            row(self.first_key),
+            row(self.end_key),
+            row(self.query_segments),
+            row(self.key_segments),
+            self.allowed,
+            self.bias,
+            cell(self.head_keys),
+            cell(self.used),
+            (sample, head),
+        )
+
+
+def cut(x: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
+    """The block of an array over pairs; axes of size 1 stay so."""
+    starts, sizes = _block_of(x, problem, queries, keys)
+    return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
+
+
+def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
+    """`x` with `block` `[B, K, G, queries, keys]` added, summed over the axes on which `x` broadcasts."""
+    starts, sizes = _block_of(x, problem, queries, keys)
+    summed = jnp.sum(block, [a for a in range(5) if sizes[a] < block.shape[a]], keepdims=True)
+    if sizes == x.shape:
+        return x + summed
+    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, starts, sizes) + summed, starts)
+
+
+def _block_of(
+    x: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    sample, head = (0, 0) if problem is None else problem
+    one = x.shape[:2] if problem is None else (1, 1)
+    starts = (sample, head, 0, queries.start, keys.start)
+    sizes = (*one, x.shape[2], queries.size, keys.size)
+    return (
+        tuple(0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)),
+        tuple(min(n, size) for n, size in zip(x.shape, sizes, strict=True)),
+    )
+
+
+def unmasked(pairs: Pairs, queries: Span, keys: Span) -> Array | None:
+    """Where the pairs of a block are not masked, `[B, K, G, queries, keys]` up to broadcasting; None is everywhere."""
+    conditions = []
+    key_index = keys.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, keys.size), 4)
+    if pairs.first_key is not None and pairs.end_key is not None:
+        first, end = (take(x, 1, queries)[:, None, None, :, None] for x in (pairs.first_key, pairs.end_key))
+        conditions.append((key_index >= first) & (key_index < end))
+    if pairs.query_segments is not None and pairs.key_segments is not None:
+        of_query = take(pairs.query_segments, 1, queries)[:, None, None, :, None]
+        of_key = take(pairs.key_segments, 1, keys)[:, None, None, None, :]
+        conditions.append(of_query == of_key)
+    if pairs.allowed is not None:
+        conditions.append(cut(pairs.allowed, pairs.problem, queries, keys))
+    if pairs.bias is not None:
+        conditions.append(_is_live_bias(cut(pairs.bias, pairs.problem, queries, keys)))
+    if pairs.used is not None:
+        conditions.append(take(pairs.used, 3, queries)[..., None])
+    if keys.is_ragged:
+        conditions.append(key_index >= keys.first)
+    if queries.is_ragged:
+        query_index = queries.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, queries.size, 1), 3)
+        conditions.append(query_index >= queries.first)
+    return _all_of(conditions)
+
+
+def _all_of(conditions: list[Array]) -> Array | None:
+    result = None
+    for condition in conditions:
+        result = condition if result is None else result & condition
+    return result
+
+
+# Blocks with nothing unmasked are skipped. Whether a block is one of them is decided without a look at its pairs for
+# the structural masks, which may keep a block in vain, and by a look at all of them for arrays over pairs.
+
+
+def live_blocks(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
+    """Where a block holds an unmasked pair, `[queries.number, keys.number]`; None is everywhere."""
+    if queries.number == keys.number == 1:
+        return None
+    conditions = [_live_by_structure(pairs, queries, keys)]
+    for array, is_live in ((pairs.allowed, _identity), (pairs.bias, _is_live_bias)):
+        if array is not None:
+            conditions.append(_live_by_array(array, is_live, pairs.problem, queries, keys))
+    return _all_of([c for c in conditions if c is not None])
+
+
+def _live_by_structure(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
+    rows = []  # [B, T, keys.number]
+    starts = jnp.arange(keys.number, dtype=jnp.int32) * keys.size
+    if pairs.first_key is not None and pairs.end_key is not None:
+        first = jnp.maximum(pairs.first_key[..., None], starts)
+        rows.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
+    if pairs.query_segments is not None and pairs.key_segments is not None:
+        blocks = _gather_blocks(pairs.key_segments, keys)  # [B, keys.number, size]
+        lowest, highest = blocks.min(-1)[:, None], blocks.max(-1)[:, None]
+        of_query = pairs.query_segments[..., None]
+        rows.append((lowest <= of_query) & (of_query <= highest))
+    live_rows = _all_of(rows)
+    if live_rows is None:
+        return None
+    return jnp.any(_gather_blocks(jnp.any(live_rows, 0).T, queries), -1).T
+
+
+def _gather_blocks(x: Array, blocks: Blocks) -> Array:
+    """`[..., length]` as `[..., count, size]`; the last block ends with the last element."""
+    starts = jnp.minimum(jnp.arange(blocks.number) * blocks.size, blocks.length - blocks.size)
+    return jnp.take(x, starts[:, None] + jnp.arange(blocks.size), axis=-1)
+
+
+def _live_by_array(
+    x: Array,
+    is_live: Callable[[Array], Array],
+    problem: tuple[Array, Array] | None,
+    queries: Blocks,
+    keys: Blocks,
+) -> Array:
+    all_keys = Blocks(keys.length, keys.length).span(0)
+
+    def of_query_block(i: Array) -> Array:
+        return jnp.any(is_live(cut(x, problem, queries.span(i), all_keys)), (0, 1, 2, 3))
+
+    count = 1 if x.shape[3] == 1 else queries.number
+    by_key = lax.map(of_query_block, jnp.arange(count)) if count > 1 else of_query_block(jnp.zeros((), jnp.int32))[None]
+    by_block = by_key if x.shape[4] == 1 else jnp.any(_gather_blocks(by_key, keys), -1)
+    return jnp.broadcast_to(by_block, (queries.number, keys.number))
+
+
+def _identity(allowed: Array) -> Array:
+    return allowed
+
+
+def _is_live_bias(bias: Array) -> Array:
+    return bias != -jnp.inf  # a NaN is not to be hidden
+
+
+def for_live_blocks(live: Array | None, count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`state` after `body(block, state)` for every block in turn that is live, `[count]`; None is all of them."""
+    if count == 1:
+        return body(0, state)
+    if live is None:
+        return lax.fori_loop(0, count, body, state)
+    # The live ones in front, in their order, and a loop over as many as there are.
+    order = jnp.argsort(jnp.where(live, 0, 1), stable=True)
+    return lax.fori_loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(order[n], state), state)
+
+
+def once_if(condition: Array, fn: Callable[[Any], Any], state: Any) -> Any:
+    """`fn(state)` if the condition holds, else `state`. Under vmap, too, `fn` is not run where none needs it."""
+
+    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        return jnp.zeros_like(condition), fn(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]

@@ -1,0 +1,113 @@
+"""From arrays as the user laid them out to the problems that a kernel solves, all at once or in turn.
+
+A problem is what one key head of one sample has to do. An accelerator wants all of them in one large product. On a
+CPU one problem's blocks stay in the cache, and what is skipped is what its own mask excludes, not only what the masks
+of all samples have in common: there the problems of anything large are solved in turn.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._blocks import is_sharded
+from masksafe._typing import Array
+from masksafe.attention._mask import Pairs
+
+# From this number of logits on, in all problems together, a CPU solves the problems in turn.
+IN_TURN_LOGITS = 2**20
+
+Arrays = tuple[Array, ...]
+Solution = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
+Kernel = Callable[[Arrays, Arrays, Pairs, Any], Solution]
+
+
+def solve(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+    """What `kernel` returns for arrays of the user's layout, in that layout.
+
+    Args:
+      kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry. It
+        returns the like. The carry is handed from problem to problem.
+      of_queries: arrays `[B, T, N, n]`.
+      of_keys: arrays `[B, S, K, n]`.
+      pairs: what masks the pairs.
+      carry: a pytree, for what is summed over problems.
+    """
+    q, k = of_queries[0], of_keys[0]
+    args = of_queries, of_keys, pairs, carry
+
+    def at_once(*args: Any) -> Solution:
+        return _solve_at_once(kernel, *args)
+
+    def at_once_widened(of_queries: Arrays, of_keys: Arrays, *rest: Any) -> Solution:
+        return at_once(_widened(of_queries), _widened(of_keys), *rest)
+
+    def in_turn(*args: Any) -> Solution:
+        return _solve_in_turn(kernel, *args)
+
+    if any(map(is_sharded, of_queries + of_keys)):  # a loop over a sharded axis is refused
+        return at_once(*args)
+    is_large = k.shape[0] * k.shape[2] > 1 and math.prod(q.shape[:3]) * k.shape[1] >= IN_TURN_LOGITS
+    if not is_large and q.dtype.itemsize >= 4:
+        return at_once(*args)
+    on_cpu = in_turn if is_large else at_once_widened
+    solution: Solution = lax.platform_dependent(*args, cpu=on_cpu, default=at_once)
+    return solution
+
+
+def _solve_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+    num_heads = of_keys[0].shape[2]
+    by_query = tuple(queries_by_problem(x, num_heads) for x in of_queries)
+    by_key = tuple(keys_by_problem(x) for x in of_keys)
+    by_query, by_key, carry = kernel(by_query, by_key, pairs, carry)
+    return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
+
+
+def _solve_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+    batch, _, num_heads, _ = of_keys[0].shape
+    group = of_queries[0].shape[2] // num_heads
+
+    def of_head(x: Array, sample: Array, head: Array, heads: int) -> Array:
+        return lax.dynamic_slice(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
+
+    def one_problem(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
+        sample, head = n // num_heads, n % num_heads
+        by_query = tuple(queries_by_problem(of_head(x, sample, head, group), 1) for x in of_queries)
+        by_key = tuple(keys_by_problem(of_head(x, sample, head, 1)) for x in of_keys)
+        by_query, by_key, carry = kernel(_widened(by_query), _widened(by_key), pairs.only(sample, head), carry)
+        return carry, (by_query, by_key)
+
+    def unstacked(x: Array) -> Array:  # [problems, 1, 1, ...] to [B, K, ...]
+        return x.reshape(batch, num_heads, *x.shape[3:])
+
+    carry, results = lax.scan(one_problem, carry, jnp.arange(batch * num_heads, dtype=jnp.int32))
+    by_query, by_key = jax.tree.map(unstacked, results)
+    return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
+
+
+def queries_by_problem(x: Array, num_heads: int) -> Array:
+    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_heads, -1, x.shape[3]), 1, 3)
+
+
+def queries_by_user(x: Array) -> Array:
+    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], -1, x.shape[4])
+
+
+def keys_by_problem(x: Array) -> Array:
+    """`[B, S, K, n]` to `[B, K, S, n]`."""
+    return jnp.moveaxis(x, 1, 2)
+
+
+def keys_by_user(x: Array) -> Array:
+    """`[B, K, S, n]` to `[B, S, K, n]`."""
+    return jnp.moveaxis(x, 2, 1)
+
+
+def _widened(arrays: Arrays) -> Arrays:
+    return tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
