@@ -8,9 +8,10 @@ differentiate, so inside `forward_mode` the primal takes the place of the `custo
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 Primal = TypeVar("Primal", bound=Callable[..., Any])
@@ -63,11 +64,33 @@ def differentiable(
 
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
-            return (primal if _forward_mode.value else with_reverse_rule)(*args)
+            if _forward_mode.value:
+                return primal(*args)
+            return with_reverse_rule(*_varying_alike(args))
 
         return op  # type: ignore[return-value]
 
     return decorate
+
+
+def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inside `jax.shard_map`, the arguments with all floats varying over the same mesh axes.
+
+    A reverse rule has to return cotangents that vary as its arguments do, and its results vary as all of them
+    do together. JAX makes an array vary where it meets one that does, and sums its cotangent over the devices.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return args
+    leaves, tree = jax.tree.flatten(args)
+    arrays = [x for x in leaves if isinstance(x, jax.Array) and x.ndim > 0]
+    plain = [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
+    zero = sum(jnp.sum(x[..., :0]).astype(jnp.float32) for x in plain)  # nothing to XLA
+
+    def moved(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x + jnp.asarray(zero, x.dtype) if is_float else x
+
+    return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
 def differentiated_as(plain: Primal) -> Callable[[Primal], Primal]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 
 import masksafe
 from masksafe.attention import _api
@@ -140,3 +141,258 @@ def test_masked_pairs_are_gone(name, blocks):
     masked = {0: masked_queries, 1: masked_keys, 2: masked_keys, 3: ~live}
     fn = lambda q, k, v, b: attention(q, k, v, b, return_residual=True, **arguments)[0]  # noqa: E731
     assert_mask_safe(fn, query, key, value, bias, masked=masked, transforms=("jit",))
+
+
+@pytest.mark.parametrize("name", ["causal", "pairs", "segments"])
+def test_masked_pairs_are_gone_under_vmap_and_eagerly(name):
+    arguments, live = CASES[name]
+    query, key, value = random_inputs()
+    masked_keys = ~np.broadcast_to(live, (2, 2, 6, 7)).any((1, 2))[..., None, None]
+    fn = lambda q, k, v: attention(q, k, v, **arguments)  # noqa: E731
+    assert_mask_safe(fn, query, key, value, masked={1: masked_keys, 2: masked_keys}, transforms=("eager", "vmap"))
+
+
+@hypothesis.given(st.data())
+def test_masking_equals_removal(data):
+    T, S, K = (data.draw(st.integers(1, 9), label=name) for name in ("T", "S", "K"))
+    N = K * data.draw(st.integers(1, 3), label="group")
+    query, key, value = random_inputs(1, T, S, N, K, seed=data.draw(st.integers(0, 9), label="seed"))
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=S, max_size=S), label="kept"))
+    garbage = jnp.where(kept[:, None, None], 0, jnp.nan)
+    out = attention(query, key + garbage, value + garbage, mask=jnp.asarray(kept)[None, None, None])
+    expected = attention(query, key[:, kept], value[:, kept])
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+# What is not masked is not hidden.
+
+
+def patterns(fn, *args):
+    """Where the outputs and the gradients of their sum of squares are NaN."""
+    value = fn(*args)
+    gradients = jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), range(len(args)))(*args)
+    return tuple(np.isnan(x) for x in (value, *gradients))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_value_shows_in_its_column_of_the_queries_that_see_it(bad, blocks):
+    query, key, value = random_inputs(1, 6, 6, 1)
+    in_out, in_query, in_key, in_value = patterns(
+        functools.partial(attention, is_causal=True), query, key, value.at[0, 3, 0, 1].set(bad)
+    )
+    np.testing.assert_array_equal(in_out[0, :, 0].any(1), np.arange(6) >= 3)
+    assert not in_out[..., [0, 2, 3]].any()
+    np.testing.assert_array_equal(in_query[0, :, 0].all(1), np.arange(6) >= 3)
+    assert in_key.all()  # every key is seen by the last query
+    np.testing.assert_array_equal(in_value[0, :, 0], np.broadcast_to(np.arange(4) == 1, (6, 4)))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_key_or_query_shows_in_its_segment_only(bad, blocks):
+    query, key, value = random_inputs(1, 6, 6, 1)
+    ids = jnp.array([[0, 0, 0, 1, 1, 1]])
+    fn = functools.partial(attention, query_segment_ids=ids, key_value_segment_ids=ids)
+    for pattern in patterns(fn, query, key.at[0, 4, 0, 0].set(bad), value):
+        np.testing.assert_array_equal(pattern[0, :, 0].all(1), ids[0] == 1)
+        np.testing.assert_array_equal(pattern[0, :, 0].any(1), ids[0] == 1)
+    in_out, in_query, in_key, in_value = patterns(fn, query.at[0, 4, 0, 0].set(bad), key, value)
+    for pattern in (in_out, in_query):
+        np.testing.assert_array_equal(pattern[0, :, 0].any(1), np.arange(6) == 4)
+    for pattern in (in_key, in_value):
+        np.testing.assert_array_equal(pattern[0, :, 0].all(1), ids[0] == 1)
+        np.testing.assert_array_equal(pattern[0, :, 0].any(1), ids[0] == 1)
+
+
+def test_nan_bias_shows_in_its_row_only(blocks):
+    query, key, value = random_inputs(1, 6, 7, 1)
+    bias = jnp.zeros((1, 1, 6, 7)).at[0, 0, 2, 3].set(jnp.nan)
+    out = attention(query, key, value, bias)
+    np.testing.assert_array_equal(np.isnan(out[0, :, 0]).all(1), np.arange(6) == 2)
+
+
+def test_padded_queries_need_no_mask_if_the_loss_has_one(blocks):
+    query, key, value = random_inputs(1, 6, 7, 2, 2)
+    real = np.arange(6) < 4
+
+    def loss(query, key, value):
+        out = attention(query, key, value, is_causal=True)
+        return jnp.sum(jnp.where(real[None, :, None, None], out, 0) ** 2)
+
+    expected = jax.grad(loss, (0, 1, 2))(query, key, value)
+    gradients = jax.grad(loss, (0, 1, 2))(query.at[:, 4:].set(jnp.nan), key, value)
+    for gradient, other in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(gradient, other)
+    hessian = lambda q: jax.jvp(jax.grad(loss, (1, 2)), (q, key, value), (jnp.ones_like(q), key, value))[1]  # noqa: E731
+    for product, other in zip(hessian(query.at[:, 4:].set(jnp.nan)), hessian(query), strict=True):
+        np.testing.assert_allclose(product, other, rtol=1e-5, atol=1e-6)
+
+
+def test_infinite_cotangent_of_a_dead_query_touches_nothing(blocks):
+    query, key, value = random_inputs()
+    loss = lambda q, k, v: jnp.sqrt(jnp.abs(attention(q, k, v, is_causal=True, causal_offset=-2))).sum()  # noqa: E731
+    for gradient in jax.grad(loss, (0, 1, 2))(query, key, value):
+        assert np.isfinite(gradient).all()
+
+
+# More than jax.nn takes.
+
+
+@pytest.mark.parametrize("width", [1, 3, 9])
+def test_value_may_have_another_width(width, blocks):
+    query, key, value = random_inputs(width=width)
+    expected, _ = reference(query, key, value, True)
+    np.testing.assert_allclose(attention(query, key, value), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_soft_cap_is_applied_in_front_of_the_bias(blocks):
+    query, key, value = random_inputs()
+    bias = jax.random.normal(jax.random.key(5), (6, 7))
+    fn = functools.partial(attention, scale=3.0, logit_soft_cap=2.0)
+    expected, _ = reference(query, key, value, True, bias, 3.0, 2.0)
+    np.testing.assert_allclose(fn(query, key, value, bias), expected, rtol=1e-5, atol=1e-6)
+    check_grads(fn, (query, key, value, bias), 1, ("rev",), rtol=2e-2)
+
+
+@pytest.mark.parametrize("mask_batch", [(3, 2), (1, 2), (3, 1), (1, 1), (2,), ()])
+def test_extra_batch_dimensions(mask_batch, blocks):
+    query, key, value = (x.reshape(3, 2, *x.shape[1:]) for x in random_inputs(6))
+    mask = jax.random.bernoulli(jax.random.key(1), 0.5, (*mask_batch, 1, 6, 7))
+    bias = jax.random.normal(jax.random.key(2), (2, 1, 1, 7))
+    out, lse = attention(query, key, value, bias, mask, return_residual=True)
+    assert lse.shape == (3, 2, 6, 2)
+    full = jnp.broadcast_to(mask, (3, 2, 1, 6, 7)).reshape(6, 1, 6, 7), jnp.tile(bias, (3, 1, 1, 1))
+    flat = [x.reshape(6, *x.shape[2:]) for x in (query, key, value)]
+    expected, expected_lse = attention(*flat, full[1], full[0], return_residual=True)
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(lse.reshape(expected_lse.shape), expected_lse, rtol=1e-6)
+    gradient = jax.grad(lambda bias: jnp.sum(attention(query, key, value, bias, mask) ** 2))(bias)
+    other = jax.grad(lambda bias: jnp.sum(attention(*flat, bias, full[0]) ** 2))(full[1])
+    np.testing.assert_allclose(gradient, other.reshape(3, 2, 1, 1, 7).sum(0), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("T, S, N", [(0, 3, 2), (3, 0, 2), (0, 0, 2), (3, 4, 0)])
+def test_empty_arrays(T, S, N):
+    query, key, value = random_inputs(2, T, S, N, N, width=5)
+    out, lse = attention(query, key, value, is_causal=True, return_residual=True)
+    assert out.shape == (2, T, N, 5) and lse.shape == (2, T, N)
+    assert (out == 0).all() and (lse == -jnp.inf).all()
+    gradient = jax.grad(lambda q: attention(q, key, value).sum())(query)
+    assert (gradient == 0).all()
+
+
+def test_offset_may_differ_by_sample_and_be_traced(blocks):
+    query, key, value = random_inputs(T=1)
+    decode = jax.jit(lambda step: attention(query, key, value, is_causal=True, causal_offset=step))
+    for steps in ([0, 6], [3, -1]):
+        expected, _ = reference(query, key, value, (np.arange(7) <= np.array(steps)[:, None])[:, None, None])
+        np.testing.assert_allclose(decode(jnp.array(steps)), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradient_of_an_array_scale(blocks):
+    query, key, value = random_inputs()
+    loss = lambda scale: jnp.sum(attention(query, key, value, scale=scale) ** 2)  # noqa: E731
+    check_grads(loss, (jnp.float32(0.7),), 1, ("rev",), rtol=1e-2)
+    np.testing.assert_allclose(attention(query, key, value, scale=jnp.float32(0.5)), attention(query, key, value))
+
+
+def test_gradient_of_the_logsumexp(blocks):
+    query, key, value = random_inputs()
+    bias = jax.random.normal(jax.random.key(5), (2, 1, 6, 1))
+    both = lambda *args: attention(*args, is_causal=True, return_residual=True)  # noqa: E731
+    check_grads(both, (query, key, value, bias), 1, ("rev",), rtol=2e-2)
+
+
+# Dropout.
+
+
+def test_dropout_draws_the_same_weights_in_reverse(blocks):
+    query, key, value = random_inputs()
+    fn = functools.partial(attention, is_causal=True, dropout_rate=0.4, dropout_key=jax.random.key(3))
+    check_grads(fn, (query, key, value), 1, ("rev",), rtol=2e-2)
+    weights = fn(query, key[:, :, :1], jnp.broadcast_to(jnp.eye(7)[None, :, None], (2, 7, 1, 7)))
+    undropped = attention(query, key, jnp.broadcast_to(jnp.eye(7)[None, :, None], (2, 7, 1, 7)), is_causal=True)
+    kept = weights != 0
+    np.testing.assert_allclose(weights[kept], undropped[kept] / 0.6, rtol=1e-5)
+
+
+def test_dropout_keeps_the_mean():
+    query, key, value = random_inputs(1, 64, 64, 4, 4)
+    ones = jnp.ones_like(value)
+    out = attention(query, key, ones, dropout_rate=0.25, dropout_key=jax.random.key(0))
+    assert abs(float(out.mean()) - 1) < 0.02
+    assert float(out.std()) > 0.02
+    same = attention(query, key, ones, dropout_rate=0.25, dropout_key=jax.random.key(0))
+    np.testing.assert_array_equal(out, same)
+    assert (attention(query, key, ones, dropout_rate=0.25, dropout_key=jax.random.key(1)) != out).any()
+
+
+# Precision.
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
+def test_16_bit_inputs_are_rounded_once(dtype, tolerance, blocks):
+    query, key, value = random_inputs(dtype=dtype, T=33, S=40, H=16)
+    out, lse = attention(query, key, value, scale=0.3, return_residual=True)
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    expected, expected_lse = reference(query, key, value, True, scale=0.3)
+    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=1e-5)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+    gradient = jax.grad(lambda v: jnp.sum(attention(query, key, v).astype(jnp.float32)))(value)
+    assert gradient.dtype == dtype
+
+
+def test_float64(blocks):
+    with jax.enable_x64(True):
+        query, key, value = random_inputs(dtype=jnp.float64)
+        out, lse = attention(query, key, value, return_residual=True)
+        expected, expected_lse = reference(query, key, value, True)
+        assert out.dtype == lse.dtype == jnp.float64
+        np.testing.assert_allclose(out, expected, rtol=1e-13)
+        np.testing.assert_allclose(lse, expected_lse, rtol=1e-13)
+
+
+# Bad arguments.
+
+
+BAD_ARGUMENTS = {
+    "query: a rank": (dict(query=jnp.ones((2, 3))), ValueError, "query has shape"),
+    "key: a head_dim": (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key has shape"),
+    "key: a batch": (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key has shape"),
+    "value: a length": (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value has shape"),
+    "heads": (dict(key=jnp.ones((2, 7, 3, 4)), value=jnp.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
+    "dtypes": (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key has dtype bfloat16"),
+    "integers": (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query has dtype int32"),
+    "mask: (batch, keys)": (dict(mask=jnp.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
+    "mask: a float": (dict(mask=jnp.ones((6, 7))), TypeError, "mask has dtype float32"),
+    "mask: a shape": (dict(mask=jnp.ones((2, 3, 6, 7), bool)), ValueError, "mask has shape"),
+    "bias: booleans": (dict(bias=jnp.ones((6, 7), bool)), TypeError, "A boolean mask goes to mask"),
+    "bias: a shape": (dict(bias=jnp.ones((5, 7))), ValueError, "bias has shape"),
+    "lengths: floats": (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths has dtype"),
+    "lengths: a shape": (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths has shape"),
+    "a window": (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size has value"),
+    "one half of the segments": (
+        dict(query_segment_ids=jnp.ones((2, 6), int)),
+        ValueError,
+        "key_value_segment_ids has value None",
+    ),
+    "segments: a shape": (
+        dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
+        ValueError,
+        "key_value_segment_ids has shape",
+    ),
+    "an offset": (dict(causal_offset=1.5), TypeError, "causal_offset has dtype"),
+    "a scale": (dict(scale=jnp.ones(2)), ValueError, "scale has shape"),
+    "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap has value 0.0"),
+    "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate has value 1.0"),
+    "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key has value None"),
+    "an implementation": (dict(implementation="pallas"), ValueError, "implementation has value 'pallas'"),
+    "no GPU": (dict(implementation="cudnn"), ValueError, "the default backend is cpu, not a GPU"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(name):
+    changed, error, text = BAD_ARGUMENTS[name]
+    query, key, value = random_inputs()
+    with pytest.raises(error, match=f"^dot_product_attention: .*{text}"):
+        attention(**(dict(query=query, key=key, value=value) | changed))

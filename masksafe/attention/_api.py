@@ -363,7 +363,7 @@ def _intervals(
 
 
 def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:
-    query_block = max(FEWEST_QUERIES, QUERY_BLOCK * k.shape[-2] // q.shape[-2])
+    query_block = max(FEWEST_QUERIES, QUERY_BLOCK * k.shape[-2] // max(1, q.shape[-2]))
     key_block = KEY_BLOCK if can_skip else KEY_BLOCK_IF_NOTHING_IS_SKIPPED
     # A loop over a dimension that is split across devices is refused: then one block is all of it.
     sharding_of_queries, sharding_of_keys = jax.typeof(q).sharding.spec, jax.typeof(k).sharding.spec

@@ -18,7 +18,7 @@ def reason_against(
 ) -> str | None:
     """Why cuDNN cannot run with these arguments here, or None. What it says of shapes, it says itself."""
     reasons = {
-        f"the default backend is {jax.default_backend()}, not a GPU": jax.default_backend() not in ("gpu", "cuda"),
+        f"the default backend is {_backend()}, not a GPU": _backend() != "gpu",
         f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "the value's width is not the query's": v.shape[-1] != q.shape[-1],
         f"there are {q.ndim - 3} batch dimensions, not one": q.ndim != 4,
@@ -30,6 +30,10 @@ def reason_against(
         "its logsumexp has no gradient": return_residual,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _backend() -> str:
+    return jax.default_backend()
 
 
 def attention(

@@ -5,7 +5,7 @@ interval, [first_key[t], end_key[t]). Segments add a comparison of two numbers. 
 as arrays over queries and over keys, and a mask of pairs exists only inside the block that is worked on.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -69,9 +69,19 @@ def divide(length: int, target: int) -> Blocks:
 
 
 def take(x: Array, axis: int, span: Span) -> Array:
+    """The part of `x` that belongs to a span."""
     if span.size == x.shape[axis]:
         return x
     return lax.dynamic_slice_in_dim(x, span.start, span.size, axis)
+
+
+def part(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> Array:
+    """`sizes` of `x` from `starts` on."""
+    return lax.dynamic_slice(x, _alike(starts), sizes)
+
+
+def _alike(starts: Sequence[Array | int]) -> list[Array]:
+    return [jnp.asarray(start, jnp.int32) for start in starts]  # JAX takes no mixture of integer types
 
 
 # Pairs: what is known of each.
@@ -101,7 +111,7 @@ class Pairs(NamedTuple):
             return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sample, 1)
 
         def cell(x: Array | None) -> Array | None:
-            return x if x is None else lax.dynamic_slice(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+            return x if x is None else part(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
 
         return Pairs(
             row(self.first_key),
@@ -119,7 +129,7 @@ class Pairs(NamedTuple):
 def cut(x: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
     """The block of an array over pairs; axes of size 1 stay so."""
     starts, sizes = _block_of(x, problem, queries, keys)
-    return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes)
+    return x if sizes == x.shape else part(x, starts, sizes)
 
 
 def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
@@ -128,7 +138,7 @@ def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, qu
     summed = jnp.sum(block, [a for a in range(5) if sizes[a] < block.shape[a]], keepdims=True)
     if sizes == x.shape:
         return x + summed
-    return lax.dynamic_update_slice(x, lax.dynamic_slice(x, starts, sizes) + summed, starts)
+    return lax.dynamic_update_slice(x, part(x, starts, sizes) + summed, _alike(starts))
 
 
 def _block_of(

@@ -15,7 +15,7 @@ from jax import lax
 
 from masksafe._blocks import is_sharded
 from masksafe._typing import Array
-from masksafe.attention._mask import Pairs
+from masksafe.attention._mask import Pairs, part
 
 # From this number of logits on, in all problems together, a CPU solves the problems in turn.
 IN_TURN_LOGITS = 2**20
@@ -71,7 +71,7 @@ def _solve_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
     group = of_queries[0].shape[2] // num_heads
 
     def of_head(x: Array, sample: Array, head: Array, heads: int) -> Array:
-        return lax.dynamic_slice(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
+        return part(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
 
     def one_problem(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
         sample, head = n // num_heads, n % num_heads
