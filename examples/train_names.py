@@ -1,6 +1,6 @@
 """Learns to write a function's name from its docstring, on the source of Python's own standard library.
 
-A small encoder-decoder in plain JAX, trained with masksafe's loss. The data is full of padding: docstrings
+A small encoder-decoder in plain JAX, with masksafe's attention and loss. The data is full of padding: docstrings
 and names have different lengths, and most functions have no docstring at all, so that their context is
 nothing but padding.
 
@@ -165,17 +165,17 @@ def normalise(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def attention(params: Params, x: jax.Array, context: jax.Array, mask: jax.Array, heads: int) -> jax.Array:
-    """Multi-head attention of x [batch, time, width] to context [batch, keys, width], mask [batch, time, keys]."""
+def attention(params: Params, x: jax.Array, context: jax.Array, heads: int, **masks: Any) -> jax.Array:
+    """Multi-head attention of x [batch, time, width] to context [batch, keys, width].
+
+    A sample whose context is nothing but padding gets 0 from it.
+    """
 
     def split(y: jax.Array) -> jax.Array:
         return y.reshape(*y.shape[:-1], heads, -1)
 
     query, key, value = split(x @ params["query"]), split(context @ params["key"]), split(context @ params["value"])
-    scores = jnp.einsum("bthd,bshd->bhts", query, key) * query.shape[-1] ** -0.5
-    # The softmax of JAX with `where` is 0 in a row with nothing to attend to; masksafe has no attention yet.
-    weights = jax.nn.softmax(scores, where=mask[:, None])
-    return jnp.einsum("bhts,bshd->bthd", weights, value).reshape(x.shape) @ params["out"]
+    return masksafe.dot_product_attention(query, key, value, **masks).reshape(x.shape) @ params["out"]
 
 
 def feed_forward(params: Params, x: jax.Array) -> jax.Array:
@@ -184,21 +184,19 @@ def feed_forward(params: Params, x: jax.Array) -> jax.Array:
 
 def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
     """Logits [batch, name_length, CHARACTERS] of the next character."""
-    is_text = docstrings != PAD
+    lengths = jnp.sum(docstrings != PAD, -1)
     x = params["words"][docstrings] + params["word_positions"]
     for layer in params["encoder"]:
         normal = normalise(x)
-        x += attention(layer["self"], normal, normal, is_text[:, None, :], heads)
+        x += attention(layer["self"], normal, normal, heads, key_value_seq_lengths=lengths)
         x += feed_forward(layer, x)
     context = normalise(x)
 
-    length = inputs.shape[1]
-    causal = jnp.tril(jnp.ones((1, length, length), bool))
     x = params["characters"][inputs] + params["character_positions"]
     for layer in params["decoder"]:
         normal = normalise(x)
-        x += attention(layer["self"], normal, normal, causal, heads)
-        x += attention(layer["cross"], normalise(x), context, is_text[:, None, :], heads)
+        x += attention(layer["self"], normal, normal, heads, is_causal=True)
+        x += attention(layer["cross"], normalise(x), context, heads, key_value_seq_lengths=lengths)
         x += feed_forward(layer, x)
     return normalise(x) @ params["logits"]
 

@@ -270,12 +270,14 @@ def test_extra_batch_dimensions(mask_batch, blocks):
     np.testing.assert_allclose(gradient, other.reshape(3, 2, 1, 1, 7).sum(0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("T, S, N", [(0, 3, 2), (3, 0, 2), (0, 0, 2), (3, 4, 0)])
+@pytest.mark.parametrize(("T", "S", "N"), [(0, 3, 2), (3, 0, 2), (0, 0, 2), (3, 4, 0)])
 def test_empty_arrays(T, S, N):
     query, key, value = random_inputs(2, T, S, N, N, width=5)
     out, lse = attention(query, key, value, is_causal=True, return_residual=True)
-    assert out.shape == (2, T, N, 5) and lse.shape == (2, T, N)
-    assert (out == 0).all() and (lse == -jnp.inf).all()
+    assert out.shape == (2, T, N, 5)
+    assert lse.shape == (2, T, N)
+    assert (out == 0).all()
+    assert (lse == -jnp.inf).all()
     gradient = jax.grad(lambda q: attention(q, key, value).sum())(query)
     assert (gradient == 0).all()
 
@@ -329,11 +331,12 @@ def test_dropout_keeps_the_mean():
 # Precision.
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.bfloat16, 2**-8), (jnp.float16, 2**-11)])
 def test_16_bit_inputs_are_rounded_once(dtype, tolerance, blocks):
     query, key, value = random_inputs(dtype=dtype, T=33, S=40, H=16)
     out, lse = attention(query, key, value, scale=0.3, return_residual=True)
-    assert out.dtype == dtype and lse.dtype == jnp.float32
+    assert out.dtype == dtype
+    assert lse.dtype == jnp.float32
     expected, expected_lse = reference(query, key, value, True, scale=0.3)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=1e-5)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
+from test_attention import CASES, attention, blocks, random_inputs, shrink_blocks  # noqa: F401
 
 import masksafe
 from masksafe.attention import _cudnn
 from masksafe.attention._mask import Pairs, divide, live_blocks
-from tests.test_attention import CASES, attention, blocks, random_inputs, shrink_blocks  # noqa: F401
 
 
 def assert_close(actual, expected, tolerance=2e-5):
@@ -332,7 +332,7 @@ def test_segments_in_order_skip_all_other_blocks():
     np.testing.assert_array_equal(live, np.eye(8, dtype=bool))
 
 
-@pytest.mark.parametrize("length, target", [(1, 4), (7, 4), (8, 4), (9, 4), (13, 4)])
+@pytest.mark.parametrize(("length", "target"), [(1, 4), (7, 4), (8, 4), (9, 4), (13, 4)])
 def test_blocks_cover_everything_once(length, target):
     division = divide(length, target)
     spans = [division.span(i) for i in range(division.number)]
@@ -384,7 +384,7 @@ def test_cudnn_hides_no_nan(fake_cudnn):
 
 
 @pytest.mark.parametrize(
-    "arguments, reason",
+    ("arguments", "reason"),
     [
         (dict(logit_soft_cap=2.0), "no logit_soft_cap"),
         (dict(causal_offset=1), "no causal_offset"),

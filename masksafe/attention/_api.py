@@ -125,7 +125,8 @@ def dot_product_attention(
       key_value_seq_lengths: integers `[B]`; keys from this one on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right.
-      implementation: "xla" works in blocks, everywhere. "cudnn" hands over to cuDNN's kernel on a GPU and keeps
+      implementation: "xla" works in blocks, everywhere, on arrays split across devices by batch or heads; along
+        the sequence they are gathered first. "cudnn" hands over to cuDNN's kernel on a GPU and keeps
         the contract around it. None, the default, is "xla".
       return_residual: return the logsumexp as well.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
@@ -176,7 +177,7 @@ def dot_product_attention(
       Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
       https://arxiv.org/abs/2307.08691.
     """
-    q, k, v = _operands(query, key, value)
+    q, k, v = (_whole(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
     q, static_scale = _scaled(q, scale)
     bias = None if bias is None else _over_pairs("bias", _as_bias(bias), q, k)
@@ -245,6 +246,17 @@ def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array
     return q, k, v
 
 
+def _whole(x: Array, *axes: int) -> Array:
+    """`x` with the axes gathered that are split across devices: a loop over blocks of such an axis is refused."""
+    sharding = jax.typeof(x).sharding
+    if all(sharding.spec[axis] is None for axis in axes):
+        return x
+    gathered = [axis % x.ndim for axis in axes]
+    spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
+    whole: Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec)))
+    return whole
+
+
 def _scaled(q: Array, scale: ArrayLike | None) -> tuple[Array, float]:
     """The queries, and the factor that is left for the logits: an array is multiplied into the queries."""
     if scale is None:
@@ -276,7 +288,7 @@ def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
         expected = f"a shape that broadcasts to {target}, [batch, heads, queries, keys]"
         raise ValueError(message(_OP, argument, f"shape {x.shape}", expected, hint))
-    x = at_rank_of(_OP, argument, x, target, "[batch, heads, queries, keys]")
+    x = _whole(at_rank_of(_OP, argument, x, target, "[batch, heads, queries, keys]"), -2, -1)
     heads = (1, 1) if x.shape[-3] == 1 else (k.shape[-2], q.shape[-2] // k.shape[-2])
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
@@ -321,7 +333,7 @@ def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     if ids is None:
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, as its counterpart is one", hint))
-    ids = at_rank_of(_OP, argument, _as_integers(argument, ids), x.shape[:-2], "[batch, time]")
+    ids = _whole(at_rank_of(_OP, argument, _as_integers(argument, ids), x.shape[:-2], "[batch, time]"), -1)
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
 
 
@@ -365,12 +377,6 @@ def _intervals(
 def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:
     query_block = max(FEWEST_QUERIES, QUERY_BLOCK * k.shape[-2] // max(1, q.shape[-2]))
     key_block = KEY_BLOCK if can_skip else KEY_BLOCK_IF_NOTHING_IS_SKIPPED
-    # A loop over a dimension that is split across devices is refused: then one block is all of it.
-    sharding_of_queries, sharding_of_keys = jax.typeof(q).sharding.spec, jax.typeof(k).sharding.spec
-    if sharding_of_queries[-3] is not None:
-        query_block = q.shape[-3]
-    if sharding_of_keys[-3] is not None:
-        key_block = k.shape[-3]
     soft_cap = None if soft_cap is None else float(soft_cap)
     return Config(scale, soft_cap, float(dropout_rate), query_block, key_block, skips=True)
 

@@ -1,0 +1,92 @@
+"""One sample without a context: what attention makes of nothing but padding, on one page.
+
+Three samples attend to contexts of 6, 3 and 0 words; the rest of each context is padding, which is masked. Then
+what the padding holds is changed, which must change nothing.
+
+    python examples/empty_context.py
+
+It prints how far the outputs and the gradients move, and draws the attention weights of both libraries.
+"""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+
+import masksafe
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+KEYS, WIDTH = 6, 8
+LENGTHS = jnp.array([6, 3, 0])
+LIBRARIES = {"jax.nn": jax.nn.dot_product_attention, "masksafe": masksafe.dot_product_attention}
+
+Attention = Callable[..., jax.Array]
+
+
+def make_inputs(padding: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [samples, queries, 1, width], keys and values whose padding holds the given number."""
+    query, key, value = jax.random.normal(jax.random.key(0), (3, len(LENGTHS), KEYS, 1, WIDTH))
+    is_padding = (jnp.arange(KEYS) >= LENGTHS[:, None])[..., None, None]
+    return query, jnp.where(is_padding, padding, key), jnp.where(is_padding, padding, value)
+
+
+def attend(attention: Attention, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return attention(query, key, value, key_value_seq_lengths=LENGTHS)
+
+
+def gradients(attention: Attention, *inputs: jax.Array) -> tuple[jax.Array, ...]:
+    return jax.grad(lambda *inputs: jnp.sum(attend(attention, *inputs) ** 2), argnums=(0, 1, 2))(*inputs)
+
+
+def largest_move(attention: Attention, padding: float) -> tuple[list[float], float]:
+    """How far the output of each sample moves when its padding changes from 0, and all gradients with respect to it."""
+    before, after = make_inputs(0.0), make_inputs(padding)
+    moved = jnp.abs(attend(attention, *after) - attend(attention, *before)).max(axis=(1, 2, 3))
+    of_padding = [g[jnp.arange(KEYS) >= LENGTHS[:, None]] for g in gradients(attention, *after)[1:]]
+    return moved.tolist(), float(max(jnp.abs(g).max() for g in of_padding))
+
+
+def weights(attention: Attention) -> jax.Array:
+    """The attention weights [samples, queries, keys]: what comes out where the values are the unit vectors."""
+    query, key, _ = make_inputs(0.0)
+    units = jnp.broadcast_to(jnp.eye(KEYS, WIDTH)[:, None], key.shape)
+    return attend(attention, query, key, units)[:, :, 0, :KEYS]
+
+
+def draw(path: Path) -> None:
+    figure, axes = plt.subplots(len(LIBRARIES), len(LENGTHS), figsize=(7, 5), layout="constrained", sharey=True)
+    for row, (name, attention) in zip(axes, LIBRARIES.items(), strict=True):
+        for axis, length, sample in zip(row, LENGTHS.tolist(), weights(attention), strict=True):
+            image = axis.imshow(sample, vmin=0, vmax=1, cmap="Blues")
+            axis.axvspan(length - 0.5, KEYS - 0.5, fill=False, hatch="///", edgecolor="lightgrey", linewidth=0)
+            axis.set(title=f"{name}: {length} words", xticks=range(KEYS), yticks=range(KEYS))
+        row[0].set_ylabel("query")
+    for axis in axes[-1]:
+        axis.set_xlabel("key (hatched: padding)")
+    figure.colorbar(image, ax=axes, label="attention weight")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
+    arguments = parser.parse_args()
+    for padding in (1.0, 100.0, float("nan")):
+        print(f"The padding holds {padding} in place of 0.")
+        for name, attention in LIBRARIES.items():
+            moved, gradient = largest_move(attention, padding)
+            by_sample = ", ".join(f"{m:.3g}" for m in moved)
+            print(f"  {name:8}  outputs move by {by_sample}; gradient of the padding: up to {gradient:.3g}")
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    picture = arguments.output / "empty_context.png"
+    draw(picture)
+    print(f"The attention weights are in {picture}: without a word, jax.nn attends to all of the padding alike.")
+
+
+if __name__ == "__main__":
+    main()
