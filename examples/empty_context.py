@@ -44,11 +44,11 @@ def gradients(attention: Attention, *inputs: jax.Array) -> tuple[jax.Array, ...]
 
 
 def largest_move(attention: Attention, padding: float) -> tuple[list[float], float]:
-    """How far the output of each sample moves when its padding changes from 0, and all gradients with respect to it."""
+    """How far each sample's output moves when its padding changes from 0, and the gradient with respect to it."""
     before, after = make_inputs(0.0), make_inputs(padding)
     moved = jnp.abs(attend(attention, *after) - attend(attention, *before)).max(axis=(1, 2, 3))
-    of_padding = [g[jnp.arange(KEYS) >= LENGTHS[:, None]] for g in gradients(attention, *after)[1:]]
-    return moved.tolist(), float(max(jnp.abs(g).max() for g in of_padding))
+    of_padding = jnp.stack(gradients(attention, *after)[1:])[:, jnp.arange(KEYS) >= LENGTHS[:, None]]
+    return moved.tolist(), float(jnp.abs(of_padding).max())
 
 
 def weights(attention: Attention) -> jax.Array:
