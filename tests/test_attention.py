@@ -26,6 +26,13 @@ def blocks(request, monkeypatch):
     jax.clear_caches()
 
 
+@pytest.fixture
+def many_blocks(monkeypatch):
+    shrink_blocks(monkeypatch)
+    yield
+    jax.clear_caches()
+
+
 def shrink_blocks(monkeypatch, size=4):
     for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
         monkeypatch.setattr(_api, name, size)

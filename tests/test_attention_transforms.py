@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
-from test_attention import CASES, attention, blocks, random_inputs, shrink_blocks  # noqa: F401
+from test_attention import CASES, attention, blocks, many_blocks, random_inputs, shrink_blocks  # noqa: F401
 
 import masksafe
 from masksafe.attention import _cudnn
@@ -55,7 +55,7 @@ def jax_nn_arguments(heads, bias, mask, is_causal, window, lengths):
 
 
 @pytest.mark.parametrize("case", JAX_NN[::23], ids=str)
-def test_equals_jax_nn(case, blocks):  # noqa: F811
+def test_equals_jax_nn(case, many_blocks):  # noqa: F811
     (query, key, value), bias, arguments = jax_nn_arguments(*case)
     weights = jax.random.normal(jax.random.key(3), query.shape)
     if arguments.get("query_seq_lengths") is not None:  # jax.nn's output is 0 there, its gradient is not
@@ -95,14 +95,14 @@ def test_forward_mode(blocks):  # noqa: F811
         check_grads(fn, inputs, 2, ("fwd", "rev"), rtol=3e-2)
 
 
-def test_forward_mode_of_the_logsumexp_and_the_bias(blocks):  # noqa: F811
+def test_forward_mode_of_the_logsumexp_and_the_bias(many_blocks):  # noqa: F811
     bias = jax.random.normal(jax.random.key(5), (2, 1, 6, 1))
     fn = lambda *args: attention(*args, is_causal=True, return_residual=True)  # noqa: E731
     with masksafe.forward_mode():
         check_grads(fn, (*random_inputs(), bias), 1, ("fwd",), rtol=2e-2)
 
 
-def test_forward_mode_with_dropout(blocks):  # noqa: F811
+def test_forward_mode_with_dropout(many_blocks):  # noqa: F811
     query, key, value = random_inputs()
     fn = functools.partial(attention, dropout_rate=0.3, dropout_key=jax.random.key(1), **ARGUMENTS)
     with masksafe.forward_mode():
@@ -139,7 +139,7 @@ def test_hessian_and_reverse_over_reverse(blocks):  # noqa: F811
 
 
 @pytest.mark.parametrize("over", range(5))
-def test_vmap_over_any_argument(over, blocks):  # noqa: F811
+def test_vmap_over_any_argument(over, many_blocks):  # noqa: F811
     query, key, value = random_inputs(3)
     bias = jax.random.normal(jax.random.key(5), (3, 1, 6, 7))
     lengths = jnp.array([7, 0, 4])
@@ -156,7 +156,7 @@ def test_vmap_over_any_argument(over, blocks):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["segments", "pairs"])
-def test_jit_scan_and_remat(name, blocks):  # noqa: F811
+def test_jit_scan_and_remat(name, many_blocks):  # noqa: F811
     arguments, _ = CASES[name]
     query, key, value = random_inputs()
     loss = lambda q, k, v: jnp.sum(attention(q, k, v, **arguments) ** 2)  # noqa: E731
@@ -167,7 +167,7 @@ def test_jit_scan_and_remat(name, blocks):  # noqa: F811
     assert_close(jax.grad(scanned, (0, 1, 2))(query, key, value), jax.tree.map(lambda g: 2 * g, expected))
 
 
-def test_transposed_and_strided_inputs(blocks):  # noqa: F811
+def test_transposed_and_strided_inputs(many_blocks):  # noqa: F811
     query, key, value = random_inputs()
     expected = attention(query, key, value, **ARGUMENTS)
     np.testing.assert_allclose(attention(jnp.asarray(np.asfortranarray(query)), key, value, **ARGUMENTS), expected)
@@ -208,7 +208,7 @@ SHARDED = [
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("arguments", SHARDED, ids=",".join)
-def test_sharded_arrays_agree_with_one_device(axis_type, spec, arguments, blocks):  # noqa: F811
+def test_sharded_arrays_agree_with_one_device(axis_type, spec, arguments, many_blocks):  # noqa: F811
     if spec == "batch":
         arguments = arguments | dict(key_value_seq_lengths=jnp.array([8, 0, 3, 5, 8, 8, 1, 2]))
     inputs = random_inputs(8, 8, 8, 8, 4)
@@ -228,7 +228,7 @@ def test_sharded_arrays_agree_with_one_device(axis_type, spec, arguments, blocks
 
 @pytest.mark.parametrize("arguments", SHARDED, ids=",".join)
 @pytest.mark.parametrize("replicated", [(), (1, 2), (0,)], ids=str)
-def test_shard_map(arguments, replicated, blocks):  # noqa: F811
+def test_shard_map(arguments, replicated, many_blocks):  # noqa: F811
     inputs = random_inputs(8, 8, 8, 2, 2)
     mesh = jax.make_mesh((8,), ("x",))
     specs = tuple(PartitionSpec() if i in replicated else PartitionSpec("x") for i in range(3))
@@ -301,7 +301,7 @@ def test_forward_mode_and_second_derivatives_hold_no_array_over_pairs():
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
     arguments, allowed = CASES[name]
     seen = {}

@@ -161,7 +161,7 @@ def pull_back(
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_k, clean_v = _finite(k), _finite(v)
-    clean_queries = (_finite(q, used) * before, _finite(d_out, used), lse, delta)
+    clean_queries = _Queries(_finite(q, used) * before, _finite(d_out, used), lse, delta)
     has_bad_query = jnp.isnan(jnp.sum(jnp.where(used, _nan_where_bad(d_out), 0)))
 
     def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
@@ -170,33 +170,24 @@ def pull_back(
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
             rows = queries.span(i)
-            q_i, d_out_i, lse_i, delta_i = (take(a, 3, rows) for a in clean_queries)
-            capped = _capped(config, _dot_queries(k_j, q_i) * after)
-            x = capped if pairs.bias is None else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns))
-            mask = unmasked(pairs, rows, columns)
-            assert mask is not None  # for not all queries are used
-            mask = _keys_first(mask)
-            keep = _kept_by_dropout(config, pairs, i, j, (*q_i.shape[:4], columns.size))
-            keep = None if keep is None else _keys_first(keep)
-
-            p = jnp.exp(jnp.where(mask, x - _keys_first(lse_i), -jnp.inf))
-            d_p = _dropped(config, keep, _dot_queries(v_j, d_out_i))
-            d_x = jnp.where(mask, p * (d_p - _keys_first(delta_i)), 0)
-            d_bias = state.bias
-            if d_bias is not None:
-                d_bias = add_to_block(d_bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
-            if config.soft_cap is not None:
-                d_x *= 1 - (capped / config.soft_cap) ** 2
+            of_block = _Queries(*(take(a, 3, rows) for a in clean_queries))
+            weights, d_dots, d_x, mask = _differentiate_block(
+                config, of_block, k_j, v_j, pairs, (i, rows), (j, columns)
+            )
 
             def look(nothing: Array) -> Array:
                 bad = ~jnp.isfinite(take(d_out, 3, rows))  # those not used are out of the mask
-                seen = _dot_pairs_with_queries(_as_weights(mask, x.shape), bad) > 0
+                seen = _dot_pairs_with_queries(_as_weights(mask, d_x.shape), bad) > 0
                 return jnp.where(seen, jnp.nan, nothing)
 
-            d_v = state.value + _dot_pairs_with_queries(_dropped(config, keep, p), d_out_i)
+            d_v = state.value + _dot_pairs_with_queries(weights, of_block.d_out)
             d_v += once_if(has_bad_query, look, jnp.zeros_like(d_v))
-            d_q = _add_rows(state.query, _dot_pairs_with_keys(d_x, k_j), rows)
-            return Gradients(d_q, state.key + _dot_pairs_with_queries(d_x, q_i), d_v, d_bias)
+            d_k = state.key + _dot_pairs_with_queries(d_dots, of_block.q)
+            d_q = _add_rows(state.query, _dot_pairs_with_keys(d_dots, k_j), rows)
+            if state.bias is None:
+                return Gradients(d_q, d_k, d_v, None)
+            d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
+            return Gradients(d_q, d_k, d_v, d_bias)
 
         live_queries = None if live is None else live[:, j]
         no_d_k, no_d_v = (jnp.zeros_like(a, lse.dtype) for a in (k_j, v_j))
@@ -204,13 +195,49 @@ def pull_back(
         state = for_live_blocks(live_queries, queries.number, add_queries, state)
         return (state.query, state.bias), (state.key, state.value)
 
-    nothing = (jnp.zeros_like(clean_queries[0], lse.dtype), d_bias)
+    nothing = (jnp.zeros_like(clean_queries.q, lse.dtype), d_bias)
     if keys.number == 1:
         (d_q, d_bias), (d_k, d_v) = one_block(nothing, 0)
     else:
         (d_q, d_bias), by_key = lax.scan(one_block, nothing, jnp.arange(keys.number, dtype=jnp.int32))
         d_k, d_v = map(keys.join, by_key)
     return Gradients(d_q * config.scale, d_k * after, d_v, d_bias)
+
+
+class _Queries(NamedTuple):
+    """What the reverse pass knows of each query, without what is not finite."""
+
+    q: Array
+    d_out: Array
+    lse: Array
+    delta: Array
+
+
+def _differentiate_block(
+    config: Config,
+    of_queries: _Queries,
+    k: Array,
+    v: Array,
+    pairs: Pairs,
+    row: tuple[Any, Span],
+    column: tuple[Any, Span],
+) -> tuple[Array, Array, Array, Array]:
+    """The weights, the cotangents of the products q k and of the logits, and the mask of a block, keys first."""
+    (i, rows), (j, columns) = row, column
+    capped = _capped(config, _dot_queries(k, of_queries.q) * _scales(config, of_queries.q)[1])
+    x = capped if pairs.bias is None else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns))
+    mask = unmasked(pairs, rows, columns)
+    assert mask is not None  # for not all queries are used
+    mask = _keys_first(mask)
+    keep = _kept_by_dropout(config, pairs, i, j, (*of_queries.q.shape[:4], columns.size))
+    keep = None if keep is None else _keys_first(keep)
+
+    p = jnp.exp(jnp.where(mask, x - _keys_first(of_queries.lse), -jnp.inf))
+    d_p = _dropped(config, keep, _dot_queries(v, of_queries.d_out))
+    # Selected, for a masked value may be finite and yet so large that its product is not.
+    d_x = jnp.where(mask, p * (d_p - _keys_first(of_queries.delta)), 0)
+    slope = 1.0 if config.soft_cap is None else 1 - (capped / config.soft_cap) ** 2
+    return _dropped(config, keep, p), d_x * slope, d_x, mask
 
 
 def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
