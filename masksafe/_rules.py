@@ -82,9 +82,9 @@ def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
     leaves, tree = jax.tree.flatten(args)
-    arrays = [x for x in leaves if isinstance(x, jax.Array) and x.ndim > 0]
-    plain = [x for x in arrays if not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
-    zero = sum(jnp.sum(x[..., :0]).astype(jnp.float32) for x in plain)  # nothing to XLA
+    arrays = [x for x in leaves if isinstance(x, jax.Array)]
+    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
+    zero = sum(jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain)  # nothing to XLA
 
     def moved(x: Any) -> Any:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)

@@ -151,6 +151,8 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     z, shift = _shifted(axes, x, where)
+    is_infinite = shift == jnp.inf  # then so is the sum, but inf - inf is NaN
+    z, shift = jnp.where(is_infinite, _selected(_widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
     # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
     total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return _where_alive(axes, where, shift + jnp.log(total), -jnp.inf)

@@ -171,6 +171,105 @@ def test_masking_equals_removal(data):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_masked_large_numbers_and_a_soft_cap(blocks):
+    """The product with a masked key is inf - inf, whose tanh has no derivative."""
+    query = jnp.broadcast_to(jnp.array([9.0, -9, 9, 9]), (2, 6, 2, 4))
+    _, key, value = random_inputs()
+    masked = (jnp.arange(7) == 3)[:, None, None]
+    mask = jnp.arange(7) != 3
+    fn = lambda q, k, v: attention(q, k, v, mask=mask, logit_soft_cap=5.0)  # noqa: E731
+    large = jnp.where(masked, jnp.array([1e38, 1e38, -1e38, 1e38]), key)
+    for loss in (
+        lambda *a: jnp.sum(fn(*a) ** 2),
+        lambda *a: jnp.sum(jax.grad(lambda q: jnp.sum(fn(q, *a[1:]) ** 2))(a[0]) ** 2),
+    ):
+        for a, b in zip(
+            jax.grad(loss, (0, 1, 2))(query, large, value), jax.grad(loss, (0, 1, 2))(query, key, value), strict=True
+        ):
+            np.testing.assert_array_equal(a, b)
+    with masksafe.forward_mode():
+        out = [jax.jvp(lambda q, k=k: fn(q, k, value), (query,), (query,))[1] for k in (large, key)]
+    np.testing.assert_array_equal(*out)
+
+
+INTEGERS = {
+    "int8 offset": (
+        dict(is_causal=True, causal_offset=jnp.array([1, 2], jnp.int8)),
+        dict(is_causal=True, causal_offset=jnp.array([1, 2])),
+    ),
+    "uint8 lengths": (
+        dict(key_value_seq_lengths=jnp.array([3, 120], jnp.uint8)),
+        dict(key_value_seq_lengths=jnp.array([3, 7])),
+    ),
+    "uint32 lengths": (dict(query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32)), {}),
+    "64-bit lengths": (dict(key_value_seq_lengths=np.full(2, 2**40)), {}),
+    "negative lengths": (
+        dict(key_value_seq_lengths=jnp.array([-1, -(2**31)])),
+        dict(key_value_seq_lengths=jnp.array([0, 0])),
+    ),
+    "64-bit offset": (dict(is_causal=True, causal_offset=2**40), {}),
+    "offset and window": (dict(causal_offset=2**29, local_window_size=(2**40, 0)), {}),
+    "int8 and uint32 segments": (
+        dict(query_segment_ids=jnp.ones((2, 6), jnp.int8), key_value_segment_ids=jnp.ones((2, 7), jnp.uint32)),
+        {},
+    ),
+    "a list for the window": (dict(local_window_size=[1, 2]), dict(local_window_size=(1, 2))),
+    "integer bias": (dict(bias=jnp.arange(7)), dict(bias=jnp.arange(7.0))),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_no_integer_wraps(name):
+    unusual, usual = INTEGERS[name]
+    np.testing.assert_array_equal(attention(*random_inputs(), **unusual), attention(*random_inputs(), **usual))
+
+
+def test_a_cotangent_of_one_column_meets_no_nan_of_another(blocks):
+    query, key, value = random_inputs()
+    loss = lambda q, k, v: jnp.sum(attention(q, k, v)[..., 0] ** 2)  # noqa: E731
+    for gradient in jax.grad(loss, (0, 1))(query, key, value.at[0, 2, 0, 1].set(jnp.nan)):
+        assert np.isfinite(gradient).all()
+
+
+def test_16_bit_gradients_are_as_good_as_those_of_jax_nn(blocks):
+    query, key, value = (x.astype(jnp.bfloat16) for x in random_inputs(1, 64, 64, 1, 1, 32))
+    key, value = key + 3, value + 30
+    weights = jax.random.normal(jax.random.key(7), query.shape)
+    grad = lambda fn, dtype: jax.grad(  # noqa: E731
+        lambda *args: jnp.sum(fn(*args).astype(jnp.float32) * weights), (0, 1, 2)
+    )(*(x.astype(dtype) for x in (query, key, value)))
+    exact = grad(jax.nn.dot_product_attention, jnp.float32)
+    for ours, theirs, reference in zip(
+        grad(attention, jnp.bfloat16), grad(jax.nn.dot_product_attention, jnp.bfloat16), exact, strict=True
+    ):
+        error = lambda x, e=reference: float(jnp.abs(x.astype(jnp.float32) - e).max())  # noqa: E731
+        assert error(ours) <= 1.1 * error(theirs)
+
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+DEAD = {
+    "a window that ends in front of the keys": dict(local_window_size=(1, 0)),
+    "no keys": dict(key_value_seq_lengths=jnp.array([0])),
+    "a mask": dict(mask=jnp.zeros((1, 1, 6, 3), bool)),
+    "a bias of -inf": dict(bias=jnp.full((6, 3), -jnp.inf)),
+    "two lowest numbers added": dict(bias=jnp.full((6, 3), LOWEST) + jnp.full((6, 3), LOWEST)),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_dead_queries_are_zero_with_zero_gradients(name, blocks):
+    query, key, value = random_inputs(1, 6, 3)
+    run = lambda *args: attention(*args, return_residual=True, **DEAD[name])  # noqa: E731
+    out, lse = run(query, key, value)
+    is_dead = np.arange(6) >= (4 if "window" in name else 0)  # query 4 sees the keys 3 and 4 at most
+    assert (out[0, is_dead] == 0).all()
+    assert (lse[0, is_dead] == -jnp.inf).all()
+    d_query, *_ = jax.grad(lambda *args: jnp.sum(run(*args)[0] ** 2), (0, 1, 2))(query, key, value)
+    assert (d_query[0, is_dead] == 0).all()
+    second = jax.grad(lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(run(q, key, value)[0] ** 2))(q) ** 2))(query)
+    assert (second[0, is_dead] == 0).all()
+
+
 # What is not masked is not hidden.
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 from test_attention import CASES, attention, blocks, many_blocks, random_inputs, shrink_blocks  # noqa: F401
@@ -183,6 +184,32 @@ def test_debug_nans_is_quiet_on_padding(blocks):  # noqa: F811
         loss = lambda *args: jnp.sum(attention(*args, key_value_seq_lengths=lengths) ** 2)  # noqa: E731
         for gradient in jax.grad(loss, (0, 1, 2))(query, *padded):
             assert np.isfinite(gradient).all()
+
+
+def test_debug_nans_is_quiet_without_a_batch_and_with_a_bias_and_a_scale():
+    query, key, value = (x[0] for x in random_inputs(1))
+    mask = jnp.arange(7) != 3
+    bias = jnp.zeros((2, 6, 7)).at[:, :, 3].set(jnp.nan)
+    poisoned = key.at[3].set(jnp.nan)
+    with jax.debug_nans(True):
+        assert np.isfinite(attention(query, poisoned, value, bias, mask, scale=jnp.float32(0.5))).all()
+
+
+@pytest.mark.parametrize("errors", [checkify.nan_checks, checkify.index_checks], ids=["nan", "index"])
+def test_checkify_is_quiet_on_padding(errors, blocks):  # noqa: F811
+    query, key, value = random_inputs()
+    padded = key.at[:, 4:].set(jnp.nan), value.at[:, 4:].set(jnp.nan)
+    loss = lambda *args: jnp.sum(attention(*args, mask=jnp.arange(7) < 4))  # noqa: E731
+    error, _ = checkify.checkify(loss, errors=errors)(query, *padded)
+    error.throw()
+
+
+def test_symbolic_sizes():
+    batch, time = jax.export.symbolic_shape("b, t")
+    shapes = [jax.ShapeDtypeStruct((batch, time, 2, 4), jnp.float32)] * 3
+    exported = jax.export.export(jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True)))(*shapes)
+    inputs = random_inputs(2, 7, 7, 2, 2)
+    np.testing.assert_allclose(exported.call(*inputs), attention(*inputs, is_causal=True), rtol=1e-5, atol=1e-6)
 
 
 # Many devices.

@@ -83,6 +83,11 @@ def test_what_is_not_masked_shows_in_its_row_only(name, bad):
     np.testing.assert_array_equal(is_bad.any(1), np.arange(12) == 6)
 
 
+def test_logsumexp_of_infinity_is_infinity():
+    assert masksafe.logsumexp(jnp.array([jnp.inf, 0.0])) == jnp.inf
+    assert masksafe.logsumexp(jnp.array([jnp.inf, 0.0]), where=jnp.array([False, True])) == 0
+
+
 def test_bad_row_is_nan_at_every_unmasked_element():
     for bad, op in itertools.product((np.nan, np.inf), (masksafe.softmax, masksafe.log_softmax)):
         out = op(jnp.array([1.0, bad, 2.0, 3.0]), where=jnp.array([True, True, True, False]))

@@ -1,11 +1,14 @@
 """The public function: it checks its arguments, brings them to one form and hands them to an implementation."""
 
+import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, message
 from masksafe._typing import Array, ArrayLike
@@ -13,6 +16,7 @@ from masksafe.attention import _cudnn
 from masksafe.attention._blockwise import Config
 from masksafe.attention._core import attention
 from masksafe.attention._mask import Pairs
+from masksafe.attention._problems import grouped_heads
 
 _OP = "dot_product_attention"
 
@@ -24,7 +28,7 @@ KEY_BLOCK = 512
 KEY_BLOCK_IF_NOTHING_IS_SKIPPED = 1024
 FEWEST_QUERIES = 128  # in a block, however many query heads share a key head
 
-_FARTHEST = 2**30  # no window or offset is larger: sums of them are exact in int32
+_FARTHEST = 2**29  # no length or offset counts as more, no window as more than twice: their sums are exact
 
 
 @overload
@@ -116,7 +120,8 @@ def dot_product_attention(
       key: floats `[B, S, K, H]`. N is a multiple of K; every N / K query heads in succession share a key head
         (grouped-query attention; multi-query attention with K = 1).
       value: floats `[B, S, K, width]`; the width may be another than H.
-      bias: floats added to the logits; -inf masks. It broadcasts to `[B, N, T, S]`.
+      bias: floats added to the logits. -inf masks; a large finite number is a bias like any other, and does not.
+        It broadcasts to `[B, N, T, S]`.
       mask: booleans, False is masked. They broadcast to `[B, N, T, S]`. A mask of the keys of every sample,
         `[B, S]`, is written `mask[:, None, None, :]`.
       scale: factor of the logits; by default 1 / sqrt(H). An array has a gradient.
@@ -179,7 +184,7 @@ def dot_product_attention(
     """
     q, k, v = (_whole(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
-    q, static_scale = _scaled(q, scale)
+    static_scale, scale = _as_scale(scale, q)
     bias = None if bias is None else _over_pairs("bias", _as_bias(bias), q, k)
     mask = None if mask is None else _over_pairs("mask", as_mask(_OP, "mask", mask), q, k)
     window = _as_window(local_window_size)
@@ -189,12 +194,14 @@ def dot_product_attention(
     intervals = _intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
     segments = _segments(query_segment_ids, key_value_segment_ids, q, k)
     _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
-    pairs = Pairs(*intervals, *segments, mask)
+    pairs = Pairs(*intervals, *segments)
     if dropout_key is not None and dropout_rate > 0:
         pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
 
     if implementation == "cudnn":
         has_offset = not (isinstance(causal_offset, int) and causal_offset == 0)
+        if scale is not None:
+            q = _scaled(q, scale)
         reason = _cudnn.reason_against(
             q, k, v, pairs, has_offset=has_offset, soft_cap=logit_soft_cap, return_residual=return_residual
         )
@@ -205,6 +212,7 @@ def dot_product_attention(
             k,
             v,
             bias,
+            mask,
             pairs,
             scale=static_scale,
             is_causal=is_causal,
@@ -217,8 +225,7 @@ def dot_product_attention(
 
     can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
     config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
-    out, lse = _over_batch(config, q, k, v, bias, pairs)
-    out = out.astype(v.dtype)
+    out, lse = _attend(config, q, k, v, scale, bias, mask, pairs)
     return (out, lse) if return_residual else out
 
 
@@ -257,22 +264,22 @@ def _whole(x: Array, *axes: int) -> Array:
     return whole
 
 
-def _scaled(q: Array, scale: ArrayLike | None) -> tuple[Array, float]:
-    """The queries, and the factor that is left for the logits: an array is multiplied into the queries."""
+def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
+    """The factor of the logits, and that of the queries if it is an array."""
     if scale is None:
-        return q, 1 / math.sqrt(max(1, q.shape[-1]))
+        return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
-        return q, float(scale)
-    scale = as_float_array(_OP, "scale", scale)
+        return float(scale), None
+    scale = as_array(_OP, "scale", scale)
     if scale.ndim:
         raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar"))
-    wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
-    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
-    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide), 1.0
+    return 1.0, as_float_array(_OP, "scale", scale)
 
 
 def _as_bias(bias: ArrayLike) -> Array:
     bias = as_array(_OP, "bias", bias)
+    if jnp.issubdtype(bias.dtype, jnp.integer):
+        return bias.astype(jnp.float32)
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         hint = "A boolean mask goes to mask." if bias.dtype == jnp.bool_ else ""
         raise TypeError(message(_OP, "bias", f"dtype {bias.dtype}", "a float dtype", hint))
@@ -280,7 +287,7 @@ def _as_bias(bias: ArrayLike) -> Array:
 
 
 def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
-    """`x` as `[*batch, K, G, T, S]` with size 1 where it broadcasts."""
+    """`x` as `[*batch, N, T, S]` with size 1 where it broadcasts."""
     target = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
         x = x[0]
@@ -288,35 +295,39 @@ def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
         expected = f"a shape that broadcasts to {target}, [batch, heads, queries, keys]"
         raise ValueError(message(_OP, argument, f"shape {x.shape}", expected, hint))
-    x = _whole(at_rank_of(_OP, argument, x, target, "[batch, heads, queries, keys]"), -2, -1)
-    heads = (1, 1) if x.shape[-3] == 1 else (k.shape[-2], q.shape[-2] // k.shape[-2])
-    return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
+    return _whole(at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]"), -2, -1)
 
 
 def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> Array | None:
     """Integers `[*batch, 1]`, with size 1 where they broadcast."""
     if x is None:
         return None
-    x = _as_integers(argument, x)
+    x = _as_integers(argument, x, _FARTHEST)
     if not batch and x.shape == (1,):  # jax.nn takes a batch of 1 for queries without one
         x = x[0]
     return at_rank_of(_OP, argument, x, batch, "the batch")[..., None]
 
 
-def _as_integers(argument: str, x: ArrayLike) -> Array:
+def _as_integers(argument: str, x: ArrayLike, limit: int) -> Array:
+    """Integers as int32, clipped to [-limit, limit]: none wraps round to another."""
+    if isinstance(x, numbers.Integral):
+        x = np.asarray(max(-limit, min(limit, int(x))))
+    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(x.dtype, np.integer):  # before JAX cuts 64 bits to 32
+        x = np.clip(x, max(-limit, np.iinfo(x.dtype).min), min(limit, np.iinfo(x.dtype).max))
     x = as_array(_OP, argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(message(_OP, argument, f"dtype {x.dtype}", "an integer dtype"))
-    return x
+    kept = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(-limit, int(kept.min)), min(limit, int(kept.max))).astype(jnp.int32)
 
 
-def _as_window(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if window is None:
         return None
-    left_right = window if isinstance(window, tuple) else (window, window)
+    left_right = window if isinstance(window, Sequence) else (window, window)
     if len(left_right) != 2 or not all(isinstance(n, numbers.Integral) for n in left_right):
         raise TypeError(message(_OP, "local_window_size", f"value {window!r}", "an int or a tuple of two ints"))
-    left, right = (max(-_FARTHEST, min(_FARTHEST, int(n))) for n in left_right)
+    left, right = (max(-2 * _FARTHEST, min(2 * _FARTHEST, int(n))) for n in left_right)  # beyond any offset
     return left, right
 
 
@@ -333,14 +344,17 @@ def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     if ids is None:
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, as its counterpart is one", hint))
-    ids = _whole(at_rank_of(_OP, argument, _as_integers(argument, ids), x.shape[:-2], "[batch, time]"), -1)
+    ids = as_array(_OP, argument, ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(message(_OP, argument, f"dtype {ids.dtype}", "an integer dtype"))
+    ids = _whole(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]"), -1)
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
 
 
 def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_key: Array | None) -> None:
-    if logit_soft_cap is not None and not logit_soft_cap > 0:
+    if logit_soft_cap is not None and not (isinstance(logit_soft_cap, numbers.Real) and logit_soft_cap > 0):
         raise ValueError(message(_OP, "logit_soft_cap", f"value {logit_soft_cap}", "a positive number or None"))
-    if not 0 <= dropout_rate < 1:
+    if not (isinstance(dropout_rate, numbers.Real) and 0 <= dropout_rate < 1):
         raise ValueError(message(_OP, "dropout_rate", f"value {dropout_rate}", "a number in [0, 1)"))
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
@@ -359,7 +373,8 @@ def _intervals(
     if not is_causal and window is None and query_lengths is None and key_lengths is None:
         return None, None
     query_index = jnp.arange(num_queries, dtype=jnp.int32)
-    position = query_index + jnp.clip(offset, -_FARTHEST, _FARTHEST).astype(jnp.int32)
+    assert offset is not None  # it is 0 by default
+    position = query_index + offset
     first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
     if is_causal:
         end = jnp.minimum(end, position + 1)
@@ -367,7 +382,7 @@ def _intervals(
         left, right = window
         first, end = jnp.maximum(first, position - left), jnp.minimum(end, position + right + 1)
     if key_lengths is not None:
-        end = jnp.minimum(end, jnp.clip(key_lengths, 0, num_keys).astype(jnp.int32))
+        end = jnp.minimum(end, key_lengths)
     if query_lengths is not None:
         end = jnp.where(query_index < query_lengths, end, 0)
     first, end = jnp.broadcast_arrays(first, end)
@@ -381,12 +396,38 @@ def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout
     return Config(scale, soft_cap, float(dropout_rate), query_block, key_block, skips=True)
 
 
+# Jitted, so that a NaN under the mask never shows, not even under jax_debug_nans.
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(
+    config: Config,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    pairs: Pairs,
+) -> tuple[Array, Array]:
+    scaled = q if scale is None else _scaled(q, scale)
+    bias, mask = (None if x is None else grouped_heads(x, k.shape[-2]) for x in (bias, mask))
+    out, lse = _over_batch(config, scaled, k, v, bias, pairs._replace(allowed=mask))
+    return out.astype(q.dtype), lse
+
+
+def _scaled(q: Array, scale: Array) -> Array:
+    wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
+    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
+    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
+
+
 # The batch dimensions: the core has one.
 
 
 def _over_batch(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> tuple[Array, Array]:
     batch = q.shape[:-3]
-    if 0 in (*q.shape[:-1], *k.shape[:-1]):  # no query has a key
+    if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
         dtype = jnp.promote_types(q.dtype, jnp.float32)
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
     leaves, tree = jax.tree.flatten((bias, pairs))

@@ -75,8 +75,8 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_q, clean_k, clean_v = _finite(q) * before, _finite(k), _finite(v)
-    has_bad_key = jnp.isnan(_nan_where_bad(k).sum() + _nan_where_bad(v).sum())
-    nan_q = _nan_where_bad(q)
+    has_bad_key = jnp.any(_is_bad(k)) | jnp.any(_is_bad(v))
+    nan_q = jnp.where(_is_bad(q), jnp.nan, 0.0)
 
     def one_block(i: Any) -> tuple[Array, Array]:
         rows = queries.span(i)
@@ -84,15 +84,17 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
 
         def add_keys(j: Any, state: _Running) -> _Running:
             columns = keys.span(j)
-            x = _capped(config, _dot_keys(q_i, take(clean_k, 2, columns)) * after)
-            if pairs.bias is not None:
-                x += cut(pairs.bias, pairs.problem, rows, columns)
             mask = unmasked(pairs, rows, columns)
+            x = _dot_keys(q_i, take(clean_k, 2, columns)) * after
+            if config.soft_cap is not None:  # whose derivative must not see a product that is not finite
+                x = _capped(config, x if mask is None else jnp.where(mask, x, 0))
+            if pairs.bias is not None:
+                x += cut(pairs.bias, pairs.problem, rows, columns).astype(x.dtype)
             keep = _kept_by_dropout(config, pairs, i, j, x.shape)
             state = _add_keys(config, state, x, mask, take(clean_v, 2, columns), keep)
 
             def look(nothing: Array) -> Array:
-                bad_v, bad_k = ~jnp.isfinite(take(v, 2, columns)), jnp.isnan(_nan_where_bad(take(k, 2, columns)))
+                bad_v, bad_k = ~jnp.isfinite(take(v, 2, columns)), _is_bad(take(k, 2, columns))
                 seen = _dot_values(_as_weights(mask, x.shape), jnp.concatenate([bad_v, bad_k], -1)) > 0
                 return jnp.where(seen, jnp.nan, nothing)
 
@@ -104,7 +106,8 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
         state = for_live_blocks(live_keys, keys.number, add_keys, _nothing_yet(q_i, clean_k, clean_v))
         return _finish(state, take(nan_q, 3, rows))
 
-    out, lse = _each_block(queries, jax.checkpoint(one_block))
+    # The plain form is differentiated block by block: what a block holds is computed again, not kept.
+    out, lse = _each_block(queries, one_block if config.skips else jax.checkpoint(one_block))
     return out, lse
 
 
@@ -162,7 +165,7 @@ def pull_back(
     before, after = _scales(config, q)
     clean_k, clean_v = _finite(k), _finite(v)
     clean_queries = _Queries(_finite(q, used) * before, _finite(d_out, used), lse, delta)
-    has_bad_query = jnp.isnan(jnp.sum(jnp.where(used, _nan_where_bad(d_out), 0)))
+    has_bad_query = jnp.any(used & _is_bad(d_out))
 
     def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
         columns = keys.span(j)
@@ -225,7 +228,11 @@ def _differentiate_block(
     """The weights, the cotangents of the products q k and of the logits, and the mask of a block, keys first."""
     (i, rows), (j, columns) = row, column
     capped = _capped(config, _dot_queries(k, of_queries.q) * _scales(config, of_queries.q)[1])
-    x = capped if pairs.bias is None else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns))
+    x = (
+        capped
+        if pairs.bias is None
+        else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns).astype(capped.dtype))
+    )
     mask = unmasked(pairs, rows, columns)
     assert mask is not None  # for not all queries are used
     mask = _keys_first(mask)
@@ -236,8 +243,10 @@ def _differentiate_block(
     d_p = _dropped(config, keep, _dot_queries(v, of_queries.d_out))
     # Selected, for a masked value may be finite and yet so large that its product is not.
     d_x = jnp.where(mask, p * (d_p - _keys_first(of_queries.delta)), 0)
-    slope = 1.0 if config.soft_cap is None else 1 - (capped / config.soft_cap) ** 2
-    return _dropped(config, keep, p), d_x * slope, d_x, mask
+    d_dots = d_x
+    if config.soft_cap is not None:
+        d_dots = jnp.where(mask, d_x * (1 - (capped / config.soft_cap) ** 2), 0)
+    return _dropped(config, keep, p), d_dots, d_x, mask
 
 
 def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
@@ -248,7 +257,8 @@ def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Ar
     """
     wide = jnp.promote_types(out.dtype, lse.dtype)
     lse, d_lse = lse[..., None], d_lse[..., None]
-    delta = jnp.sum(out.astype(wide) * d_out.astype(wide), -1, keepdims=True) - d_lse
+    # Only what has a cotangent counts: a NaN in another column is none of it.
+    delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
     sound = jnp.isfinite(lse) & jnp.isfinite(delta)
     wanted = (jnp.max(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0)
     return (lse != -jnp.inf) & (sound | wanted), delta + 0 * delta  # NaN where it is infinite
@@ -327,9 +337,9 @@ def _finite(x: Array, where: Array | bool = True) -> Array:
     return jnp.where(jnp.isfinite(x) & where, x, 0)
 
 
-def _nan_where_bad(x: Array) -> Array:
-    """`[..., 1]`, 0, or NaN where anything in `[..., n]` is not finite: one sum is cheaper than logic on a CPU."""
-    return lax.stop_gradient(jnp.sum(0 * x, -1, keepdims=True))
+def _is_bad(x: Array) -> Array:
+    """`[..., 1]`: where anything in `[..., n]` is not finite."""
+    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
 
 
 def _as_weights(mask: Array | None, shape: tuple[int, ...]) -> Array:

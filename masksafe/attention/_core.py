@@ -26,7 +26,7 @@ def _forward(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
     out, lse = _evaluate(config, q, k, v, bias, pairs)
-    return (out, lse), (q, k, v, bias, pairs, out, lse)
+    return (out.astype(q.dtype), lse), (q, k, v, bias, pairs, out, lse)  # not the rounded output: delta depends on it
 
 
 def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
@@ -39,8 +39,8 @@ def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, 
 
     `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]` and `bias` `[B, K, G, T, S]` up to broadcasting.
     """
-    result: _Result = _evaluate(config, q, k, v, bias, pairs)
-    return result
+    out, lse = _evaluate(config, q, k, v, bias, pairs)
+    return out.astype(q.dtype), lse
 
 
 # Jitted, so that what is under the mask never shows, not even under jax_debug_nans.
@@ -66,12 +66,10 @@ def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Arra
 
 
 def _solve_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
-    dtype = q.dtype
-
     def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, carry: None) -> Any:
         (q,), (k, v) = of_queries, of_keys
         out, lse = attend(config, q, k, v, pairs)
-        return (out.astype(dtype), lse), (), carry
+        return (out, lse), (), carry
 
     (out, lse), _, _ = solve(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
     return out, lse[..., 0]
@@ -84,7 +82,8 @@ def _pull_back_plainly(
     used, _ = used_queries(*map(lax.stop_gradient, of_rows))
     pairs = _with_used(pairs, used, k)
     _, reverse = jax.vjp(lambda q, k, v, bias: _evaluate_plainly(config, q, k, v, bias, pairs), q, k, v, bias)
-    return Gradients(*reverse((jnp.where(used, d_out, 0), jnp.where(used[..., 0], d_lse, 0))))
+    d_out = jnp.where(used, d_out, 0).astype(d_lse.dtype)
+    return Gradients(*reverse((d_out, jnp.where(used[..., 0], d_lse, 0))))
 
 
 @differentiated_as(_pull_back_plainly)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from masksafe._typing import Array
 from masksafe.attention._mask import Blocks, Pairs, unmasked
-from masksafe.attention._problems import keys_by_problem, keys_by_user, queries_by_user
+from masksafe.attention._problems import grouped_heads, keys_by_problem, keys_by_user, queries_by_user
 
 
 def reason_against(
@@ -41,6 +41,7 @@ def attention(
     k: Array,
     v: Array,
     bias: Array | None,
+    mask: Array | None,
     pairs: Pairs,
     *,
     scale: float,
@@ -53,14 +54,15 @@ def attention(
 
     A NaN or infinity in an unmasked value makes all columns of the outputs that see it NaN.
     """
-    live = _live_pairs(q, k, pairs._replace(bias=bias))
+    grouped_bias, allowed = (None if x is None else grouped_heads(x, k.shape[2]) for x in (bias, mask))
+    live = _live_pairs(q, k, pairs._replace(bias=grouped_bias, allowed=allowed))
     sees_any = queries_by_user(jnp.any(live, -1)[..., None])
     is_seen = keys_by_user(jnp.any(live, (2, 3))[..., None])
 
     bad_key = jnp.any(~jnp.isfinite(k) | ~jnp.isfinite(v), -1, keepdims=True)
     bad_pair = keys_by_problem(bad_key)[:, :, None, None, :, 0]
-    if bias is not None:
-        bad_pair |= ~jnp.isfinite(bias)
+    if grouped_bias is not None:
+        bad_pair = bad_pair | ~jnp.isfinite(grouped_bias)
     sees_bad = queries_by_user(jnp.any(live & bad_pair, -1)[..., None])
     sees_bad |= jnp.any(~jnp.isfinite(q), -1, keepdims=True)
 
@@ -68,8 +70,8 @@ def attention(
         jnp.where(sees_any & jnp.isfinite(q), q, 0),
         jnp.where(is_seen & jnp.isfinite(k), k, 0),
         jnp.where(is_seen & jnp.isfinite(v), v, 0),
-        None if bias is None else _over_heads(_finite_bias(bias)),
-        None if pairs.allowed is None else _over_heads(pairs.allowed),
+        None if bias is None else _finite_bias(bias),
+        mask,
         scale=scale,
         is_causal=is_causal,
         query_seq_lengths=_lengths(query_lengths, q),
@@ -92,11 +94,6 @@ def _finite_bias(bias: Array) -> Array:
     """-inf as a number that still leaves nothing of a probability, other bad values as 0."""
     lowest = 0.7 * jnp.finfo(bias.dtype).min
     return jnp.where(bias == -jnp.inf, lowest.astype(bias.dtype), jnp.where(jnp.isfinite(bias), bias, 0))
-
-
-def _over_heads(x: Array) -> Array:
-    """`[B, K, G, T, S]` as `[B, N, T, S]`."""
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
 
 
 def _lengths(lengths: Array | None, q: Array) -> Array | None:

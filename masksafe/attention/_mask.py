@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
 
     @property
     def number(self) -> int:
-        return -(-self.length // self.size)
+        return 1 if self.size is self.length else -(-self.length // self.size)
 
     def span(self, i: Array | int) -> Span:
         start = i * self.size
@@ -47,7 +47,7 @@ class Blocks(NamedTuple):
 
     @property
     def _is_ragged(self) -> bool:
-        return self.length % self.size > 0
+        return self.size is not self.length and self.length % self.size > 0
 
     @property
     def repeated(self) -> int:
@@ -64,7 +64,9 @@ class Blocks(NamedTuple):
 
 
 def divide(length: int, target: int) -> Blocks:
-    """As few blocks as sizes up to `target` allow, as even as can be."""
+    """As few blocks as sizes up to `target` allow, as even as can be; a symbolic length is one block."""
+    if not isinstance(length, int):
+        return Blocks(length, length)
     return Blocks(length, -(-length // max(1, -(-length // target))))
 
 

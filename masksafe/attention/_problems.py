@@ -48,7 +48,8 @@ def solve(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, car
     def in_turn(*args: Any) -> Solution:
         return _solve_in_turn(kernel, *args)
 
-    if any(map(is_sharded, of_queries + of_keys)):  # a loop over a sharded axis is refused
+    has_symbolic_sizes = not all(isinstance(n, int) for n in q.shape + k.shape)  # as jax.export has them
+    if has_symbolic_sizes or any(map(is_sharded, jax.tree.leaves(args))):  # a loop over a sharded axis is refused
         return at_once(*args)
     is_large = k.shape[0] * k.shape[2] > 1 and math.prod(q.shape[:3]) * k.shape[1] >= IN_TURN_LOGITS
     if not is_large and q.dtype.itemsize >= 4:
@@ -90,13 +91,19 @@ def _solve_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
 
 def queries_by_problem(x: Array, num_heads: int) -> Array:
     """`[B, T, N, n]` to `[B, K, G, T, n]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_heads, -1, x.shape[3]), 1, 3)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads, x.shape[3]), 1, 3)
 
 
 def queries_by_user(x: Array) -> Array:
     """`[B, K, G, T, n]` to `[B, T, N, n]`."""
     x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], -1, x.shape[4])
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def grouped_heads(x: Array, num_heads: int) -> Array:
+    """Over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
+    heads = (1, 1) if x.shape[-3] == 1 else (num_heads, x.shape[-3] // num_heads)
+    return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
 
 def keys_by_problem(x: Array) -> Array:
