@@ -1,6 +1,5 @@
 """The public function: it checks its arguments, brings them to one form and hands them to an implementation."""
 
-import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ import numpy as np
 from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, message
 from masksafe._typing import Array, ArrayLike
 from masksafe.attention import _cudnn
+from masksafe.attention._batch import attend_over_batch, scaled_queries
 from masksafe.attention._blockwise import Config
-from masksafe.attention._core import attention
 from masksafe.attention._mask import Pairs
-from masksafe.attention._problems import grouped_heads
 
 _OP = "dot_product_attention"
 
@@ -141,8 +139,8 @@ def dot_product_attention(
         query with the first key, as `jax.nn` does; S - T the last with the last, as decoding needs.
       logit_soft_cap: cap(x) = c tanh(x / c) with this c, in front of the bias; by default none.
       dropout_rate: probability with which a weight is 0; the others are divided by 1 - rate.
-      dropout_key: the random key of the dropout. The reverse pass draws the same weights again, so that they are
-        never stored.
+      dropout_key: the random key of the dropout. What is drawn depends on it and on the shapes; the reverse pass
+        draws the same again, so that it is never stored.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual` a tuple of it and the logsumexp
@@ -153,6 +151,7 @@ def dot_product_attention(
       * A NaN or infinity in a query or key makes NaN what its unmasked pairs reach; in a value, the same column of
         the outputs only. A query with a NaN whose output gets no cotangent takes no part in the gradient, so that
         padded queries need no mask if the loss has one.
+      * A key whose logit overflows to -inf, though it is not masked, has weight 0.
       * The gradient of the logsumexp is exact too (that of `jax.nn`'s residual is stopped).
 
     Raises:
@@ -201,7 +200,7 @@ def dot_product_attention(
     if implementation == "cudnn":
         has_offset = not (isinstance(causal_offset, int) and causal_offset == 0)
         if scale is not None:
-            q = _scaled(q, scale)
+            q = scaled_queries(q, scale)
         reason = _cudnn.reason_against(
             q, k, v, pairs, has_offset=has_offset, soft_cap=logit_soft_cap, return_residual=return_residual
         )
@@ -225,7 +224,7 @@ def dot_product_attention(
 
     can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
     config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
-    out, lse = _attend(config, q, k, v, scale, bias, mask, pairs)
+    out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs)
     return (out, lse) if return_residual else out
 
 
@@ -394,59 +393,3 @@ def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout
     key_block = KEY_BLOCK if can_skip else KEY_BLOCK_IF_NOTHING_IS_SKIPPED
     soft_cap = None if soft_cap is None else float(soft_cap)
     return Config(scale, soft_cap, float(dropout_rate), query_block, key_block, skips=True)
-
-
-# Jitted, so that a NaN under the mask never shows, not even under jax_debug_nans.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(
-    config: Config,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array | None,
-    bias: Array | None,
-    mask: Array | None,
-    pairs: Pairs,
-) -> tuple[Array, Array]:
-    scaled = q if scale is None else _scaled(q, scale)
-    bias, mask = (None if x is None else grouped_heads(x, k.shape[-2]) for x in (bias, mask))
-    out, lse = _over_batch(config, scaled, k, v, bias, pairs._replace(allowed=mask))
-    return out.astype(q.dtype), lse
-
-
-def _scaled(q: Array, scale: Array) -> Array:
-    wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
-    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
-    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
-
-
-# The batch dimensions: the core has one.
-
-
-def _over_batch(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> tuple[Array, Array]:
-    batch = q.shape[:-3]
-    if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
-        return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
-    leaves, tree = jax.tree.flatten((bias, pairs))
-    of_leaves = [x.shape[: len(batch)] for x in leaves]
-    if all(shape in (batch, (1,) * len(batch)) for shape in of_leaves):
-        size = math.prod(batch)
-
-        def flat(x: Array) -> Array:
-            lead = x.shape[: len(batch)]
-            return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
-
-        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flat, leaves))
-        out, lse = attention(config, flat(q), flat(k), flat(v), flat_bias, flat_pairs)
-        return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
-    # Some array broadcasts over some batch dimensions only, and is not to be expanded: one dimension at a time.
-    axes = [0 if shape[0] == batch[0] else None for shape in of_leaves]
-    leaves = [x if axis == 0 else x[0] for x, axis in zip(leaves, axes, strict=True)]
-
-    def of_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
-        return _over_batch(config, q, k, v, *jax.tree.unflatten(tree, leaves))
-
-    return jax.vmap(of_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)
