@@ -95,7 +95,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
 
             def look(nothing: Array) -> Array:
                 bad_v, bad_k = ~jnp.isfinite(take(v, 2, columns)), _is_bad(take(k, 2, columns))
-                seen = _dot_values(_as_weights(mask, x.shape), jnp.concatenate([bad_v, bad_k], -1)) > 0
+                seen = _dot_values(_as_weights(mask, x), jnp.concatenate([bad_v, bad_k], -1)) > 0
                 return jnp.where(seen, jnp.nan, nothing)
 
             nothing = jnp.zeros_like(jnp.concatenate([state.weighted, state.total], -1))
@@ -180,7 +180,7 @@ def pull_back(
 
             def look(nothing: Array) -> Array:
                 bad = ~jnp.isfinite(take(d_out, 3, rows))  # those not used are out of the mask
-                seen = _dot_pairs_with_queries(_as_weights(mask, d_x.shape), bad) > 0
+                seen = _dot_pairs_with_queries(_as_weights(mask, d_x), bad) > 0
                 return jnp.where(seen, jnp.nan, nothing)
 
             d_v = state.value + _dot_pairs_with_queries(weights, of_block.d_out)
@@ -342,12 +342,10 @@ def _is_bad(x: Array) -> Array:
     return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
 
 
-def _as_weights(mask: Array | None, shape: tuple[int, ...]) -> Array:
-    return jnp.ones(shape, jnp.float32) if mask is None else jnp.broadcast_to(mask, shape).astype(jnp.float32)
-
-
-def _any_bad(x: Array) -> Array:
-    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
+def _as_weights(mask: Array | None, like: Array) -> Array:
+    """1 where a pair of the block is unmasked, else 0, of the shape and sharding of its logits."""
+    ones = jnp.ones_like(like)
+    return ones if mask is None else jnp.where(mask, ones, 0)
 
 
 def _keys_first(x: Array) -> Array:
