@@ -157,7 +157,7 @@ def sum(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, 
       3.0
     """
     x, axes, where = _reduction_arguments("sum", x, axis, where)
-    return jnp.sum(_selected(x, where), axes, keepdims=keepdims)
+    return jnp.sum(selected(x, where), axes, keepdims=keepdims)
 
 
 def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:
@@ -191,7 +191,7 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
       [2. 0.] 2.0
     """
     x, axes, where = _reduction_arguments("mean", x, axis, where)
-    average = _mean(_widened(_selected(x, where)), axes, where)
+    average = _mean(_widened(selected(x, where)), axes, where)
     return (average if keepdims else jnp.squeeze(average, axes)).astype(_float_dtype(x))
 
 
@@ -261,9 +261,9 @@ def _var_mean(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
 ) -> tuple[Array, Array]:
     x, axes, where = _reduction_arguments(op, x, axis, where)
-    wide = _widened(_selected(x, where))
+    wide = _widened(selected(x, where))
     centre = _mean(wide, axes, where)
-    deviation = _selected(wide - centre, where)
+    deviation = selected(wide - centre, where)
     squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes, keepdims=True)
     freedom = _count(wide, axes, where) - correction
     # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
@@ -290,8 +290,9 @@ def _reduction_arguments(
     return x, axes, at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
 
 
-def _selected(x: Array, where: Array | None) -> Array:
-    return x if where is None else jnp.where(where, x, jnp.zeros((), x.dtype))
+def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
+    """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
+    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
 def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array:

@@ -13,6 +13,7 @@ from jax import lax
 from masksafe._errors import as_float_array, as_mask, at_rank_of, canonical_axes
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axis
+from masksafe.select import selected
 
 Axes = tuple[int, ...]
 
@@ -138,8 +139,8 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
 @functools.partial(jax.jit, static_argnums=0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
-    probs = jnp.exp(_selected(x.astype(result.dtype), where, -jnp.inf) - _where_alive(axes, where, result, 0.0))
-    return _selected(probs * d_result, where, 0).astype(x.dtype), None
+    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _where_alive(axes, where, result, 0.0))
+    return selected(probs * d_result, where, 0).astype(x.dtype), None
 
 
 @differentiable(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
@@ -152,7 +153,7 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     z, shift = _shifted(axes, x, where)
     is_infinite = shift == jnp.inf  # then so is the sum, but inf - inf is NaN
-    z, shift = jnp.where(is_infinite, _selected(_widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
+    z, shift = jnp.where(is_infinite, selected(_widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
     # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
     total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return _where_alive(axes, where, shift + jnp.log(total), -jnp.inf)
@@ -167,9 +168,9 @@ def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, 
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
     dtype = probs.dtype
-    probs, d_probs = _widened(probs), _selected(_widened(d_probs), where, 0)
+    probs, d_probs = _widened(probs), selected(_widened(d_probs), where, 0)
     d_x = probs * (d_probs - jnp.sum(probs * d_probs, axes, keepdims=True))
-    return _selected(d_x, where, 0).astype(dtype), None
+    return selected(d_x, where, 0).astype(dtype), None
 
 
 @differentiable(_softmax_forward, _softmax_reverse, static_argnums=(0,))
@@ -183,7 +184,7 @@ def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     z, _ = _shifted(axes, x, where)
     exps = jnp.exp(z)
     total = _where_alive(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
-    return _selected(exps / total, where, 0).astype(x.dtype)
+    return selected(exps / total, where, 0).astype(x.dtype)
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
@@ -194,9 +195,9 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
 @functools.partial(jax.jit, static_argnums=0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
-    probs, d_wide = jnp.exp(_widened(log_probs)), _selected(_widened(d_log_probs), where, 0)
+    probs, d_wide = jnp.exp(_widened(log_probs)), selected(_widened(d_log_probs), where, 0)
     d_x = d_wide - probs * jnp.sum(d_wide, axes, keepdims=True)
-    return _selected(d_x, where, 0).astype(log_probs.dtype), None
+    return selected(d_x, where, 0).astype(log_probs.dtype), None
 
 
 @differentiable(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
@@ -209,19 +210,15 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     z, _ = _shifted(axes, x, where)
     total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
-    return _selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
+    return selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
 
 
 def _shifted(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
     """Widened x minus its largest unmasked element, with -inf under the mask; and that element, or 0 for -inf."""
-    x = _selected(x, where, -jnp.inf)
+    x = selected(x, where, -jnp.inf)
     largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
     shift = _widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
     return _widened(x) - shift, shift
-
-
-def _selected(x: Array, where: Array | None, masked: float) -> Array:
-    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
 def _where_alive(axes: Axes, where: Array | None, reduced: Array, dead: float) -> Array:

@@ -5,7 +5,6 @@ of second order, is that of the plain form: the same blocks in loops of fixed le
 order, and which keeps no array over all pairs either.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -25,12 +24,12 @@ _Residuals = tuple[Array, Array, Array, Array | None, Pairs, Array, Array]
 def _forward(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
-    out, lse = _evaluate(config, q, k, v, bias, pairs)
+    out, lse = _evaluate_in_blocks(config, q, k, v, bias, pairs)
     return (out.astype(q.dtype), lse), (q, k, v, bias, pairs, out, lse)  # not the rounded output: delta depends on it
 
 
 def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
-    return (*_pull_back(config, *residuals, *cotangents), None)
+    return (*_pull_back_in_blocks(config, *residuals, *cotangents), None)
 
 
 @differentiable(_forward, _reverse, static_argnums=(0,))
@@ -39,21 +38,8 @@ def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, 
 
     `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]` and `bias` `[B, K, G, T, S]` up to broadcasting.
     """
-    out, lse = _evaluate(config, q, k, v, bias, pairs)
+    out, lse = _evaluate_in_blocks(config, q, k, v, bias, pairs)
     return out.astype(q.dtype), lse
-
-
-# Jitted, so that what is under the mask never shows, not even under jax_debug_nans.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
-    return _evaluate_in_blocks(config, q, k, v, bias, pairs)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pull_back(config: Config, *args: Any) -> Gradients:
-    return _pull_back_in_blocks(config, *args)
 
 
 def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:

@@ -31,6 +31,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._blocks import is_sharded, map_row_blocks
 from masksafe._typing import Array
+from masksafe.select import selected
 
 
 class Rows(NamedTuple):
@@ -60,14 +61,14 @@ def _evaluate_rows_jvp(in_blocks: bool, primals: tuple[Any, ...], tangents: tupl
     x_dot, labels_dot, _ = tangents
     rows = evaluate_rows(in_blocks, x, labels, where)
     x_dot = _instantiated(x_dot, x)
-    x_dot = _selected(x_dot.astype(rows.loss.dtype), where, 0)
+    x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     d_loss = _sum(probs_minus_targets(x, labels, where, rows) * x_dot)
-    d_log_sum = _sum(jnp.exp(_selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot)
+    d_log_sum = _sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot)
     d_anchor_log_prob = _pick(x_dot, rows.anchor) - d_log_sum
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are left alone: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
-        labels_dot = _selected(labels_dot.astype(rows.loss.dtype), where, 0)
+        labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
         d_total += _sum(labels_dot)
     no_shift, no_anchor = (zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.anchor))
@@ -86,20 +87,20 @@ def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
         return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
-    x = _selected(x, where, -jnp.inf)
+    x = selected(x, where, -jnp.inf)
     largest = jnp.max(x, -1, keepdims=True)
     anchor = _first(x == largest) if is_soft(labels) else _class_of(labels, x.shape[-1])
     # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
     alive = None if where is None else jnp.any(where, -1, keepdims=True)
-    anchor = _selected(anchor, alive, 0)
+    anchor = selected(anchor, alive, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    anchor_z = _selected(_pick(x, anchor).astype(dtype) - shift, alive, 0)
+    anchor_z = selected(_pick(x, anchor).astype(dtype) - shift, alive, 0)
     log_sum = jnp.log1p(_sum(_others(x, shift, anchor)) + jnp.expm1(anchor_z))
 
     rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
     if not is_soft(labels):
         return rows
-    t = _selected(labels.astype(dtype), where, 0)
+    t = selected(labels.astype(dtype), where, 0)
     costs = jnp.where(t == 0, 0, t * target_costs(x, t, where, rows))
     # Targets that are all 0 must not hide a NaN or infinite logit.
     loss = _sum(costs)
@@ -109,12 +110,12 @@ def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
     """The derivative of the loss with respect to the unmasked logits; NaN in a row that is not sound."""
-    x = _selected(x, where, -jnp.inf)
+    x = selected(x, where, -jnp.inf)
     scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
     errors = _others(x, rows.shift, rows.anchor) * scale
     anchor_target: Array | float = 1.0
     if is_soft(labels):
-        t = _selected(labels.astype(rows.loss.dtype), where, 0)
+        t = selected(labels.astype(rows.loss.dtype), where, 0)
         errors, anchor_target = errors - t, _pick(t, rows.anchor)
     anchor_error = rows.total * jnp.expm1(rows.anchor_log_prob) + (rows.total - anchor_target)
     anchor_error = jnp.where(is_sound(rows), anchor_error, jnp.nan)
@@ -126,8 +127,8 @@ def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
 
     A class is absent where its logit is -inf and its target 0, by the convention 0 log 0 = 0.
     """
-    x = _selected(x.astype(rows.loss.dtype), where, -jnp.inf)
-    t = _selected(t, where, 0)
+    x = selected(x.astype(rows.loss.dtype), where, -jnp.inf)
+    t = selected(t, where, 0)
     absent = (t == 0) & (x == -jnp.inf)
     return jnp.where(absent, 0, rows.log_sum - (jnp.where(absent, 0, x) - rows.shift))
 
@@ -169,10 +170,6 @@ def _pick(x: Array, index: Array) -> Array:
 
 def _class_index(x: Array) -> Array:
     return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-
-
-def _selected(x: Array, where: Array | None, masked: float) -> Array:
-    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
 def _sum(x: Array) -> Array:
