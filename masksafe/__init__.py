@@ -4,6 +4,9 @@ from masksafe import losses as losses
 from masksafe import testing as testing
 from masksafe._rules import forward_mode as forward_mode
 from masksafe.attention import dot_product_attention as dot_product_attention
+from masksafe.normalization import layer_norm as layer_norm
+from masksafe.normalization import rms_norm as rms_norm
+from masksafe.normalization import standardize as standardize
 from masksafe.select import apply_where as apply_where
 from masksafe.select import mask_where as mask_where
 from masksafe.select import mean as mean

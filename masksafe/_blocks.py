@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._rules import differentiated_as, nothing_of
 from masksafe._typing import Array
 
 # 1 MiB of float32, about a core's second-level cache. Between 2**17 and 2**20 the time of the
@@ -15,7 +16,12 @@ from masksafe._typing import Array
 BLOCK_ELEMENTS = 2**18
 
 
-def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Array | None) -> Any:
+def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any) -> Any:
+    """`fn(rows, *others)` for rows along the last axis, where `fn` has no totals; see `by_row_blocks`."""
+    return by_row_blocks(lambda *arrays: (fn(*arrays), ()), rows.ndim - 1, rows, *others)[0]
+
+
+def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array, *others: Any) -> tuple[Any, Any]:
     """`fn(rows, *others)`, computed block by block on the CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a 16-bit array widened to
@@ -23,24 +29,27 @@ def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Array | None) -
     reductions are fused, and a loop would only be in the way.
 
     Args:
-      fn: a function that treats every row by itself; it returns a pytree of arrays `[..., k]` whose
-        leading axes are those of `rows`.
-      rows: shape `[..., n]`.
-      *others: arrays `[..., m]` whose leading axes are those of `rows`, or all 1; or None.
+      fn: a function that treats every row by itself. It returns a pytree of arrays whose leading axes are
+        those of `rows`, and a pytree of totals, sums over the rows that have no leading axes. It has to
+        work for any number of leading axes.
+      leading: how many leading axes tell the rows apart; the others belong to the row.
+      rows: an array.
+      *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
 
     A loop over a dimension that is sharded across devices is refused by JAX, or makes XLA gather the
     array, so arrays with an explicit sharding take the one pass.
     """
     if not all(isinstance(n, int) for n in rows.shape) or is_sharded(rows):  # jax.export has symbolic sizes
         return fn(rows, *others)
-    block = max(1, BLOCK_ELEMENTS // max(1, rows.shape[-1]))
-    if math.prod(rows.shape[:-1]) <= 2 * block:
+    count, block = math.prod(rows.shape[:leading]), max(1, BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:])))
+    if count <= 2 * block:
         return fn(rows, *others)
 
-    def in_blocks(*arrays: Array | None) -> Any:
-        return _map_blocks(fn, block, arrays)
+    def in_blocks(*args: Any) -> tuple[Any, Any]:
+        return _in_blocks(_Loop(fn, rows.shape[:leading], _dividing(count, block)), *args)
 
-    return lax.platform_dependent(rows, *others, cpu=in_blocks, default=fn)
+    mapped, totals = lax.platform_dependent(rows, *others, cpu=in_blocks, default=fn)
+    return mapped, totals
 
 
 def is_sharded(x: Array) -> bool:
@@ -48,34 +57,60 @@ def is_sharded(x: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
-def _map_blocks(fn: Callable[..., Any], block: int, arrays: tuple[Array | None, ...]) -> Any:
-    leading = arrays[0].shape[:-1]  # type: ignore[union-attr]
-    count = math.prod(leading)
-    flat = [a if a is None else _as_bits(_flat_rows(a, leading)) for a in arrays]
-    dtypes = [a if a is None else a.dtype for a in arrays]
+class _Loop(NamedTuple):
+    fn: Callable[..., tuple[Any, Any]]
+    leading: tuple[int, ...]
+    block: int  # rows
 
-    def one_block(start: Array) -> Any:
-        return fn(*(_from_bits(_rows_from(a, start, block), d) for a, d in zip(flat, dtypes, strict=True)))
 
-    # The last block is moved up to end with the last row; rows that it repeats are dropped again.
-    starts = jnp.minimum(jnp.arange(0, count, block), count - block)
-    repeated = len(starts) * block - count
+def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
+    return loop.fn(*args)
 
-    def join(blocks: Array) -> Array:
-        body = blocks[:-1].reshape(-1, blocks.shape[-1])
-        return jnp.concatenate([body, blocks[-1, repeated:]]).reshape(*leading, -1)
 
-    return jax.tree.map(join, lax.map(one_block, starts))
+@differentiated_as(_in_one_pass)
+def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
+    arrays, tree = jax.tree.flatten(args)
+    flat = [_as_bits(_flat_rows(a, loop.leading)) for a in arrays]
+    whole, rest = divmod(math.prod(loop.leading), loop.block)
+
+    def apply(start: Array | int, size: int) -> tuple[Any, Any]:
+        parts = [_from_bits(_rows_from(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
+        mapped, totals = loop.fn(*jax.tree.unflatten(tree, parts))
+        return jax.tree.map(_as_bits, mapped), totals
+
+    def step(totals: Any, i: Array) -> tuple[Any, Any]:
+        mapped, added = apply(i * loop.block, loop.block)
+        return jax.tree.map(jnp.add, totals, added), mapped
+
+    outputs, totals = jax.eval_shape(loop.fn, *args)
+    zero = nothing_of(arrays)
+    totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) + zero.astype(t.dtype), totals)
+    totals, blocks = lax.scan(step, totals, jnp.arange(whole))
+    parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
+    if rest:
+        mapped, added = apply(whole * loop.block, rest)
+        parts, totals = [*parts, mapped], jax.tree.map(jnp.add, totals, added)
+
+    def join(like: Any, *parts: Array) -> Any:
+        return _from_bits(parts[0] if len(parts) == 1 else jnp.concatenate(parts), like.dtype).reshape(like.shape)
+
+    return jax.tree.map(join, outputs, *parts), totals
+
+
+def _dividing(count: int, block: int) -> int:
+    """`block`, or a divisor of `count` between half of it and it: a remainder costs a copy of everything."""
+    return next((b for b in range(block, block // 2, -1) if count % b == 0), block)
 
 
 def _flat_rows(a: Array, leading: tuple[int, ...]) -> Array:
-    if math.prod(a.shape[:-1]) == 1:
-        return a.reshape(1, -1)
-    return jnp.broadcast_to(a, (*leading, a.shape[-1])).reshape(-1, a.shape[-1])
+    row = a.shape[len(leading) :]
+    if math.prod(a.shape[: len(leading)]) == 1:
+        return a.reshape(1, *row)
+    return jnp.broadcast_to(a, (*leading, *row)).reshape(-1, *row)
 
 
-def _rows_from(a: Array | None, start: Array, block: int) -> Array | None:
-    return a if a is None or a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, block)
+def _rows_from(a: Array, start: Array | int, size: int) -> Array:
+    return a if a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, size)
 
 
 # XLA's CPU compiler slices no bfloat16: it would widen the whole array to float32 in front of the loop, the
@@ -86,5 +121,5 @@ def _as_bits(a: Array) -> Array:
     return lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
 
 
-def _from_bits(a: Array | None, dtype: Any) -> Array | None:
-    return lax.bitcast_convert_type(a, dtype) if a is not None and dtype == jnp.bfloat16 else a
+def _from_bits(a: Array, dtype: Any) -> Array:
+    return lax.bitcast_convert_type(a, dtype) if dtype == jnp.bfloat16 else a

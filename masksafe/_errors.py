@@ -56,6 +56,15 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
     return array
 
 
+def as_number(op: str, argument: str, value: Any) -> float:
+    """`value` as a number that is known when JAX traces."""
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:  # JAX's complaint about a traced value is a TypeError
+        found = f"type {type(value).__name__}"
+        raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
+
+
 def as_mask(op: str, argument: str, value: Any) -> Array:
     """`value` as an array of booleans."""
     array = as_array(op, argument, value)

@@ -82,15 +82,19 @@ def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
     leaves, tree = jax.tree.flatten(args)
-    arrays = [x for x in leaves if isinstance(x, jax.Array)]
-    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
-    zero = sum(jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain)  # nothing to XLA
+    zero = nothing_of([x for x in leaves if isinstance(x, jax.Array)])
 
     def moved(x: Any) -> Any:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
     return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
+
+
+def nothing_of(arrays: list[jax.Array]) -> jax.Array:
+    """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
+    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
+    return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
 
 
 def differentiated_as(plain: Primal) -> Callable[[Primal], Primal]:

@@ -1,21 +1,26 @@
 """Selection, and the reductions whose masked elements are gone and whose empty case is 0."""
 
-import math
+import functools
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe import _moments as moments
+from masksafe._blocks import by_row_blocks
 from masksafe._errors import (
     as_array,
     as_mask,
+    as_number,
     at_rank_of,
     broadcast_shapes,
     canonical_axes,
     check_broadcasts_to,
     message,
 )
+from masksafe._moments import float_dtype, selected, widened
+from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axis
 
 
@@ -191,8 +196,8 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
       [2. 0.] 2.0
     """
     x, axes, where = _reduction_arguments("mean", x, axis, where)
-    average = _mean(_widened(selected(x, where)), axes, where)
-    return (average if keepdims else jnp.squeeze(average, axes)).astype(_float_dtype(x))
+    average = moments.average(widened(selected(x, where)), axes, where)
+    return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x))
 
 
 def var(
@@ -261,22 +266,64 @@ def _var_mean(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
 ) -> tuple[Array, Array]:
     x, axes, where = _reduction_arguments(op, x, axis, where)
-    wide = _widened(selected(x, where))
-    centre = _mean(wide, axes, where)
-    deviation = selected(wide - centre, where)
-    squares = jnp.sum(jnp.real(deviation * jnp.conj(deviation)), axes, keepdims=True)
-    freedom = _count(wide, axes, where) - correction
-    # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
-    variance = jnp.where(freedom > 0, squares / jnp.where(freedom > 0, freedom, 1), 0 * squares)
+    dtype = float_dtype(x)
+    x = x if x.dtype == dtype else x.astype(dtype)  # even a conversion that changes nothing alarms jax_debug_nans
+    variance, mean = _variance_and_mean((axes, as_number(op, "correction", correction)), x, where)
     if not keepdims:
-        variance, centre = jnp.squeeze(variance, axes), jnp.squeeze(centre, axes)
-    dtype = _float_dtype(x)
-    return variance.astype(jnp.finfo(dtype).dtype), centre.astype(dtype)
+        variance, mean = jnp.squeeze(variance, axes), jnp.squeeze(mean, axes)
+    return variance.astype(jnp.finfo(dtype).dtype), mean.astype(dtype)
 
 
-def _mean(selected: Array, axes: tuple[int, ...], where: Array | None) -> Array:
-    """The mean of an array with 0 under the mask; the reduced axes are kept."""
-    return jnp.sum(selected, axes, keepdims=True) / jnp.maximum(_count(selected, axes, where), 1)
+_AxesAndCorrection = tuple[tuple[int, ...], float]
+
+
+def _variance_and_mean_forward(
+    config: _AxesAndCorrection, x: Array, where: Array | None
+) -> tuple[tuple[Array, Array], tuple[Array, Array | None, moments.Mean]]:
+    variance, mean = _evaluate_variance_and_mean(config, x, where)
+    return (variance, mean.centre + mean.remainder), (x, where, mean)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _variance_and_mean_reverse(
+    config: _AxesAndCorrection,
+    residuals: tuple[Array, Array | None, moments.Mean],
+    cotangents: tuple[Array, Array],
+) -> tuple[Array, None]:
+    (axes, correction), (x, where, mean), (d_variance, d_mean) = config, residuals, cotangents
+    wide = selected(widened(x), where)
+    n = moments.count(wide, axes, where)
+    freedom = jnp.where(n > correction, n - correction, jnp.inf)
+    slope = 2 * jnp.conj(moments.deviations(wide, mean, where))  # of the sum of squares
+    d_x = slope * (d_variance / freedom) + d_mean / jnp.maximum(n, 1)
+    return selected(d_x, where).astype(x.dtype), None
+
+
+@differentiable(_variance_and_mean_forward, _variance_and_mean_reverse, static_argnums=(0,))
+def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, Array]:
+    """Both with the reduced axes kept, in the dtype in which they are accumulated."""
+    variance, mean = _evaluate_variance_and_mean(config, x, where)
+    return variance, mean.centre + mean.remainder
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate_variance_and_mean(
+    config: _AxesAndCorrection, x: Array, where: Array | None
+) -> tuple[Array, moments.Mean]:
+    axes, correction = config
+    row_axes = tuple(a - x.ndim for a in axes)
+
+    def of_rows(x: Array, where: Array | None) -> tuple[tuple[Array, moments.Mean], tuple[()]]:
+        wide = selected(widened(x), where)
+        mean = moments.mean(wide, row_axes, where)
+        squares = moments.squares(moments.deviations(wide, mean, where), row_axes)
+        freedom = moments.count(wide, row_axes, where) - correction
+        # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
+        variance = jnp.where(freedom > 0, squares / jnp.where(freedom > 0, freedom, 1), 0 * squares)
+        return (variance, mean), ()
+
+    (variance, mean), _ = by_row_blocks(of_rows, min(axes, default=0), x, where)
+    return variance, mean
 
 
 def _reduction_arguments(
@@ -288,27 +335,3 @@ def _reduction_arguments(
     if where is None:
         return x, axes, None
     return x, axes, at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
-
-
-def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
-    """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
-    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
-
-
-def _count(x: Array, axes: tuple[int, ...], where: Array | None) -> Array:
-    """How many elements of `x` are unmasked, in the real dtype of `x`, with the reduced axes kept."""
-    dtype = jnp.finfo(x.dtype).dtype
-    if where is None:
-        return jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), dtype)
-    # Counted before it is broadcast: cheaper, and the integer cannot overflow where the array is huge.
-    repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-    return jnp.sum(where, axes, keepdims=True).astype(dtype) * repeats
-
-
-def _float_dtype(x: Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
-
-
-def _widened(x: Array) -> Array:
-    """`x` in a dtype in which it is safe to accumulate."""
-    return x.astype(jnp.promote_types(_float_dtype(x), jnp.float32))

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._errors import as_float_array, as_mask, at_rank_of, canonical_axes
+from masksafe._moments import selected, widened
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axis
-from masksafe.select import selected
 
 Axes = tuple[int, ...]
 
@@ -153,7 +153,7 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     z, shift = _shifted(axes, x, where)
     is_infinite = shift == jnp.inf  # then so is the sum, but inf - inf is NaN
-    z, shift = jnp.where(is_infinite, selected(_widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
+    z, shift = jnp.where(is_infinite, selected(widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
     # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
     total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return _where_alive(axes, where, shift + jnp.log(total), -jnp.inf)
@@ -168,7 +168,7 @@ def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, 
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
     dtype = probs.dtype
-    probs, d_probs = _widened(probs), selected(_widened(d_probs), where, 0)
+    probs, d_probs = widened(probs), selected(widened(d_probs), where, 0)
     d_x = probs * (d_probs - jnp.sum(probs * d_probs, axes, keepdims=True))
     return selected(d_x, where, 0).astype(dtype), None
 
@@ -195,7 +195,7 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
 @functools.partial(jax.jit, static_argnums=0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
-    probs, d_wide = jnp.exp(_widened(log_probs)), selected(_widened(d_log_probs), where, 0)
+    probs, d_wide = jnp.exp(widened(log_probs)), selected(widened(d_log_probs), where, 0)
     d_x = d_wide - probs * jnp.sum(d_wide, axes, keepdims=True)
     return selected(d_x, where, 0).astype(log_probs.dtype), None
 
@@ -217,8 +217,8 @@ def _shifted(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
     """Widened x minus its largest unmasked element, with -inf under the mask; and that element, or 0 for -inf."""
     x = selected(x, where, -jnp.inf)
     largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
-    shift = _widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
-    return _widened(x) - shift, shift
+    shift = widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
+    return widened(x) - shift, shift
 
 
 def _where_alive(axes: Axes, where: Array | None, reduced: Array, dead: float) -> Array:
@@ -226,7 +226,3 @@ def _where_alive(axes: Axes, where: Array | None, reduced: Array, dead: float) -
     if where is None:
         return reduced
     return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(dead, reduced.dtype))
-
-
-def _widened(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -30,8 +30,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._blocks import is_sharded, map_row_blocks
+from masksafe._moments import selected
 from masksafe._typing import Array
-from masksafe.select import selected
 
 
 class Rows(NamedTuple):

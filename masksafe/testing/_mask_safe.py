@@ -1,4 +1,4 @@
-"""Assertions with which users prove of their own code what masksafe promises of its ops."""
+"""Whether the masked elements of a function's arguments are gone."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,7 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Tree = Any
+from masksafe.testing._trees import (
+    Tree,
+    as_jax,
+    bits,
+    first_index,
+    generator,
+    is_float,
+    only_floats,
+    random_like,
+    weighted_sum,
+    with_arguments,
+    with_floats,
+)
+
 _TRANSFORMS = ("eager", "jit", "vmap")
 _PRODUCT = "Hessian-vector product"
 _RANDOM = "random numbers"
@@ -102,9 +115,9 @@ def assert_mask_safe(
     """
     __tracebackhide__ = True
     _check_arguments(args, masked, order, transforms)
-    rng = np.random.default_rng(seed)
+    rng = generator(seed)
     masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
-    harmless = _with_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
+    harmless = with_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
     probe = _probe(fn, harmless, output_mask, order, rng)
 
     for transform in transforms:
@@ -140,24 +153,24 @@ def _probe(
     """The function of `args` that returns every value and derivative to compare."""
     outputs = jax.eval_shape(fn, *args)
     kept = _kept_outputs(outputs, output_mask)
-    weights = _random_like(outputs, rng)
-    floats = [i for i, arg in enumerate(args) if jax.tree.leaves(_only_floats(arg))]
-    directions = _random_like([_only_floats(args[i]) for i in floats], rng)
-    if not floats or not any(_is_float(out) for out in jax.tree.leaves(outputs)):
+    weights = random_like(outputs, rng)
+    floats = [i for i, arg in enumerate(args) if jax.tree.leaves(only_floats(arg))]
+    directions = random_like([only_floats(args[i]) for i in floats], rng)
+    if not floats or not any(is_float(out) for out in jax.tree.leaves(outputs)):
         order = 0
 
     def probe(*args: Any) -> Quantities:
         def combination(chosen: list[Tree]) -> Any:
-            new = {i: _with_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
-            return _weighted_sum(fn(*_with_arguments(args, new)), weights, kept)
+            new = {i: with_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
+            return weighted_sum(fn(*with_arguments(args, new)), weights, kept)
 
         def slope(chosen: list[Tree]) -> Any:
             gradient = jax.grad(combination)(chosen)
-            return _weighted_sum(gradient, directions, jax.tree.map(lambda _: True, gradient))
+            return weighted_sum(gradient, directions, jax.tree.map(lambda _: True, gradient))
 
         values = jax.tree.map(lambda out, keep: jnp.where(keep, out, jnp.zeros_like(out)), fn(*args), kept)
         quantities: Quantities = {_Quantity(0, "value", None): values}
-        chosen = [jax.tree.map(jnp.asarray, _only_floats(args[i])) for i in floats]
+        chosen = [jax.tree.map(jnp.asarray, only_floats(args[i])) for i in floats]
         if order >= 1:
             quantities |= _by_argument(1, "gradient", floats, jax.grad(combination)(chosen))
         if order >= 2:
@@ -179,39 +192,8 @@ def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
     return jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
 
 
-def _random_like(tree: Tree, rng: np.random.Generator) -> Tree:
-    return jax.tree.map(lambda leaf: rng.normal(size=np.shape(leaf)), tree)
-
-
-def _weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
-    """The sum of the float leaves times their weights, in float32 at least."""
-    total = jnp.zeros((), jnp.float32)
-    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
-        if _is_float(value):
-            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-            total = total + jnp.sum(jnp.where(keep, wide * jnp.asarray(weight, wide.dtype), 0))
-    return total
-
-
 def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[Tree]) -> Quantities:
     return {_Quantity(order, derivative, i): tree for i, tree in zip(arguments, trees, strict=True)}
-
-
-def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
-
-
-def _only_floats(arg: Tree) -> Tree:
-    """The argument with None, which is no leaf, in place of what has no gradient."""
-    return jax.tree.map(lambda leaf: leaf if _is_float(leaf) else None, arg)
-
-
-def _with_floats(arg: Tree, floats: Tree) -> Tree:
-    return jax.tree.map(lambda leaf, new: leaf if new is None else new, arg, floats)
-
-
-def _with_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
-    return tuple(new.get(i, arg) for i, arg in enumerate(args))
 
 
 def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
@@ -221,11 +203,7 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
         return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
 
     ways: dict[str, Callable[..., Quantities]] = {"eager": probe, "jit": jax.jit(probe), "vmap": jax.jit(run_twice)}
-    return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(_as_jax, args)))
-
-
-def _as_jax(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+    return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
 # What is put under the mask.
@@ -266,9 +244,9 @@ def _fillings(
     for i, mask in masks.items():
         for name in _garbage_names(args[i], garbage):
             filled = jax.tree.map(functools.partial(_fill, name=name, garbage=garbage, rng=rng), args[i], mask)
-            yield i, name, _with_arguments(args, {i: filled})
+            yield i, name, with_arguments(args, {i: filled})
     fill = functools.partial(_fill, name=_MIXTURE, garbage=garbage, rng=rng)
-    yield None, _MIXTURE, _with_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+    yield None, _MIXTURE, with_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
 
 
 def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
@@ -279,7 +257,7 @@ def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
     """What an array of this dtype can be filled with, by name."""
     if leaf.dtype == np.bool_:
         candidates: Sequence[float] = (False, True)
-    elif _is_float(leaf):
+    elif is_float(leaf):
         extremes = jnp.finfo(leaf.dtype)
         usual = (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
         candidates = usual if garbage is None else garbage
@@ -309,7 +287,7 @@ def _fill(
 def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if leaf.dtype == np.bool_:
         return rng.integers(2, size=leaf.shape).astype(bool)
-    if _is_float(leaf):
+    if is_float(leaf):
         return rng.normal(scale=100.0, size=leaf.shape).astype(leaf.dtype)
     limits = jnp.iinfo(leaf.dtype)
     return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
@@ -333,12 +311,12 @@ def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> N
     if quantity.argument is None or quantity.argument not in case.masks:
         return
     arg, masks = case.args[quantity.argument], case.masks[quantity.argument]
-    masks = jax.tree.map(lambda leaf, mask: mask if _is_float(leaf) else None, arg, masks)
+    masks = jax.tree.map(lambda leaf, mask: mask if is_float(leaf) else None, arg, masks)
     for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(masks), strict=True):
         mask = np.broadcast_to(leaf_mask, array.shape)
         wrong = mask & (array != 0)
         if wrong.any():
-            index = _first(wrong)
+            index = first_index(wrong)
             text = (
                 f"{wrong.sum()} of {mask.sum()} masked elements have a {_noun(quantity)} that is not 0, "
                 f"the first at index {index}: {array[index]}"
@@ -349,9 +327,9 @@ def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> N
 def _assert_same_bits(quantity: _Quantity, actual: Tree, expected: Tree, case: _Case) -> None:
     __tracebackhide__ = True
     for array, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        wrong = _bits(array) != _bits(reference)
+        wrong = bits(array) != bits(reference)
         if wrong.any():
-            index = _first(wrong)
+            index = first_index(wrong)
             text = (
                 f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
                 f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
@@ -365,25 +343,12 @@ def _assert_finite(quantities: Quantities) -> None:
         for array in jax.tree.leaves(tree):
             wrong = ~np.isfinite(np.asarray(array, np.float64))
             if wrong.any():
-                index = _first(wrong)
+                index = first_index(wrong)
                 raise AssertionError(
                     "With everything masked, a result is not finite.\n"
                     f"  derivative: {quantity}\n"
                     f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}: {array[index]}"
                 )
-
-
-def _bits(array: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers, with one integer for every NaN."""
-    if not _is_float(array):
-        return array
-    array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
-    bits: np.ndarray = array.view(f"u{array.dtype.itemsize}")
-    return bits
-
-
-def _first(wrong: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.argwhere(wrong)[0])
 
 
 def _noun(quantity: _Quantity) -> str:

@@ -1,0 +1,75 @@
+r"""Counts, means and variances of what is unmasked.
+
+The mean :math:`\mu` is kept in two parts. Its rounding error is as large as :math:`2^{-24} |\mu|`, which for a
+large mean and a small spread is all that is left of a deviation; so the mean of the deviations from the rounded
+mean, the remainder, is taken off as well:
+
+.. math::
+  c = \frac{1}{n} \sum_i x_i, \qquad
+  r = \frac{1}{n} \sum_i (x_i - c), \qquad
+  \mu = c + r, \qquad
+  \sum_i (x_i - \mu)^2 = \sum_i ((x_i - c) - r)^2.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from masksafe._typing import Array
+
+Axes = tuple[int, ...]
+
+
+class Mean(NamedTuple):
+    """The mean of each slice, in two parts; the reduced axes are kept, with size 1."""
+
+    centre: Array
+    remainder: Array
+
+
+def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
+    """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
+    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
+
+
+def widened(x: Array) -> Array:
+    """`x` in a dtype in which it is safe to accumulate."""
+    return x.astype(jnp.promote_types(float_dtype(x), jnp.float32))
+
+
+def float_dtype(x: Array) -> Any:
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def count(x: Array, axes: Axes, where: Array | None) -> Array:
+    """How many elements of `x` are unmasked, in the real dtype of `x`, with the reduced axes kept."""
+    dtype = jnp.finfo(x.dtype).dtype
+    if where is None:
+        return jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), dtype)
+    # Counted before it is broadcast: cheaper, and the integer cannot overflow where the array is huge.
+    repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
+    return jnp.sum(where, axes, keepdims=True).astype(dtype) * repeats
+
+
+def average(x: Array, axes: Axes, where: Array | None) -> Array:
+    """The mean of a wide array with 0 under the mask, 0 if nothing is left; the reduced axes are kept."""
+    return jnp.sum(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
+
+
+def mean(x: Array, axes: Axes, where: Array | None) -> Mean:
+    """The mean of a wide array with 0 under the mask; 0 if nothing is left."""
+    centre = average(x, axes, where)
+    remainder = average(selected(x - centre, where), axes, where)
+    # An infinite mean is infinite, although inf - inf is not.
+    return Mean(centre, jnp.where(jnp.isfinite(centre), remainder, 0))
+
+
+def deviations(x: Array, mean: Mean, where: Array | None) -> Array:
+    """How far each element of a wide array is from its mean; 0 under the mask."""
+    return selected(x - mean.centre - mean.remainder, where)
+
+
+def squares(x: Array, axes: Axes) -> Array:
+    """The sum of squared magnitudes; the reduced axes are kept."""
+    return jnp.sum(jnp.real(x * jnp.conj(x)), axes, keepdims=True)

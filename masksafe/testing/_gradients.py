@@ -1,0 +1,109 @@
+"""Whether a function's derivatives are those of its values."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.test_util import check_grads
+
+from masksafe._rules import forward_mode
+from masksafe.testing._trees import generator, only_floats, random_like, with_floats
+
+_MODES = ("fwd", "rev")
+
+
+def assert_gradients(
+    fn: Callable[..., Any],
+    *args: Any,
+    order: int = 2,
+    modes: Sequence[str] = _MODES,
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> None:
+    r"""Asserts that the derivatives of a function, in both modes of autodiff, are those of its values.
+
+    With all floats widened to float64, on the CPU, each mode is compared with finite differences along random
+    directions, up to derivatives of the given order; and the two modes with each other: for random tangents
+    :math:`v` of the arguments and cotangents :math:`w` of the outputs,
+
+    .. math:: \langle w, J v \rangle = \langle J^T w, v \rangle.
+
+    Reverse mode goes through the hand-written rules of `jax.custom_vjp` functions. Forward mode runs inside
+    `masksafe.forward_mode`.
+
+    Args:
+      fn: any JAX function of `args` that returns an array or a pytree of arrays. What it closes over is not widened:
+        pass arrays on whose precision the result depends as arguments.
+      *args: arrays or pytrees of arrays at which `fn` is smooth. Derivatives are taken with respect to their floats.
+      order: highest derivative that is looked at.
+      modes: "fwd", "rev" or both. A `jax.custom_vjp` function of another library has reverse mode only.
+      rtol: allowed relative error against finite differences; by default that of `jax.test_util.check_grads`.
+      atol: allowed absolute error; by default the same.
+      seed: of the random directions for the comparison of the modes.
+
+    Raises:
+      AssertionError: if a derivative is wrong.
+      ValueError: for a mode that does not exist, or if no argument has a float.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from masksafe.testing import assert_gradients
+      >>> @jax.custom_vjp
+      ... def square(x):
+      ...     return x**2
+      >>> square.defvjp(lambda x: (x**2, x), lambda x, d: (x * d,))  # it should be 2 * x * d
+      >>> assert_gradients(square, jnp.array(3.0), modes=("rev",))
+      Traceback (most recent call last):
+      ...
+      AssertionError: ...
+    """
+    __tracebackhide__ = True
+    if not modes or not set(modes) <= set(_MODES):
+        raise ValueError(f"assert_gradients: modes has {list(modes)}; expected some of {_MODES}.")
+    if not jax.tree.leaves(only_floats(args)):
+        raise ValueError("assert_gradients: args has no floats; expected an array to differentiate with respect to.")
+    cpu = jax.devices("cpu")[0]
+    with jax.enable_x64(True), jax.default_device(cpu):
+        wide = jax.tree.map(lambda leaf: jax.device_put(_widened(leaf), cpu), only_floats(args))
+
+        def of_floats(floats: Any) -> Any:
+            return only_floats(fn(*with_floats(args, floats)))
+
+        if "rev" in modes:
+            check_grads(of_floats, (wide,), order, ("rev",), atol=atol, rtol=rtol)
+        if "fwd" in modes:
+            with forward_mode():
+                check_grads(of_floats, (wide,), order, ("fwd",), atol=atol, rtol=rtol)
+        if set(modes) == set(_MODES):
+            _assert_modes_agree(of_floats, wide, generator(seed))
+
+
+def _widened(leaf: Any) -> np.ndarray:
+    return np.asarray(leaf).astype(np.float64)
+
+
+def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Generator) -> None:
+    __tracebackhide__ = True
+    tangent = random_like(primal, rng)
+    with forward_mode():
+        outputs, forward = jax.jvp(fn, (primal,), (tangent,))
+    cotangent = jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), outputs, random_like(outputs, rng))
+    (reverse,) = jax.vjp(fn, primal)[1](cotangent)
+    along, back = _dot(cotangent, forward), _dot(reverse, tangent)
+    scale = sum(float(np.abs(np.asarray(w) * v).sum()) for w, v in _pairs(reverse, tangent))
+    if not abs(along - back) <= 1e-9 * max(scale, 1e-300):
+        raise AssertionError(
+            "The two modes of autodiff disagree.\n"
+            f"  forward: the cotangent times the output's tangent is {along}\n"
+            f"  reverse: the input's cotangent times the tangent is {back}"
+        )
+
+
+def _dot(one: Any, other: Any) -> float:
+    return sum(float((np.asarray(a) * np.asarray(b)).sum()) for a, b in _pairs(one, other))
+
+
+def _pairs(one: Any, other: Any) -> Any:
+    return zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)

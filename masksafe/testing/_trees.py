@@ -1,0 +1,63 @@
+"""What the assertions share: the floats of pytrees, and random weights for them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+
+
+def is_float(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def only_floats(arg: Tree) -> Tree:
+    """The argument with None, which is no leaf, in place of what has no gradient."""
+    return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, arg)
+
+
+def with_floats(arg: Tree, floats: Tree) -> Tree:
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, arg, floats)
+
+
+def with_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
+    return tuple(new.get(i, arg) for i, arg in enumerate(args))
+
+
+def as_jax(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def generator(seed: int) -> np.random.Generator:
+    """Random numbers that are not those of a user's `default_rng(seed)`: weights that equal the data hide bugs."""
+    return np.random.default_rng((seed, 0x6D61736B))
+
+
+def random_like(tree: Tree, rng: np.random.Generator) -> Tree:
+    return jax.tree.map(lambda leaf: rng.normal(size=np.shape(leaf)), tree)
+
+
+def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
+    """The sum of the float leaves times their weights, in float32 at least."""
+    total = jnp.zeros((), jnp.float32)
+    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
+        if is_float(value):
+            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
+            total = total + jnp.sum(jnp.where(keep, wide * jnp.asarray(weight, wide.dtype), 0))
+    return total
+
+
+def first_index(wrong: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argwhere(wrong)[0])
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The array as unsigned integers, with one integer for every NaN."""
+    if not is_float(array):
+        return array
+    array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
+    bits: np.ndarray = array.view(f"u{array.dtype.itemsize}")
+    return bits

@@ -1,0 +1,259 @@
+"""assert_consistent and assert_gradients find what they are there to find, and only that."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_batching import custom_vmap
+
+import masksafe
+from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_gradients
+from masksafe.testing._modes import MODES
+
+X = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+
+
+def is_traced(x):
+    return isinstance(x, jax.core.Tracer)
+
+
+# Planted bugs, each with what the report must say of it.
+
+
+@jax.custom_vjp
+def norm_with_a_forward_rule_for_another_axis(x):
+    return jax.nn.standardize(x, axis=1)
+
+
+norm_with_a_forward_rule_for_another_axis.defvjp(
+    lambda x: (jax.nn.standardize(x, axis=-1), x),
+    lambda x, d_y: jax.vjp(lambda x: jax.nn.standardize(x, axis=-1), x)[1](d_y),
+)
+
+
+@jax.custom_vjp
+def reverse_rule_that_knows_whether_it_is_compiled(x):
+    return jnp.sin(x)
+
+
+reverse_rule_that_knows_whether_it_is_compiled.defvjp(
+    lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) * d * (2 if is_traced(x) else 1),)
+)
+
+
+@custom_vmap
+def norm_with_a_batching_rule_for_the_last_axis(x):
+    return masksafe.standardize(x, axis=0)
+
+
+@norm_with_a_batching_rule_for_the_last_axis.def_vmap
+def _(axis_size, in_batched, x):
+    return masksafe.standardize(x, axis=-1), True
+
+
+def fast_variance(x):
+    x = x + 1e4
+    return jax.lax.rsqrt(jnp.mean(x**2, -1) - jnp.mean(x, -1) ** 2 + 1e-6)
+
+
+BUGS = {
+    "forward rule for another axis": (norm_with_a_forward_rule_for_another_axis, r"against value_and_grad: 4\d of 48 "),
+    "compiled otherwise": (lambda x: x * 2 if is_traced(x) else x * 3, r"op by op, eager against jit, vmap, "),
+    "compiled gradient": (reverse_rule_that_knows_whether_it_is_compiled, r"gradient with respect to argument 0, "),
+    "batching rule": (norm_with_a_batching_rule_for_the_last_axis, r"against vmap, vmap, last axis: "),
+    "cancellation": (fast_variance, r"against float64: "),
+    "NaN": (lambda x: jnp.where(x > 0, x, jnp.nan) if is_traced(x) else x, r"max absolute error inf"),
+    "dtype": (lambda x: x.astype(jnp.bfloat16) if is_traced(x) else x, r"dtype float32 against bfloat16"),
+    "shape": (lambda x: x[None] if is_traced(x) else x, r"shape \(2, 3, 8\) against \(1, 2, 3, 8\)"),
+    "integers": (lambda x: jnp.arange(3) + is_traced(x), r"3 of 3 elements differ, max absolute error 1"),
+    "error": (lambda x: x + (float(x[0, 0, 0]) * 0), r"jit raises ConcretizationTypeError: "),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bug_is_found(name):
+    fn, text = BUGS[name]
+    with pytest.raises(AssertionError) as report:
+        assert_consistent(fn, X)
+    assert re.search(text, str(report.value)), str(report.value)
+
+
+def test_every_disagreeing_pair_is_listed_with_the_worst_element():
+    def fn(x):
+        return x.at[1].add(0.5) if is_traced(x) else x
+
+    with pytest.raises(AssertionError) as report:
+        assert_consistent(fn, jnp.array([1.0, 2.0, 4.0]), modes=("op by op", "jit", "float64"), grad=False)
+    assert str(report.value).splitlines() == [
+        "The function does not give one answer.",
+        "  value, float32[3]:",
+        "    op by op against jit: 1 of 3 elements differ, max absolute error 0.5, relative 0.2; "
+        "worst at index (1,): 2.0 against 2.5",
+        "    op by op against float64: 1 of 3 elements differ, max absolute error 0.5, relative 0.2; "
+        "worst at index (1,): 2.0 against 2.5",
+    ]
+
+
+def test_outputs_and_arguments_are_named():
+    def fn(params, x):
+        y = params["w"] * x
+        return {"y": reverse_rule_that_knows_whether_it_is_compiled(y), "x": x if is_traced(x) else -x}
+
+    with pytest.raises(AssertionError) as report:
+        assert_consistent(fn, {"w": jnp.ones(3)}, jnp.arange(3.0), modes=("op by op", "jit"))
+    assert "value output['x'], float32[3]" in str(report.value)
+    assert "value output['y']" not in str(report.value)
+    assert "gradient with respect to argument 0['w'], float32[3]" in str(report.value)
+
+
+def test_modes_can_be_chosen():
+    fn = lambda x: x * 2 if is_traced(x) else x  # noqa: E731
+    assert_consistent(fn, X, modes=("jit", "vmap", "scan"))
+    with pytest.raises(ValueError, match=r"assert_consistent: modes has .'fast'.; expected some of"):
+        assert_consistent(fn, X, modes=("fast",))
+
+
+def test_tolerances_can_be_chosen():
+    fn = lambda x: x * 1.001 if is_traced(x) else x  # noqa: E731
+    with pytest.raises(AssertionError):
+        assert_consistent(fn, X)
+    assert_consistent(fn, X, rtol=1e-2)
+    assert_consistent(fn, X, rtol=0, atol=0.1)
+
+
+def test_error_of_every_mode_is_the_functions_own():
+    with pytest.raises(ZeroDivisionError):
+        assert_consistent(lambda x: x / (1 // 0), X)
+
+
+# What is right is left alone.
+
+
+def mlp(params, x, where):
+    hidden = jax.nn.gelu(masksafe.rms_norm(x @ params["in"], where=where[..., None]))
+    return {"logits": hidden @ params["out"], "alive": where.sum(-1)}
+
+
+CLEAN = {
+    "softmax": (jax.nn.softmax, X),
+    "bfloat16": (lambda x: jax.nn.softmax(x) @ jnp.eye(8, 2, dtype=x.dtype), jnp.asarray(X, jnp.bfloat16)),
+    "float16": (lambda x: jnp.tanh(x) * 3, jnp.asarray(X, jnp.float16)),
+    "scalar": (jnp.sin, jnp.array(0.5)),
+    "integers only": (lambda x: x // 2, jnp.arange(6)),
+    "infinities and NaN": (lambda x: jnp.log(jnp.floor(x)), X),
+    "numbers and keys": (
+        lambda x, n, key: x * n + jax.random.normal(key, x.shape, jnp.float32),
+        X,
+        3,
+        jax.random.key(0),
+    ),
+    "parameters": (
+        mlp,
+        {"in": X[0].T @ X[0, :, :5], "out": X[0, :, :5].T},
+        X,
+        np.array([[True, False, True], [False] * 3]),
+    ),
+    "custom_vjp of another library": (reverse_rule_of_sin := jax.custom_vjp(jnp.sin), X),
+    "attention": (
+        lambda q, k, v, lengths: masksafe.dot_product_attention(q, k, v, key_value_seq_lengths=lengths),
+        *np.split(np.random.default_rng(0).normal(size=(6, 4, 2, 8)).astype(np.float32), 3),
+        np.array([2, 0], np.int32),
+    ),
+    "cross-entropy": (
+        lambda logits, labels: masksafe.losses.softmax_cross_entropy_with_integer_labels(
+            logits, labels, where=labels != -100
+        ),
+        X,
+        np.array([[1, 2, -100], [7, 0, -100]]),
+    ),
+}
+reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) * d,))
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_function_that_gives_one_answer_passes(name):
+    fn, *args = CLEAN[name]
+    assert_consistent(fn, *args)
+
+
+@pytest.mark.parametrize("mode", CONSISTENCY_MODES)
+def test_every_mode_runs_here(mode):
+    identity = lambda fn: fn  # noqa: E731
+    ways = dict(MODES[mode].run(lambda x: {"": x * 2}, [jnp.asarray(X)], identity))
+    assert len(ways) == {"devices": 8, "sharded": 2}.get(mode, 1)
+    assert all(way.startswith(mode) for way in ways) or mode == "devices"
+    for results in ways.values():
+        np.testing.assert_allclose(results[""], 2 * X)
+
+
+def test_sharded_arrays_are_split_where_their_axes_divide():
+    arrays = [jnp.ones((8, 16)), jnp.ones((3, 8)), jnp.ones(())]
+    shardings = []
+
+    def look(*arrays):
+        jax.debug.inspect_array_sharding(arrays[0], callback=shardings.append)
+        return {"": arrays[0]}
+
+    ways = dict(MODES["sharded"].run(look, arrays, lambda fn: fn))
+    assert [sharding.shard_shape((8, 16)) for sharding in shardings] == [(1, 16), (8, 2)]
+    assert all("over 8 cpu devices" in way for way in ways)
+
+
+# assert_gradients
+
+
+@pytest.mark.parametrize("name", ["softmax", "scalar", "numbers and keys", "parameters", "attention", "cross-entropy"])
+def test_right_gradients_pass(name):
+    fn, *args = CLEAN[name]
+    assert_gradients(fn, *args, order=1)
+
+
+def test_second_derivatives_are_looked_at():
+    @jax.custom_vjp
+    def fn(x):
+        return x**3
+
+    fn.defvjp(lambda x: (x**3, x), lambda x, d: (3 * jax.lax.stop_gradient(x) ** 2 * d,))
+    assert_gradients(fn, jnp.array(2.0), order=1, modes=("rev",))
+    with pytest.raises(AssertionError):
+        assert_gradients(fn, jnp.array(2.0), order=2, modes=("rev",))
+
+
+def test_wrong_tangent_is_found_by_the_forward_mode():
+    @jax.custom_jvp
+    def fn(x):
+        return jnp.sin(x)
+
+    fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0] * 0.99 * jnp.cos(primals[0])))
+    with pytest.raises(AssertionError):
+        assert_gradients(fn, X, modes=("fwd",))
+
+
+def test_modes_that_disagree_are_found():
+    rule = jax.custom_jvp(jnp.sin)
+
+    @functools.partial(rule.defjvp)
+    def _(primals, tangents):
+        # Linear, with a transpose that is not its own.
+        x, t = primals[0], tangents[0]
+        wrong = jax.custom_derivatives.linear_call(lambda c, t: c * t, lambda c, t: 1.0000001 * c * t, jnp.cos(x), t)
+        return jnp.sin(x), wrong
+
+    with pytest.raises(AssertionError, match="The two modes of autodiff disagree"):
+        assert_gradients(rule, X, order=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: assert_gradients(jnp.sin, X, modes=("backward",)), "assert_gradients: modes has .'backward'."),
+        (lambda: assert_gradients(jnp.sin, X, modes=()), "assert_gradients: modes has "),
+        (lambda: assert_gradients(lambda x: x, jnp.arange(3)), "assert_gradients: args has no floats"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
