@@ -2,7 +2,9 @@
 
 from masksafe import losses as losses
 from masksafe import testing as testing
-from masksafe._rules import forward_mode as forward_mode
+from masksafe._switches import forward_mode as forward_mode
+from masksafe._switches import label_checks as label_checks
+from masksafe._switches import set_label_checks as set_label_checks
 from masksafe.attention import dot_product_attention as dot_product_attention
 from masksafe.normalization import layer_norm as layer_norm
 from masksafe.normalization import rms_norm as rms_norm

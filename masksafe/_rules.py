@@ -1,51 +1,22 @@
-"""How an op gets its hand-written reverse rule, and how `forward_mode` steps round it.
+"""How an op gets its hand-written reverse rule, and how the switches step round it.
 
 JAX refuses pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) through a `jax.custom_vjp`
-function, because such a function has no rule for it. The primal of every op here is itself safe to
-differentiate, so inside `forward_mode` the primal takes the place of the `custom_vjp` function.
+function, because such a function has no rule for it; and it may lose the gradient of one that checkify has
+been through. The primal of every op here is itself safe to differentiate, so there the primal takes the place
+of the `custom_vjp` function.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from masksafe._switches import uses_plain_rules
+
 Primal = TypeVar("Primal", bound=Callable[..., Any])
-
-# JAX keeps the value of a user context in the key of its compilation cache: a jitted function is traced
-# again when the mode changes, and the older program is found again when it changes back.
-_forward_mode = jax.make_user_context(default_value=False)
-
-
-@contextlib.contextmanager
-def forward_mode() -> Iterator[None]:
-    """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
-
-    Outside of it an op is a `jax.custom_vjp` function: the fastest reverse mode, and `jax.hessian`
-    (forward over reverse), but no pure forward mode. Inside, both modes work by JAX's own rules with
-    the same values and the same masks; reverse mode may keep more memory alive.
-    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering.
-
-    One thing is promised outside only: that a row whose bad label or NaN the user selects away behind the
-    loss (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, say it with `where`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, masksafe
-      >>> labels = jnp.array([0, -100])
-      >>> def loss(logits):
-      ...     return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=labels != -100)
-      >>> logits = jnp.array([[2.0, 0.0], [jnp.nan, 1.0]])
-      >>> with masksafe.forward_mode():
-      ...     value, tangent = jax.jvp(loss, (logits,), (jnp.ones_like(logits).at[0, 0].set(0.0),))
-      >>> print(value.round(4), tangent.round(4))
-      [0.1269 0.    ] [0.1192 0.    ]
-    """
-    with _forward_mode(True):
-        yield
 
 
 def differentiable(
@@ -64,7 +35,7 @@ def differentiable(
 
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
-            if _forward_mode.value:
+            if uses_plain_rules():
                 return primal(*args)
             return with_reverse_rule(*_varying_alike(args))
 

@@ -19,6 +19,7 @@ from masksafe._errors import (
 )
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axis
+from masksafe.checks import check_distributions, check_integer_labels
 from masksafe.losses._cross_entropy_rows import (
     Rows,
     evaluate_rows,
@@ -198,7 +199,9 @@ def softmax_cross_entropy_with_integer_labels(
     rows = broadcast_shapes(op, logits=_without(axes, logits.shape), labels=labels.shape)
     shape = _with(axes, rows, logits.shape)
     where = _canonical_where(op, where, axes, shape, logits.ndim)
-    return _cross_entropy(axes, logits.dtype, _broadcast(logits, shape), _broadcast(labels, rows), where)
+    labels = _broadcast(labels, rows)
+    check_integer_labels(op, labels, where, axes, shape)
+    return _cross_entropy(axes, logits.dtype, _broadcast(logits, shape), labels, where)
 
 
 def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> Array:
@@ -215,7 +218,9 @@ def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, wher
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
     where = _canonical_where(op, where, axes, shape, logits.ndim)
-    return _cross_entropy(axes, dtype, _broadcast(logits, shape), _broadcast(labels, shape), where)
+    labels = _broadcast(labels, shape)
+    check_distributions(op, labels, where, axes)
+    return _cross_entropy(axes, dtype, _broadcast(logits, shape), labels, where)
 
 
 def _canonical_where(

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.test_util import check_grads
 
-from masksafe._rules import forward_mode
+from masksafe._switches import forward_mode
 from masksafe.testing._trees import generator, only_floats, random_like, with_floats
 
 _MODES = ("fwd", "rev")

@@ -1,0 +1,330 @@
+"""The checks of labels, in their three modes."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec
+
+import masksafe
+
+CLASSES = 5
+LOGITS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3, CLASSES)), jnp.float32)
+LABELS = jnp.array([[0, 1, 2], [3, 5, 4], [0, -1, 7], [1, 1, 1]])
+GOOD = jnp.clip(LABELS, 0, CLASSES - 1)
+TEXT = "softmax_cross_entropy_with_integer_labels: 3 of 12 labels are outside [0, 5); first at (1, 1): 5"
+SOFT = jax.nn.one_hot(GOOD, CLASSES)
+
+integer_loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+soft_losses = [masksafe.losses.softmax_cross_entropy, masksafe.losses.safe_softmax_cross_entropy]
+
+
+def mean_loss(logits, labels):
+    return masksafe.mean(integer_loss(logits, labels))
+
+
+def in_scan(fn):
+    """The sum over the rows, each in a step of a scan."""
+
+    def scanned(logits, labels):
+        step = lambda total, row: (total + fn(*row), None)  # noqa: E731
+        return lax.scan(step, 0.0, (logits, labels))[0]
+
+    return scanned
+
+
+def in_while(fn):
+    def looped(logits, labels):
+        step = lambda carry: (carry[0] + 1, carry[1] + fn(logits[carry[0]], labels[carry[0]]))  # noqa: E731
+        return lax.while_loop(lambda carry: carry[0] < len(labels), step, (0, 0.0))[1]
+
+    return looped
+
+
+def in_cond(fn):
+    return lambda logits, labels: lax.cond(logits[0, 0, 0] < 1e9, fn, lambda *_: 0.0, logits, labels)
+
+
+def in_shard_map(fn):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("rows")
+    return jax.shard_map(lambda *a: fn(*a)[None], mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+
+
+def in_training_step(fn):
+    optimiser = optax.adam(1e-3)
+
+    def step(logits, labels):
+        loss, gradient = jax.value_and_grad(fn)(logits, labels)
+        updates, _ = optimiser.update(gradient, optimiser.init(logits))
+        return loss, optax.apply_updates(logits, updates)
+
+    return step
+
+
+WAYS = {
+    "eager": lambda fn: fn,
+    "jit": jax.jit,
+    "grad": jax.grad,
+    "jit of value_and_grad": lambda fn: jax.jit(jax.value_and_grad(fn)),
+    "grad of jit": lambda fn: jax.grad(jax.jit(fn)),
+    "vmap": jax.vmap,
+    "jit of vmap of grad": lambda fn: jax.jit(jax.vmap(jax.grad(fn))),
+    "scan": in_scan,
+    "while": in_while,
+    "cond": in_cond,
+    "grad of remat": lambda fn: jax.grad(jax.checkpoint(fn)),
+    "training step": lambda fn: jax.jit(in_training_step(fn)),
+    "shard_map": in_shard_map,
+}
+
+
+# checkify
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkify_tells_which_label_is_bad(way):
+    with masksafe.label_checks("checkify"):
+        checked = jax.jit(checkify.checkify(WAYS[way](mean_loss)))
+        error, _ = checked(LOGITS, LABELS)
+        assert re.search(r"\d of \d+ labels are outside \[0, 5\); first at \(\d,( \d)?\): (5|-1|7)", error.get())
+        checked(LOGITS, GOOD)[0].throw()
+        if way in ("eager", "jit", "grad", "training step"):
+            assert TEXT in error.get()
+            assert f"called at {__file__}:" in error.get()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_checkify_gives_no_false_alarm_on_masked_labels(way):
+    def masked(logits, labels):
+        where = (labels >= 0) & (labels < CLASSES)
+        return masksafe.mean(
+            integer_loss(jnp.where(where[..., None], logits, jnp.nan), labels, where=where), where=where
+        )
+
+    with masksafe.label_checks("checkify"):
+        checks = checkify.all_checks if way != "shard_map" else checkify.user_checks
+        error, _ = checkify.checkify(WAYS[way](masked), errors=checks)(LOGITS, LABELS)
+        error.throw()
+
+
+def test_gradient_of_the_checked_function_is_the_checked_gradient():
+    with masksafe.label_checks("checkify"):
+        checked = checkify.checkify(mean_loss)
+        outside = jax.grad(lambda logits: checked(logits, GOOD)[1])(LOGITS)
+        error, inside = checkify.checkify(jax.grad(mean_loss))(LOGITS, GOOD)
+        error.throw()
+    np.testing.assert_allclose(outside, inside, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(inside, jax.grad(mean_loss)(LOGITS, GOOD), rtol=1e-5, atol=1e-7)
+    assert np.abs(inside).max() > 0
+
+
+def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan():
+    with masksafe.label_checks("checkify"):
+        error, gradient = checkify.checkify(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS)
+        assert error.get() is None  # JAX's hole; should this fail one day, the documentation can lose a paragraph
+        assert np.isnan(gradient[1, 1]).all()
+
+        def body_that_hands_its_error_on(logits, labels):
+            step = lambda total, row: (total + mean_loss(*row), None)  # noqa: E731
+            error, (total, _) = checkify.checkify(lambda *a: lax.scan(step, 0.0, a))(logits, labels)
+            return total, error
+
+        _, error = jax.grad(body_that_hands_its_error_on, has_aux=True)(LOGITS, LABELS)
+        assert "labels are outside [0, 5)" in error.get()
+    with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match=r"outside \[0, 5\)"):
+        jax.block_until_ready(jax.jit(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS))
+
+
+def test_function_that_checkify_has_not_been_through_fails_loudly():
+    with masksafe.label_checks("checkify"):
+        with pytest.raises(Exception, match=r"labels are outside \[0, 5\)"):
+            mean_loss(LOGITS, LABELS)
+        with pytest.raises(ValueError, match="checkify"):
+            jax.jit(mean_loss)(LOGITS, LABELS)
+
+
+# raise
+
+
+def test_raise_is_a_value_error_at_once_in_eager_code():
+    with masksafe.label_checks("raise"):
+        with pytest.raises(ValueError, match=re.escape(TEXT)) as error:
+            mean_loss(LOGITS, LABELS)
+        assert f"called at {__file__}:" in str(error.value)
+        mean_loss(LOGITS, GOOD)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
+def test_raise_fails_the_compiled_program(way):
+    with masksafe.label_checks("raise"):
+        step = jax.jit(WAYS[way](mean_loss))
+        with pytest.raises(jax.errors.JaxRuntimeError) as error:
+            jax.block_until_ready(step(LOGITS, LABELS))
+        assert re.search(r"\d of \d+ labels are outside \[0, 5\); first at \(\d,( \d)?\): (5|-1|7)", str(error.value))
+        assert f"called at {__file__}:" in str(error.value)
+        jax.block_until_ready(step(LOGITS, GOOD))
+
+
+def test_raise_gives_no_false_alarm_on_masked_labels():
+    with masksafe.label_checks("raise"):
+        masked = jax.jit(lambda logits, labels: integer_loss(logits, labels, where=(labels >= 0) & (labels < CLASSES)))
+        assert np.isfinite(masked(LOGITS, LABELS)).all()
+        assert np.isfinite(jax.vmap(masked)(LOGITS, LABELS)).all()
+
+
+# The text.
+
+
+@pytest.mark.parametrize(
+    ("labels", "kwargs", "text"),
+    [
+        (LABELS.at[1, 1].set(0), {}, "2 of 12 labels are outside [0, 5); first at (2, 1): -1"),
+        (LABELS, {"where": jnp.arange(4)[:, None] > 1}, "2 of 6 labels are outside [0, 5); first at (2, 1): -1"),
+        (LABELS[1], {}, "1 of 3 labels are outside [0, 5); first at (1,): 5"),
+        (LABELS[2, 2], {}, "1 of 1 labels are outside [0, 5); first at (): 7"),
+        (LABELS.astype(jnp.int8) - 100, {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
+        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
+        (GOOD, {"where": jnp.arange(5)[None, None] != 3}, "1 of 12 labels are at a masked class; first at (1, 0): 3"),
+        (
+            GOOD,
+            {"where": jnp.arange(60).reshape(4, 3, 5) > 1},
+            "1 of 12 labels are at a masked class; first at (0, 0): 0",
+        ),
+    ],
+)
+def test_text_of_integer_labels(labels, kwargs, text):
+    logits = LOGITS[(0,) * (2 - np.ndim(labels))]
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=re.escape(text)):
+        integer_loss(logits, labels, **kwargs)
+
+
+@pytest.mark.parametrize("axis", [(1, 2), (2, 1)], ids=str)
+def test_label_over_several_axes_at_a_masked_class(axis):
+    where = jnp.ones((4, 3, 5), bool).at[2, 1, 3].set(False)
+    label = 1 * 5 + 3 if axis == (1, 2) else 3 * 3 + 1
+    with masksafe.label_checks("raise"):
+        integer_loss(LOGITS, jnp.full(4, label), axis=axis, where=where.at[2].set(True))
+        with pytest.raises(ValueError, match=rf"1 of 4 labels are at a masked class; first at \(2,\): {label}"):
+            integer_loss(LOGITS, jnp.full(4, label), axis=axis, where=where)
+
+
+@pytest.mark.parametrize("loss", soft_losses, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_distributions(loss, dtype):
+    soft = jnp.asarray(jax.nn.softmax(LOGITS), dtype)
+    bad = {
+        "1 of 60 labels are negative or not finite; first at (1, 2, 3): nan": soft.at[1, 2, 3].set(jnp.nan),
+        "2 of 60 labels are negative or not finite; first at (1, 2, 3): -0.5": soft.at[1, 2, 3:].set(-0.5),
+        "1 of 60 labels are negative or not finite; first at (0, 0, 0): inf": soft.at[0, 0, 0].set(jnp.inf),
+        "1 of 12 rows of labels sum to neither 1 nor 0; first at (3, 0): ": soft.at[3, 0].set(0.5),
+    }
+    with masksafe.label_checks("raise"):
+        loss(LOGITS, soft)
+        loss(LOGITS, soft.at[2].set(0))
+        loss(LOGITS, jax.nn.one_hot(GOOD, CLASSES, dtype=int))
+        for text, labels in bad.items():
+            with pytest.raises(ValueError, match=re.escape(f"{loss.__name__}: {text}")):
+                loss(LOGITS, labels)
+
+
+def test_masked_probabilities_are_not_looked_at():
+    where = jnp.ones(LOGITS.shape, bool).at[0].set(False).at[1, 2, 3].set(False)
+    labels = jnp.where(where, SOFT, jnp.nan)
+    with masksafe.label_checks("raise"):
+        masksafe.losses.softmax_cross_entropy(LOGITS, labels, where=where)
+
+
+# The switch.
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_off_costs_nothing(gradient, monkeypatch):
+    def lowered():
+        def losses(logits, labels, soft):
+            total = mean_loss(logits, labels)
+            return total + sum(masksafe.mean(loss(logits, soft)) for loss in soft_losses)
+
+        return jax.jit(jax.grad(losses) if gradient else losses).lower(LOGITS, LABELS, SOFT).as_text()
+
+    off = lowered()
+    with masksafe.label_checks("raise"):
+        assert lowered() != off
+    for name in ("check_integer_labels", "check_distributions"):
+        monkeypatch.setattr(f"masksafe.losses._cross_entropy.{name}", lambda *args: None)
+    assert lowered() == off
+
+
+def test_switching_retraces_and_switching_back_does_not():
+    traces = []
+
+    @jax.jit
+    def step(logits, labels):
+        traces.append(len(traces))
+        return mean_loss(logits, labels)
+
+    for _ in range(2):
+        step(LOGITS, GOOD)
+        with masksafe.label_checks("raise"):
+            step(LOGITS, GOOD)
+            with masksafe.label_checks("off"):
+                step(LOGITS, LABELS)
+    assert len(traces) == 2
+
+
+def test_switch_belongs_to_its_thread_and_the_other_one_to_the_process():
+    def complains():
+        try:
+            mean_loss(LOGITS, LABELS)
+        except ValueError:
+            return True
+        return False
+
+    def in_another_thread():
+        found = []
+        thread = threading.Thread(target=lambda: found.append(complains()))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    with masksafe.label_checks("raise"):
+        assert complains()
+        assert not in_another_thread()
+    try:
+        masksafe.set_label_checks("raise")
+        assert complains()
+        assert in_another_thread()
+        with masksafe.label_checks("off"):
+            assert not complains()
+    finally:
+        masksafe.set_label_checks("off")
+    assert not complains()
+
+
+@pytest.mark.parametrize("mode", ["on", "", None, True])
+def test_unknown_mode_is_refused(mode):
+    with pytest.raises(ValueError, match=r"label_checks: mode has value .*; expected one of 'off', 'checkify'"):
+        masksafe.label_checks(mode).__enter__()
+    with pytest.raises(ValueError, match="set_label_checks: mode has value"):
+        masksafe.set_label_checks(mode)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("raise", "2 of 2 labels are outside"), ("loud", "MASKSAFE_LABEL_CHECKS has value 'loud'")]
+)
+def test_environment_variable(value, text):
+    code = "import jax.numpy as jnp, masksafe; "
+    code += "masksafe.losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 3)), jnp.array([3, -1]))"
+    environment = {**os.environ, "MASKSAFE_LABEL_CHECKS": value}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert text in done.stderr
