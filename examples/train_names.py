@@ -6,6 +6,7 @@ nothing but padding.
 
     python examples/train_names.py                    # under three minutes on two cores
     python examples/train_names.py --compare optax    # and the same with optax's loss as it is often written
+    python examples/train_names.py --checks checkify  # every label is checked; or --checks raise
 """
 
 import argparse
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from jax.experimental import checkify
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -58,6 +60,7 @@ class Config:
     learning_rate: float = 3e-3
     evaluate_every: int = 100
     seed: int = 0
+    checks: str = "off"  # of labels: "off", "checkify" or "raise"
 
 
 # The data: every function of the standard library.
@@ -268,7 +271,7 @@ def train(
 ) -> History:
     """Trains for config.steps, or for the first `stop` of them."""
     optimizer = make_optimizer(config)
-    train_step = make_train_step(loss, optimizer, config)
+    train_step = with_label_checks(make_train_step(loss, optimizer, config), config.checks)
     params = init_params(config)
     state = optimizer.init(params)
     losses, scores = [], []
@@ -289,6 +292,21 @@ def train(
             if step % config.evaluate_every == 0 or step == steps:
                 report(step)
     return History(params, losses, scores)
+
+
+def with_label_checks(step: Callable[..., Any], mode: str) -> Callable[..., Any]:
+    """The step, run in such a way that a bad label ends the training."""
+    checked = jax.jit(checkify.checkify(step))
+
+    def run(*args: Any) -> Any:
+        with masksafe.label_checks(mode):
+            if mode != "checkify":
+                return step(*args)
+            error, result = checked(*args)
+        error.throw()
+        return result
+
+    return run
 
 
 def make_progress(console: Console) -> Progress:
@@ -374,6 +392,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compare", choices=["optax"], help="train with optax's loss too, as it is often written")
     parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
+    parser.add_argument("--checks", choices=["off", "checkify", "raise"], default="off", help="of labels")
     parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
     return parser.parse_args()
@@ -381,7 +400,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    config = Config(steps=arguments.steps, seed=arguments.seed)
+    config = Config(steps=arguments.steps, seed=arguments.seed, checks=arguments.checks)
     console = Console()
     arguments.output.mkdir(parents=True, exist_ok=True)
 

@@ -1,11 +1,13 @@
 """The training example: the swap of the loss changes nothing but the failures."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from rich.console import Console
 
 PATH = Path(__file__).parent.parent / "examples" / "train_names.py"
@@ -78,3 +80,13 @@ def test_the_corpus_is_there_and_has_functions_without_a_docstring():
     functions = train_names.read_functions()
     assert len(functions) > 5000
     assert 0.2 < np.mean([not docstring for docstring, _ in functions]) < 0.9
+
+
+@pytest.mark.parametrize("checks", ["checkify", "raise"])
+def test_bad_label_ends_the_training_when_labels_are_checked(data, checks):
+    config = dataclasses.replace(CONFIG, steps=2, checks=checks)
+    train = lambda data: train_names.train(train_names.masksafe_loss, data, data, config, Console(quiet=True))  # noqa: E731
+    assert np.isfinite(train(data).losses).all()
+    bad = data._replace(labels=np.where(data.labels == train_names.END, train_names.CHARACTERS, data.labels))
+    with pytest.raises((checkify.JaxRuntimeError, jax.errors.JaxRuntimeError), match=r"labels are outside .0, 99."):
+        train(bad)
