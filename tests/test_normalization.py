@@ -66,6 +66,10 @@ def used(op, scale, bias):
 
 
 OPS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "standardize"])
+# One core serves all three: the others than layer_norm get the long tests in full in the slow run.
+OTHER_OPS_SLOWLY = pytest.mark.parametrize(
+    "op", ["layer_norm", *(pytest.param(op, marks=pytest.mark.slow) for op in ("rms_norm", "standardize"))]
+)
 
 
 @pytest.fixture
@@ -80,7 +84,7 @@ def small_blocks(monkeypatch):
 # Values and gradients.
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize(
     "where", [None, WHERE, DEAD, DEAD[:, :, :1], DEAD[0]], ids=["no", "some", "dead", "rows", "columns"]
@@ -111,9 +115,9 @@ def test_value_and_gradients_are_those_of_the_definition(op, axis, where):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * (1 + np.abs(e).max()))
 
 
-@OPS
-@pytest.mark.parametrize("shape", [(8, 5), (7, 5), (11, 1), (2, 3, 4), (13, 2)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@OTHER_OPS_SLOWLY
+@pytest.mark.parametrize("shape", [(8, 5), (7, 1), (2, 3, 4), (13, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, monkeypatch):
@@ -141,7 +145,7 @@ def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, monkeypatch):
     )
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", [-1, 1, (2, 0)], ids=str)
 def test_gradients_agree_with_finite_differences_in_both_modes(op, axis):
     scale, bias = used(op, *parameters(SHAPE, axis))
@@ -292,7 +296,7 @@ def test_slice_with_nothing_left_is_zero_with_its_derivatives(op):
 
 
 @OPS
-@pytest.mark.parametrize("epsilon", [0, 1e-6])
+@pytest.mark.parametrize("epsilon", [0, pytest.param(1e-6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("x", "where"),
     [
@@ -391,7 +395,7 @@ def test_arrays_without_elements(op, shape):
 # One answer.
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", [-1, (2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_answer(op, axis, dtype):
