@@ -39,7 +39,8 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
     A loop over a dimension that is sharded across devices is refused by JAX, or makes XLA gather the
     array, so arrays with an explicit sharding take the one pass.
     """
-    if not all(isinstance(n, int) for n in rows.shape) or is_sharded(rows):  # jax.export has symbolic sizes
+    has_symbolic_size = not all(isinstance(n, int) for n in rows.shape)  # as jax.export gives
+    if has_symbolic_size or any(map(is_sharded, jax.tree.leaves((rows, others)))):
         return fn(rows, *others)
     count, block = math.prod(rows.shape[:leading]), max(1, BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:])))
     if count <= 2 * block:

@@ -35,7 +35,8 @@ def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
 
 def widened(x: Array) -> Array:
     """`x` in a dtype in which it is safe to accumulate."""
-    return x.astype(jnp.promote_types(float_dtype(x), jnp.float32))
+    dtype = float_dtype(x)
+    return x.astype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def float_dtype(x: Array) -> Any:
@@ -60,9 +61,12 @@ def average(x: Array, axes: Axes, where: Array | None) -> Array:
 def mean(x: Array, axes: Axes, where: Array | None) -> Mean:
     """The mean of a wide array with 0 under the mask; 0 if nothing is left."""
     centre = average(x, axes, where)
-    remainder = average(selected(x - centre, where), axes, where)
-    # An infinite mean is infinite, although inf - inf is not.
-    return Mean(centre, jnp.where(jnp.isfinite(centre), remainder, 0))
+    return Mean(centre, average(selected(x - centre, where), axes, where))
+
+
+def total(mean: Mean) -> Array:
+    """The mean in one part. An infinite one is infinite, although its remainder, with inf - inf in it, is not."""
+    return jnp.where(jnp.isfinite(mean.centre), mean.centre + mean.remainder, mean.centre)
 
 
 def deviations(x: Array, mean: Mean, where: Array | None) -> Array:
@@ -73,3 +77,11 @@ def deviations(x: Array, mean: Mean, where: Array | None) -> Array:
 def squares(x: Array, axes: Axes) -> Array:
     """The sum of squared magnitudes; the reduced axes are kept."""
     return jnp.sum(jnp.real(x * jnp.conj(x)), axes, keepdims=True)
+
+
+def is_rounding(variance: Array, mean: Mean) -> Array:
+    """Whether a variance is nothing but the rounding of the remainder, as that of a constant is.
+
+    It is far below that of a slice in which a single element is the next float.
+    """
+    return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(mean.remainder))

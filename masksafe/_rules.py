@@ -6,6 +6,7 @@ been through. The primal of every op here is itself safe to differentiate, so th
 of the `custom_vjp` function.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -30,8 +31,17 @@ def differentiable(
     """
 
     def decorate(primal: Primal) -> Primal:
+        def forward_with_types(*args: Any) -> tuple[Any, Any]:
+            output, residuals = forward(*args)
+            arrays = [arg for i, arg in enumerate(args) if i not in static_argnums]
+            return output, (residuals, _Shardings.of(arrays))
+
+        def reverse_to_types(*args: Any) -> Any:
+            *static, (residuals, shardings), d_output = args
+            return shardings.apply(reverse(*static, residuals, d_output))
+
         with_reverse_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
-        with_reverse_rule.defvjp(forward, reverse)
+        with_reverse_rule.defvjp(forward_with_types, reverse_to_types)
 
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
@@ -42,6 +52,36 @@ def differentiable(
         return op  # type: ignore[return-value]
 
     return decorate
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Shardings:
+    """How the arguments of an op are split over the explicit axes of a mesh.
+
+    Their cotangents have to be split alike, and come out split as all of the arguments are together.
+    """
+
+    specs: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: Any) -> "_Shardings":
+        leaves, tree = jax.tree.flatten(args)
+        return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
+
+    def apply(self, cotangents: Any) -> tuple[Any, ...]:
+        def resharded(cotangent: Any, sharding: Any) -> Any:
+            if cotangent is None or jax.typeof(cotangent).sharding.spec == sharding.spec:
+                return cotangent
+            return jax.sharding.reshard(cotangent, sharding)
+
+        of_args = jax.tree.unflatten(self.tree, self.specs)
+        is_none = lambda x: x is None  # noqa: E731
+        return tuple(
+            None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
+            for cotangent, sharding in zip(cotangents, of_args, strict=True)
+        )
 
 
 def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:

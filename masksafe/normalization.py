@@ -5,7 +5,6 @@ works on any axes of an array as it lies.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe import _moments as moments
-from masksafe._blocks import by_row_blocks, is_sharded
+from masksafe._blocks import by_row_blocks
 from masksafe._errors import as_float_array, as_mask, as_number, at_rank_of, canonical_axes, message
 from masksafe._moments import Axes, Mean, selected, widened
 from masksafe._rules import differentiable
@@ -60,7 +59,8 @@ def layer_norm(
       computed in float32 and rounded once. Masked elements are 0, `bias` included, and get a gradient of 0. A
       slice with nothing left is 0, a slice of a single element or of equal elements is `bias`: also with an
       `epsilon` of 0, where a variance of 0 counts as a scale of 0 in the gradients. A NaN or infinity in an
-      unmasked element makes the unmasked elements of its slice NaN.
+      unmasked element makes the unmasked elements of its slice NaN, as do deviations whose squares are too large
+      to be added (in float32, beyond about 1e19).
 
     Raises:
       TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, or `epsilon` is traced.
@@ -214,21 +214,15 @@ class _Config(NamedTuple):
     centred: bool
 
 
-class _Statistics(NamedTuple):
-    """What is kept of each slice, with the normalised axes of size 1."""
-
-    mean: Mean | None  # None for the root mean square
-    reciprocal_std: Array
-
-
-_Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics]
+_Residuals = tuple[Array, Array | None, Array | None, Array | None]
 
 
 def _normalized_forward(
     config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Residuals]:
-    y, statistics = _value_and_statistics(config, x, where, scale, bias)
-    return y, (x, where, scale, bias, statistics)
+    # Neither mean nor variance is kept: computed with the result they would keep XLA's CPU compiler from fusing it,
+    # and in the reverse pass, where a block is in the cache already, they cost next to nothing.
+    return _evaluate(config, x, where, scale, bias), (x, where, scale, bias)
 
 
 def _normalized_reverse(
@@ -239,92 +233,76 @@ def _normalized_reverse(
 
 
 @differentiable(_normalized_forward, _normalized_reverse, static_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0)
 def _normalized(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    if _is_fused(x, where):
-        (y, _), _ = _row_values(config, x)(x, where, scale, bias)
-    else:
-        y, _ = _value_and_statistics(config, x, where, scale, bias)
+    y: Array = _evaluate(config, x, where, scale, bias)
     return y
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _value_and_statistics(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
-) -> tuple[Array, _Statistics]:
-    (y, statistics), _ = by_row_blocks(_row_values(config, x), _leading(config), x, where, scale, bias)
-    return y, statistics
-
-
-def _is_fused(x: Array, where: Array | None) -> bool:
-    """Whether XLA's CPU compiler fuses a pass over `x` that has a single result, so that blocks would only cost.
-
-    A mask, and float16 widened, it would write to memory; and whatever several results share.
-    """
-    return where is None and x.dtype != jnp.float16
-
-
-def _row_values(config: _Config, x: Array) -> Callable[..., tuple[tuple[Array, _Statistics], tuple[()]]]:
+def _evaluate(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     axes = _axes_of_row(config, x)
 
-    def of_rows(
-        x: Array, where: Array | None, scale: Array | None, bias: Array | None
-    ) -> tuple[tuple[Array, _Statistics], tuple[()]]:
-        wide = selected(widened(x), where)
-        mean = moments.mean(wide, axes, where) if config.centred else None
-        deviations = _deviations(wide, mean, where)
-        variance = moments.squares(deviations, axes) / jnp.maximum(moments.count(wide, axes, where), 1)
-        statistics = _Statistics(mean, _reciprocal_root(variance + config.epsilon))
-        y = deviations * statistics.reciprocal_std
-        if scale is not None:
-            y *= scale.astype(y.dtype)
+    def of_rows(x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> tuple[Array, tuple[()]]:
+        y, _ = _standardized(config, axes, selected(widened(x), where), where)
+        if scale is not None:  # selected in front of the product, since 0 * NaN in its derivative is NaN
+            y *= selected(scale.astype(y.dtype), where)
         if bias is not None:
             y += bias.astype(y.dtype)
-        return (selected(y, where).astype(x.dtype), statistics), ()
+        return selected(y, where).astype(x.dtype), ()
 
-    return of_rows
+    if _is_fused(x, where):
+        return of_rows(x, where, scale, bias)[0]
+    y: Array = by_row_blocks(of_rows, _leading(config), x, where, scale, bias)[0]
+    return y
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: _Config,
-    x: Array,
-    where: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-    statistics: _Statistics,
-    d_y: Array,
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, d_y: Array
 ) -> tuple[Array, Array | None, Array | None]:
     axes, row_ndim = _axes_of_row(config, x), x.ndim - _leading(config)
 
     def of_rows(
-        x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics
+        x: Array, d_y: Array, where: Array | None, scale: Array | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
-        wide = selected(widened(x), where)
-        d_y = selected(d_y.astype(wide.dtype), where)
-        normalized = _deviations(wide, statistics.mean, where) * statistics.reciprocal_std
-        d_normalized = d_y if scale is None else selected(d_y * scale.astype(wide.dtype), where)
+        normalized, reciprocal_std = _standardized(config, axes, selected(widened(x), where), where)
+        d_y = selected(d_y.astype(normalized.dtype), where)
+        d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
         d_deviations = d_normalized - normalized * moments.average(d_normalized * normalized, axes, where)
         if config.centred:
             d_deviations -= moments.average(d_normalized, axes, where)
-        d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
+        d_x = selected(d_deviations * reciprocal_std, where).astype(x.dtype)
         d_scale = None if scale is None else _over_rows(d_y * normalized, axes, row_ndim)
         d_bias = None if bias is None else _over_rows(d_y, axes, row_ndim)
         return d_x, (d_scale, d_bias)
 
-    if scale is None and bias is None and _is_fused(x, where):
-        return of_rows(x, d_y, where, scale, statistics)[0], None, None
-    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, _leading(config), x, d_y, where, scale, statistics)
+    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, _leading(config), x, d_y, where, scale)
     return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
 
 
-def _laid_out_as(parameter: Array | None, cotangent: Array | None) -> Array | None:
-    if parameter is None or cotangent is None:
-        return None
-    laid_out: Array = cotangent.reshape(parameter.shape).astype(parameter.dtype)
-    if is_sharded(laid_out):  # along a normalised axis that is split, with a parameter that is not
-        laid_out = jax.sharding.reshard(laid_out, jax.typeof(parameter).sharding)
-    return laid_out
+def _standardized(config: _Config, axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
+    """A wide array with 0 under the mask, normalised; and the reciprocal of what it was divided by."""
+    mean = moments.mean(x, axes, where) if config.centred else None
+    deviations = x if mean is None else moments.deviations(x, mean, where)
+    variance = moments.squares(deviations, axes) / jnp.maximum(moments.count(x, axes, where), 1)
+    reciprocal_std = _reciprocal_root(variance, mean, config.epsilon)
+    return deviations * reciprocal_std, reciprocal_std
+
+
+def _reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
+    """1 / sqrt(variance + epsilon); a constant 0 where both are 0, NaN where the squares were too large to be added."""
+    if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection then: it would keep XLA from fusing the forward pass
+        return lax.rsqrt(variance + epsilon) + 0 * variance
+    is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
+    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)) + 0 * variance)
+
+
+def _is_fused(x: Array, where: Array | None) -> bool:
+    """Whether XLA's CPU compiler fuses a forward pass over `x` as it is, so that blocks would only cost.
+
+    A mask, and float16 widened, it would write to memory.
+    """
+    return where is None and x.dtype != jnp.float16
 
 
 def _leading(config: _Config) -> int:
@@ -337,17 +315,13 @@ def _axes_of_row(config: _Config, x: Array) -> Axes:
     return tuple(a - x.ndim for a in config.axes)
 
 
-def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
-    return selected(x, where) if mean is None else moments.deviations(x, mean, where)
-
-
-def _reciprocal_root(x: Array) -> Array:
-    """1 / sqrt(x), and a constant 0 at 0."""
-    is_zero = x == 0
-    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, x)))
-
-
 def _over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:
     """The sum over all axes but those of a row that are normalised; these other ones of a row keep size 1."""
     total = jnp.sum(x, tuple(a for a in range(-x.ndim, 0) if a not in axes), keepdims=True)
     return total.reshape(total.shape[total.ndim - row_ndim :])
+
+
+def _laid_out_as(parameter: Array | None, cotangent: Array | None) -> Array | None:
+    if parameter is None or cotangent is None:
+        return None
+    return cotangent.reshape(parameter.shape).astype(parameter.dtype)

@@ -281,7 +281,7 @@ def _variance_and_mean_forward(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[tuple[Array, Array], tuple[Array, Array | None, moments.Mean]]:
     variance, mean = _evaluate_variance_and_mean(config, x, where)
-    return (variance, mean.centre + mean.remainder), (x, where, mean)
+    return (variance, moments.total(mean)), (x, where, mean)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -303,7 +303,7 @@ def _variance_and_mean_reverse(
 def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, Array]:
     """Both with the reduced axes kept, in the dtype in which they are accumulated."""
     variance, mean = _evaluate_variance_and_mean(config, x, where)
-    return variance, mean.centre + mean.remainder
+    return variance, moments.total(mean)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -318,8 +318,9 @@ def _evaluate_variance_and_mean(
         mean = moments.mean(wide, row_axes, where)
         squares = moments.squares(moments.deviations(wide, mean, where), row_axes)
         freedom = moments.count(wide, row_axes, where) - correction
+        variance = squares / jnp.where(freedom > 0, freedom, 1)
         # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
-        variance = jnp.where(freedom > 0, squares / jnp.where(freedom > 0, freedom, 1), 0 * squares)
+        variance = jnp.where((freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
         return (variance, mean), ()
 
     (variance, mean), _ = by_row_blocks(of_rows, min(axes, default=0), x, where)

@@ -8,12 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
+from jax.sharding import PartitionSpec
 
 import masksafe
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_gradients
 from masksafe.testing._modes import MODES
 
 X = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+
+
+# Without those that compile a program for each of the eight virtual devices.
+ON_ONE_DEVICE = tuple(mode for mode in CONSISTENCY_MODES if mode not in ("devices", "sharded"))
 
 
 def is_traced(x):
@@ -59,6 +64,16 @@ def fast_variance(x):
     return jax.lax.rsqrt(jnp.mean(x**2, -1) - jnp.mean(x, -1) ** 2 + 1e-6)
 
 
+@custom_vmap
+def batching_rule_that_swaps_the_examples(x):
+    return jnp.sin(x)
+
+
+@batching_rule_that_swaps_the_examples.def_vmap
+def _(axis_size, in_batched, x):
+    return jnp.sin(x[::-1]), True
+
+
 BUGS = {
     "forward rule for another axis": (norm_with_a_forward_rule_for_another_axis, r"against value_and_grad: 4\d of 48 "),
     "compiled otherwise": (lambda x: x * 2 if is_traced(x) else x * 3, r"op by op, eager against jit, vmap, "),
@@ -69,6 +84,8 @@ BUGS = {
     "dtype": (lambda x: x.astype(jnp.bfloat16) if is_traced(x) else x, r"dtype float32 against bfloat16"),
     "shape": (lambda x: x[None] if is_traced(x) else x, r"shape \(2, 3, 8\) against \(1, 2, 3, 8\)"),
     "integers": (lambda x: jnp.arange(3) + is_traced(x), r"3 of 3 elements differ, max absolute error 1"),
+    "swapped examples": (batching_rule_that_swaps_the_examples, r"against vmap, vmap, last axis: "),
+    "complex": (lambda x: jnp.exp(1j * x) * (1 + is_traced(x)), r"complex64"),
     "error": (lambda x: x + (float(x[0, 0, 0]) * 0), r"jit raises ConcretizationTypeError: "),
 }
 
@@ -77,7 +94,7 @@ BUGS = {
 def test_planted_bug_is_found(name):
     fn, text = BUGS[name]
     with pytest.raises(AssertionError) as report:
-        assert_consistent(fn, X)
+        assert_consistent(fn, X, modes=ON_ONE_DEVICE)
     assert re.search(text, str(report.value)), str(report.value)
 
 
@@ -116,12 +133,30 @@ def test_modes_can_be_chosen():
         assert_consistent(fn, X, modes=("fast",))
 
 
+def test_function_without_derivatives_is_not_differentiated():
+    halve = lambda x: jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.1, lambda x: x / 2, x)  # noqa: E731
+    assert_consistent(halve, X, grad=False)
+    with pytest.raises(AssertionError, match="value_and_grad raises ValueError: Reverse-mode differentiation"):
+        assert_consistent(halve, X)
+
+
+def test_64_bit_integers_are_compared_exactly():
+    with jax.enable_x64(True), pytest.raises(AssertionError, match="1 of 1 elements differ"):
+        assert_consistent(lambda x: x + is_traced(x), np.array([2**60]))
+
+
+def test_error_of_a_mode_is_the_cause():
+    with pytest.raises(AssertionError, match="jit raises") as report:
+        assert_consistent(lambda x: x + (float(x[0, 0, 0]) * 0), X)
+    assert isinstance(report.value.__cause__, jax.errors.ConcretizationTypeError)
+
+
 def test_tolerances_can_be_chosen():
-    fn = lambda x: x * 1.001 if is_traced(x) else x  # noqa: E731
+    check = functools.partial(assert_consistent, lambda x: x * 1.001 if is_traced(x) else x, X, modes=ON_ONE_DEVICE)
     with pytest.raises(AssertionError):
-        assert_consistent(fn, X)
-    assert_consistent(fn, X, rtol=1e-2)
-    assert_consistent(fn, X, rtol=0, atol=0.1)
+        check()
+    check(rtol=1e-2)
+    check(rtol=0, atol=0.1)
 
 
 def test_error_of_every_mode_is_the_functions_own():
@@ -144,6 +179,26 @@ CLEAN = {
     "scalar": (jnp.sin, jnp.array(0.5)),
     "integers only": (lambda x: x // 2, jnp.arange(6)),
     "infinities and NaN": (lambda x: jnp.log(jnp.floor(x)), X),
+    "complex": (lambda x: jnp.exp(1j * x) @ jnp.exp(1j * x).T, X[0]),
+    "complex argument": (lambda z: jnp.exp(z) @ z.T, X[0] * (1 + 1j)),
+    "NumPy scalar": (lambda x: jnp.sin(x) * 3, np.float32(0.5)),
+    "outputs of every kind": (
+        lambda x, key: {"x": x * 2, "key": jax.random.split(key)[0], "n": x.shape[0], "half": 0.5, "np": np.arange(3)},
+        X,
+        jax.random.key(0),
+    ),
+    "nothing but a key": (lambda key: jax.random.normal(key, (3,), jnp.float32), jax.random.key(0)),
+    "no arguments": (lambda: jnp.arange(3),),
+    "a result of 0": (lambda x: jax.nn.softmax(x).sum(-1) - 1, X),
+    "a gradient of 0": (lambda x, bias: masksafe.layer_norm(x + bias, axis=-1), X, np.float32(0.3)),
+    "empty": (lambda x: x * 2, np.zeros((0, 3), np.float32)),
+    "None": (lambda x, y: x * 2, X, None),
+    "shard_map": (
+        lambda x: jax.shard_map(
+            jnp.sin, mesh=jax.make_mesh((2,), ("d",)), in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")
+        )(x),
+        X,
+    ),
     "numbers and keys": (
         lambda x, n, key: x * n + jax.random.normal(key, x.shape, jnp.float32),
         X,
@@ -176,7 +231,8 @@ reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) *
 @pytest.mark.parametrize("name", CLEAN)
 def test_function_that_gives_one_answer_passes(name):
     fn, *args = CLEAN[name]
-    assert_consistent(fn, *args)
+    modes = CONSISTENCY_MODES if name in ("softmax", "parameters", "shard_map") else ON_ONE_DEVICE
+    assert_consistent(fn, *args, modes=modes)
 
 
 @pytest.mark.parametrize("mode", CONSISTENCY_MODES)
@@ -205,7 +261,9 @@ def test_sharded_arrays_are_split_where_their_axes_divide():
 # assert_gradients
 
 
-@pytest.mark.parametrize("name", ["softmax", "scalar", "numbers and keys", "parameters", "attention", "cross-entropy"])
+@pytest.mark.parametrize(
+    "name", ["softmax", "scalar", "a gradient of 0", "numbers and keys", "parameters", "attention", "cross-entropy"]
+)
 def test_right_gradients_pass(name):
     fn, *args = CLEAN[name]
     assert_gradients(fn, *args, order=1)
@@ -252,6 +310,7 @@ def test_modes_that_disagree_are_found():
         (lambda: assert_gradients(jnp.sin, X, modes=("backward",)), "assert_gradients: modes has .'backward'."),
         (lambda: assert_gradients(jnp.sin, X, modes=()), "assert_gradients: modes has "),
         (lambda: assert_gradients(lambda x: x, jnp.arange(3)), "assert_gradients: args has no floats"),
+        (lambda: assert_gradients(jnp.fft.fft, X), "assert_gradients: fn has no output of floats"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(call, text):

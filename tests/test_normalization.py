@@ -66,6 +66,10 @@ def used(op, scale, bias):
 
 
 OPS = pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "standardize"])
+# One core serves all three: the others than layer_norm get the long tests in full in the slow run.
+OTHER_OPS_SLOWLY = pytest.mark.parametrize(
+    "op", ["layer_norm", *(pytest.param(op, marks=pytest.mark.slow) for op in ("rms_norm", "standardize"))]
+)
 
 
 @pytest.fixture
@@ -80,7 +84,7 @@ def small_blocks(monkeypatch):
 # Values and gradients.
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", AXES, ids=str)
 @pytest.mark.parametrize(
     "where", [None, WHERE, DEAD, DEAD[:, :, :1], DEAD[0]], ids=["no", "some", "dead", "rows", "columns"]
@@ -111,9 +115,9 @@ def test_value_and_gradients_are_those_of_the_definition(op, axis, where):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * (1 + np.abs(e).max()))
 
 
-@OPS
-@pytest.mark.parametrize("shape", [(8, 5), (7, 5), (11, 1), (2, 3, 4), (13, 2)], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@OTHER_OPS_SLOWLY
+@pytest.mark.parametrize("shape", [(8, 5), (7, 1), (2, 3, 4), (13, 2)], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.usefixtures("small_blocks")
 def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, monkeypatch):
@@ -141,7 +145,7 @@ def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, monkeypatch):
     )
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", [-1, 1, (2, 0)], ids=str)
 def test_gradients_agree_with_finite_differences_in_both_modes(op, axis):
     scale, bias = used(op, *parameters(SHAPE, axis))
@@ -171,8 +175,8 @@ def test_equals_the_standardize_of_jax_on_clean_input():
 # Precision: the peers' cases.
 
 
-def float64_layer_norm(x):
-    return reference("layer_norm", np.asarray(x, np.float64), None, None, -1)
+def float64_layer_norm(x, epsilon=1e-6):
+    return reference("layer_norm", np.asarray(x, np.float64), None, None, -1, epsilon=epsilon)
 
 
 @pytest.mark.parametrize("offset", [1e4, 1e6], ids=str)
@@ -212,6 +216,15 @@ def test_precision_of_16_bit_gradients_is_that_of_float32():
     np.testing.assert_allclose(d_scale, e_scale, rtol=3e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16", "bfloat16", "float32"])
+def test_strict_promotion_and_narrow_floats(dtype):
+    x = jnp.asarray(X, dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        outputs = masksafe.layer_norm(x, where=WHERE), masksafe.rms_norm(x), *masksafe.var_mean(x, -1, WHERE)
+        gradient = jax.grad(lambda x: masksafe.layer_norm(x).astype(jnp.float32).max())(x)
+    assert {a.dtype for a in (*outputs, gradient)} == {jnp.dtype(dtype)}
+
+
 def test_float64_stays_float64():
     with jax.enable_x64(True):
         x = np.random.default_rng(0).normal(size=(4, 6)) + 1e4
@@ -246,6 +259,20 @@ def test_parameter_that_is_bad_where_one_row_masks_it_harms_only_the_others():
     assert np.isfinite(jax.grad(loss)(x)[0]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_parameter_that_is_bad_under_the_mask_is_gone_from_every_way_to_differentiate(bad):
+    where = np.array([True, True, False, True])
+    scale = np.array([1.0, 2.0, bad, 3.0], np.float32)
+    x = np.random.default_rng(0).normal(size=(3, 4)).astype(np.float32)
+    loss = lambda x, scale: (masksafe.layer_norm(x, scale, where=where) ** 2).sum()  # noqa: E731
+    ways = [jax.grad, jax.hessian, lambda f: jax.jacrev(jax.grad(f)), jax.jacfwd]
+    for way in ways[:3]:
+        np.testing.assert_array_equal(way(loss)(x, scale), way(loss)(x, np.nan_to_num(scale, posinf=0)))
+    with masksafe.forward_mode():
+        for way in ways:
+            np.testing.assert_array_equal(way(loss)(x, scale), way(loss)(x, np.nan_to_num(scale, posinf=0)))
+
+
 @OPS
 @pytest.mark.usefixtures("small_blocks")
 def test_masked_elements_are_gone_in_blocks(op):
@@ -269,7 +296,7 @@ def test_slice_with_nothing_left_is_zero_with_its_derivatives(op):
 
 
 @OPS
-@pytest.mark.parametrize("epsilon", [0, 1e-6])
+@pytest.mark.parametrize("epsilon", [0, pytest.param(1e-6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("x", "where"),
     [
@@ -293,6 +320,32 @@ def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, 
     assert np.isfinite(jax.jacrev(jax.grad(loss))(x)).all()
     with masksafe.forward_mode():
         assert np.isfinite(jax.jacfwd(jax.jacfwd(loss))(x)).all()
+
+
+@pytest.mark.parametrize("n", [3, 14, 41, 63, 1000])
+@pytest.mark.parametrize("value", [0.1, 1.1, 3.7, -1e6, 1e-20])
+def test_constant_whose_mean_is_rounded_has_no_spread(n, value):
+    x = jnp.full((2, n), value)
+    assert (masksafe.var(x, -1) == 0).all()
+    assert (masksafe.layer_norm(x, bias=jnp.ones(n), epsilon=0) == 1).all()
+    weights = jnp.arange(n, dtype=jnp.float32)
+    assert (jax.grad(lambda x: (masksafe.standardize(x, epsilon=0) ** 3 * weights).sum())(x) == 0).all()
+
+
+@pytest.mark.parametrize("value", [0.1, 1.1, -1e6])
+def test_constant_but_for_the_next_float_has_a_spread(value):
+    x = np.full(41, value, np.float32)
+    x[7] = np.nextafter(x[7], np.float32(np.inf))
+    np.testing.assert_allclose(masksafe.standardize(x, epsilon=0), float64_layer_norm(x, epsilon=0), rtol=1e-4)
+
+
+@OPS
+def test_squares_that_are_too_large_to_be_added_do_not_vanish(op):
+    x = jnp.array([[1e20, -1e20, 3e19, 0.0], [1.0, 2.0, 3.0, 4.0]])
+    y = apply(op, x, None, None, -1)
+    assert np.isnan(y[0]).all()
+    assert np.isfinite(y[1]).all()
+    assert np.isnan(jax.grad(lambda x: apply(op, x, None, None, -1)[0, 0])(x)[0]).all()
 
 
 @OPS
@@ -342,7 +395,7 @@ def test_arrays_without_elements(op, shape):
 # One answer.
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 @pytest.mark.parametrize("axis", [-1, (2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_answer(op, axis, dtype):
@@ -377,6 +430,34 @@ def test_sharded_arrays(kind, axis):
         batch = NamedSharding(mesh, PartitionSpec("data"))
         whole = NamedSharding(mesh, PartitionSpec())
         actual = step(*(jax.device_put(a, s) for a, s in ((x, batch), (scale, whole), (bias, whole), (where, batch))))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected)
+
+
+@pytest.mark.parametrize("blocks", [2, 2**18])
+@pytest.mark.parametrize(
+    ("of_x", "of_scale", "of_where"),
+    [("d", "m", None), (None, "m", None), (None, None, "d"), ((None, None, "m"), None, None), ("d", None, (None, "m"))],
+    ids=str,
+)
+def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, monkeypatch):
+    monkeypatch.setattr(_blocks, "BLOCK_ELEMENTS", blocks)
+    jax.clear_caches()
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    x, where = rng.normal(size=(8, 6, 4)).astype(np.float32), rng.random((8, 6, 4)) < 0.7
+
+    def losses(x, scale, where):
+        norm = jnp.sum(masksafe.rms_norm(x, scale, where=where) * jnp.cos(jnp.arange(4.0)))
+        return norm + jnp.sum(masksafe.var(x, -1, where))
+
+    def split(array, names):
+        spec = PartitionSpec(*(names if isinstance(names, tuple) else (names,)))
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    args = (x, parameters(x.shape, -1)[0], where)
+    expected = jax.value_and_grad(losses, (0, 1))(*args)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(losses, (0, 1)))(*map(split, args, (of_x, of_scale, of_where)))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), actual, expected)
 
 
@@ -430,6 +511,8 @@ def test_nothing_but_the_input_is_kept_for_the_reverse_pass(masked):
     kept = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.size >= x.size]
     assert len(kept) == 1
     np.testing.assert_array_equal(kept[0], x)
+    _, pull_back = jax.vjp(lambda x: masksafe.var(x, -1, where), x)
+    assert sum(leaf.size >= x.size for leaf in jax.tree.leaves(pull_back)) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -38,9 +38,9 @@ def assert_consistent(
     "op by op"           as a plain call
     "eager"              the same under `jax.disable_jit`
     "jit"                compiled
-    "vmap"               a batch of two copies along the first axis; the second one counts
-    "vmap, last axis"    the same along the last axis
-    "scan"               a scan over two copies; the second one counts
+    "vmap"               in a batch along the first axis, behind the same arrays reversed along all axes
+    "vmap, last axis"    in a batch along the last axis
+    "scan"               in the second step of a scan, behind the same arrays reversed
     "value_and_grad"     the value that comes with the gradient, from the forward rules of custom derivatives
     "jvp"                the value that comes with the tangent, inside `masksafe.forward_mode`; left out if the
                          function is a `jax.custom_vjp` function of another library, which JAX refuses
@@ -59,14 +59,21 @@ def assert_consistent(
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
       *args: arrays or pytrees of arrays. Other leaves, such as Python numbers, are passed on as they are.
       rtol: how large the error of an element may be in units of the element. By default 1e-9 in float64, 1e-4 in
-        float32, 1e-2 in float16, 5e-2 in bfloat16, for the narrowest float among the arguments and the result.
-      atol: what is allowed on top; by default `rtol` times the largest element of the result.
-      grad: compare gradients too.
+        float32, 1e-2 in float16, 5e-2 in bfloat16, for the narrowest float among arguments and results.
+      atol: what is allowed on top; by default `rtol` times the largest element of the result, and a few roundings of
+        the largest number among arguments and results, since a result of 0 is often their difference.
+      grad: compare gradients too. If False, the function is not differentiated at all: "value_and_grad" and "jvp" are
+        left out.
       modes: the modes to try, some of `masksafe.testing.CONSISTENCY_MODES`.
       seed: of the random weights of the outputs.
 
-    A function that draws random numbers draws others in float64 unless it names their dtype: leave that mode out.
-    Integers and booleans must be equal; NaN must meet NaN, and an infinity the same one.
+    Integers and booleans must be equal; NaN must meet NaN, and an infinity the same one. Gradients are those of real
+    outputs with respect to real arguments. Arguments are copied to the default device first, and a function that is
+    bound to devices of its own, by a `jax.shard_map` in it, is left alone by the modes that run on others.
+
+    Two things are not a fault of the function: what it closes over is not widened in "float64", so that a scan may
+    refuse it there, and random numbers may be others in float64: leave that mode out. And a function that computes
+    in 16 bits between a float32 argument and a float32 result is as exact as 16 bits are: give `rtol`.
 
     Raises:
       AssertionError: if two modes disagree, or if a mode raises an error that another one does not. The text lists
@@ -104,13 +111,18 @@ def assert_consistent(
     if not set(modes) <= set(MODES):
         raise ValueError(f"assert_consistent: modes has {list(modes)}; expected some of {CONSISTENCY_MODES}.")
     flat = _flatten(fn, args)
-    lines = _report(_run_all(flat, lambda f: f, modes), flat, "value", rtol, atol)
+    runs = {"value": _run_all(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
     if grad and flat.floats:
-        derivable = [mode for mode in modes if MODES[mode].has_gradient]
-        run = _run_all(flat, _gradient(flat, generator(seed)), derivable)
-        lines += _report(run, flat, "gradient", rtol, atol, found=lines)
+        derive = _gradient(flat, generator(seed))
+        runs["gradient"] = _run_all(flat, derive, [m for m in modes if not MODES[m].is_derived])
+    errors = [error for run in runs.values() for error in run.errors.values()]
+    if errors and not runs["value"].results:
+        raise errors[0]
+    lines = [line for derivative, run in runs.items() for line in _report(run, flat, derivative, rtol, atol)]
     if lines:
-        raise AssertionError("\n".join(["The function does not give one answer.", *lines]))
+        raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from next(
+            iter(errors), None
+        )
 
 
 # The function of a flat list of arrays.
@@ -131,15 +143,23 @@ def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Flat:
     def of_arrays(*arrays: Any) -> dict[str, Any]:
         new = dict(zip(positions, arrays, strict=True))
         outputs = fn(*jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        return {_name("output", path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+        return {_name("output", path): _as_array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
 
-    arrays = [jnp.asarray(leaves[i]) for i in positions]
+    arrays = [jnp.asarray(np.asarray(leaves[i])) for i in positions]
     names = [_name("argument ", paths[i][0]) for i in positions]
     return _Flat(of_arrays, arrays, names, [i for i, a in enumerate(arrays) if is_float(a)])
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray)) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_key(leaf)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def _as_array(leaf: Any) -> Any:
+    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
 
 
 def _name(what: str, path: tuple[Any, ...]) -> str:
@@ -190,30 +210,26 @@ def _run_all(flat: _Flat, derive: Derive, modes: Sequence[str]) -> _Run:
                 for output, result in results.items():
                     run.results.setdefault(output, {})[way] = np.asarray(result)
         except Exception as error:  # whatever it is: another mode may not raise it
-            run.errors[mode] = error
+            if "incompatible devices" not in str(error):
+                run.errors[mode] = error
     return run
 
 
-def _report(
-    run: _Run, flat: _Flat, derivative: str, rtol: float | None, atol: float | None, found: Sequence[str] = ()
-) -> list[str]:
-    """The disagreements line by line. If no mode ran and nothing was found before, the function itself is broken."""
-    if run.errors and not run.results and not found:
-        raise next(iter(run.errors.values()))
-    lines = [f"  {derivative}: {mode} raises {_first_line(error)}" for mode, error in run.errors.items()]
+def _report(run: _Run, flat: _Flat, derivative: str, rtol: float | None, atol: float | None) -> list[str]:
+    lines = [f"  {derivative}: {mode} raises {_first_lines(error)}" for mode, error in run.errors.items()]
+    tolerance = _tolerance(flat, run, rtol, atol)
     for output, results in run.results.items():
-        groups = _groups(results, run.ways)
-        relative = _relative_tolerance([*flat.arrays, *results.values()]) if rtol is None else rtol
-        pairs = itertools.combinations(groups, 2)
-        differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, relative, atol))]
+        pairs = itertools.combinations(_groups(results, run.ways), 2)
+        differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, tolerance))]
         if differing:
-            lines += [f"  {_title(derivative, output)}, {groups[0].result.dtype}{list(groups[0].result.shape)}:"]
-            lines += differing
+            result = next(iter(results.values()))
+            lines += [f"  {_title(derivative, output)}, {result.dtype}{list(result.shape)}:", *differing]
     return lines
 
 
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+def _first_lines(error: Exception) -> str:
+    lines = (str(error).splitlines() or [""])[:3]
+    return "\n      ".join([f"{type(error).__name__}: {lines[0]}", *lines[1:]])
 
 
 def _title(derivative: str, output: str) -> str:
@@ -246,12 +262,28 @@ def _summary(group: list[str], modes: dict[str, list[str]]) -> list[str]:
     return names
 
 
-def _relative_tolerance(arrays: list[Any]) -> float:
-    dtypes = [np.dtype(a.dtype) for a in arrays if is_float(a)]
-    return max((_RELATIVE.get(d.name, 10 * float(jnp.finfo(d).eps)) for d in dtypes), default=0.0)
+class _Tolerance(NamedTuple):
+    relative: float
+    absolute: float | None  # None is relative to the largest element of the result
+    noise: float  # on top of that
 
 
-def _difference(one: _Group, other: _Group, relative: float, absolute: float | None) -> str | None:
+def _tolerance(flat: _Flat, run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
+    arrays = [np.asarray(a) for a in flat.arrays] + [r for results in run.results.values() for r in results.values()]
+    dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
+    widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
+    relative = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
+    noise = 16 * widest_rounding * max((_largest(a) for a in arrays), default=0.0)
+    return _Tolerance(relative if rtol is None else rtol, atol, noise if atol is None else 0.0)
+
+
+def _largest(array: np.ndarray) -> float:
+    """The magnitude of the largest finite element."""
+    wide = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
+    return float(wide[np.isfinite(wide)].max(initial=0))
+
+
+def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None:
     """What differs between two results, if anything does."""
     a, b = one.result, other.result
     if a.shape != b.shape:
@@ -259,15 +291,13 @@ def _difference(one: _Group, other: _Group, relative: float, absolute: float | N
     if a.dtype != b.dtype and ["float64"] not in (one.ways, other.ways):
         return f"{one} against {other}: dtype {a.dtype} against {b.dtype}"
     error, size = _error(a, b)
-    finite = size[np.isfinite(size)]
-    if absolute is None:
-        absolute = relative * float(finite.max(initial=0))
-    inexact = jnp.issubdtype(a.dtype, jnp.inexact)
-    wrong = error > (absolute + relative * size if inexact else 0)
+    wrong = a != b
+    if jnp.issubdtype(a.dtype, jnp.inexact):
+        absolute = tolerance.relative * max(map(_largest, (a, b))) if tolerance.absolute is None else tolerance.absolute
+        wrong = error > absolute + tolerance.noise + tolerance.relative * size
     if not wrong.any():
         return None
-    worst = np.unravel_index(np.argmax(error), error.shape)
-    index = tuple(int(i) for i in worst)
+    index = tuple(int(i) for i in np.unravel_index(np.argmax(np.where(wrong, error, -1)), error.shape))
     relative_error = np.divide(error, size, out=np.zeros_like(error), where=size > 0).max()
     return (
         f"{one} against {other}: {wrong.sum()} of {wrong.size} elements differ, "

@@ -34,8 +34,8 @@ def assert_gradients(
     `masksafe.forward_mode`.
 
     Args:
-      fn: any JAX function of `args` that returns an array or a pytree of arrays. What it closes over is not widened:
-        pass arrays on whose precision the result depends as arguments.
+      fn: any JAX function of `args` that returns an array or a pytree of arrays. What it closes over is not widened,
+        nor what it converts to float32 itself: pass arrays on whose precision the result depends as arguments.
       *args: arrays or pytrees of arrays at which `fn` is smooth. Derivatives are taken with respect to their floats.
       order: highest derivative that is looked at.
       modes: "fwd", "rev" or both. A `jax.custom_vjp` function of another library has reverse mode only.
@@ -45,7 +45,7 @@ def assert_gradients(
 
     Raises:
       AssertionError: if a derivative is wrong.
-      ValueError: for a mode that does not exist, or if no argument has a float.
+      ValueError: for a mode that does not exist, or if no argument or no output has a float.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,6 +71,8 @@ def assert_gradients(
         def of_floats(floats: Any) -> Any:
             return only_floats(fn(*with_floats(args, floats)))
 
+        if not jax.tree.leaves(jax.eval_shape(of_floats, wide)):
+            raise ValueError("assert_gradients: fn has no output of floats; expected one to differentiate.")
         if "rev" in modes:
             check_grads(of_floats, (wide,), order, ("rev",), atol=atol, rtol=rtol)
         if "fwd" in modes:
@@ -92,8 +94,9 @@ def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Ge
     cotangent = jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), outputs, random_like(outputs, rng))
     (reverse,) = jax.vjp(fn, primal)[1](cotangent)
     along, back = _dot(cotangent, forward), _dot(reverse, tangent)
-    scale = sum(float(np.abs(np.asarray(w) * v).sum()) for w, v in _pairs(reverse, tangent))
-    if not abs(along - back) <= 1e-9 * max(scale, 1e-300):
+    # A derivative of 0 is known to the rounding of the values whose difference it is.
+    scale = sum(_size_of_dot(*pair) for pair in ((reverse, tangent), (cotangent, forward), (cotangent, outputs)))
+    if not abs(along - back) <= 1e-9 * scale:
         raise AssertionError(
             "The two modes of autodiff disagree.\n"
             f"  forward: the cotangent times the output's tangent is {along}\n"
@@ -103,6 +106,10 @@ def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Ge
 
 def _dot(one: Any, other: Any) -> float:
     return sum(float((np.asarray(a) * np.asarray(b)).sum()) for a, b in _pairs(one, other))
+
+
+def _size_of_dot(one: Any, other: Any) -> float:
+    return sum(float(np.abs(np.asarray(a) * np.asarray(b)).sum()) for a, b in _pairs(one, other))
 
 
 def _pairs(one: Any, other: Any) -> Any:

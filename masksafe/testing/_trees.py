@@ -42,11 +42,13 @@ def random_like(tree: Tree, rng: np.random.Generator) -> Tree:
 
 def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
     """The sum of the float leaves times their weights, in float32 at least."""
-    total = jnp.zeros((), jnp.float32)
-    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
-        if is_float(value):
-            wide = value.astype(jnp.promote_types(value.dtype, jnp.float32))
-            total = total + jnp.sum(jnp.where(keep, wide * jnp.asarray(weight, wide.dtype), 0))
+    leaves = [
+        triple for triple in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True) if is_float(triple[0])
+    ]
+    dtype = jnp.float64 if any(value.dtype == jnp.float64 for value, _, _ in leaves) else jnp.float32
+    total = jnp.zeros((), dtype)
+    for value, weight, keep in leaves:
+        total = total + jnp.sum(jnp.where(keep, value.astype(dtype) * jnp.asarray(weight, dtype), 0))
     return total
 
 
