@@ -59,8 +59,8 @@ def layer_norm(
       computed in float32 and rounded once. Masked elements are 0, `bias` included, and get a gradient of 0. A
       slice with nothing left is 0, a slice of a single element or of equal elements is `bias`: also with an
       `epsilon` of 0, where a variance of 0 counts as a scale of 0 in the gradients. A NaN or infinity in an
-      unmasked element makes the unmasked elements of its slice NaN, as do deviations whose squares are too large
-      to be added (in float32, beyond about 1e19).
+      unmasked element makes the unmasked elements of its slice NaN. Deviations whose squares overflow, in float32
+      those beyond about 1e19, come out as 0.
 
     Raises:
       TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, or `epsilon` is traced.
@@ -290,11 +290,11 @@ def _standardized(config: _Config, axes: Axes, x: Array, where: Array | None) ->
 
 
 def _reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
-    """1 / sqrt(variance + epsilon); a constant 0 where both are 0, NaN where the squares were too large to be added."""
+    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0."""
     if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection then: it would keep XLA from fusing the forward pass
-        return lax.rsqrt(variance + epsilon) + 0 * variance
+        return lax.rsqrt(variance + epsilon)
     is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
-    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)) + 0 * variance)
+    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
 def _is_fused(x: Array, where: Array | None) -> bool:
