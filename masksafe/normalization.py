@@ -214,15 +214,21 @@ class _Config(NamedTuple):
     centred: bool
 
 
-_Residuals = tuple[Array, Array | None, Array | None, Array | None]
+class _Statistics(NamedTuple):
+    """Of each slice, with the normalised axes of size 1."""
+
+    mean: Mean | None  # None for the root mean square
+    reciprocal_std: Array
+
+
+_Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics | None]
 
 
 def _normalized_forward(
     config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Residuals]:
-    # Neither mean nor variance is kept: computed with the result they would keep XLA's CPU compiler from fusing it,
-    # and in the reverse pass, where a block is in the cache already, they cost next to nothing.
-    return _evaluate(config, x, where, scale, bias), (x, where, scale, bias)
+    y, statistics = _evaluate(config, x, where, scale, bias)
+    return y, (x, where, scale, bias, statistics)
 
 
 def _normalized_reverse(
@@ -234,59 +240,85 @@ def _normalized_reverse(
 
 @differentiable(_normalized_forward, _normalized_reverse, static_argnums=(0,))
 def _normalized(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    y: Array = _evaluate(config, x, where, scale, bias)
+    y: Array = _evaluate(config, x, where, scale, bias)[0]
     return y
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+def _evaluate(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+) -> tuple[Array, _Statistics | None]:
+    """The result, and the statistics where they cost nothing.
+
+    Where XLA fuses the pass, a second result would keep it from doing so. There the reverse pass computes the
+    statistics again, from blocks that it has in the cache.
+    """
     axes = _axes_of_row(config, x)
 
-    def of_rows(x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> tuple[Array, tuple[()]]:
-        y, _ = _standardized(config, axes, selected(widened(x), where), where)
+    def of_rows(
+        x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    ) -> tuple[tuple[Array, _Statistics], tuple[()]]:
+        wide = selected(widened(x), where)
+        statistics = _statistics(config, axes, wide, where)
+        y = _standardized(wide, statistics, where)
         if scale is not None:  # selected in front of the product, since 0 * NaN in its derivative is NaN
             y *= selected(scale.astype(y.dtype), where)
         if bias is not None:
             y += bias.astype(y.dtype)
-        return selected(y, where).astype(x.dtype), ()
+        return (selected(y, where).astype(x.dtype), statistics), ()
 
     if _is_fused(x, where):
-        return of_rows(x, where, scale, bias)[0]
-    y: Array = by_row_blocks(of_rows, _leading(config), x, where, scale, bias)[0]
-    return y
+        (y, _), _ = of_rows(x, where, scale, bias)
+        return y, None
+    (y, statistics), _ = by_row_blocks(of_rows, _leading(config), x, where, scale, bias)
+    return y, statistics
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, d_y: Array
+    config: _Config,
+    x: Array,
+    where: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+    statistics: _Statistics | None,
+    d_y: Array,
 ) -> tuple[Array, Array | None, Array | None]:
     axes, row_ndim = _axes_of_row(config, x), x.ndim - _leading(config)
 
     def of_rows(
-        x: Array, d_y: Array, where: Array | None, scale: Array | None
+        x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
-        normalized, reciprocal_std = _standardized(config, axes, selected(widened(x), where), where)
-        d_y = selected(d_y.astype(normalized.dtype), where)
+        wide = selected(widened(x), where)
+        statistics = statistics or _statistics(config, axes, wide, where)
+        normalized = _standardized(wide, statistics, where)
+        d_y = selected(d_y.astype(wide.dtype), where)
         d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
         d_deviations = d_normalized - normalized * moments.average(d_normalized * normalized, axes, where)
         if config.centred:
             d_deviations -= moments.average(d_normalized, axes, where)
-        d_x = selected(d_deviations * reciprocal_std, where).astype(x.dtype)
+        d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
         d_scale = None if scale is None else _over_rows(d_y * normalized, axes, row_ndim)
         d_bias = None if bias is None else _over_rows(d_y, axes, row_ndim)
         return d_x, (d_scale, d_bias)
 
-    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, _leading(config), x, d_y, where, scale)
+    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, _leading(config), x, d_y, where, scale, statistics)
     return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
 
 
-def _standardized(config: _Config, axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """A wide array with 0 under the mask, normalised; and the reciprocal of what it was divided by."""
+def _statistics(config: _Config, axes: Axes, x: Array, where: Array | None) -> _Statistics:
+    """Of a wide array with 0 under the mask."""
     mean = moments.mean(x, axes, where) if config.centred else None
-    deviations = x if mean is None else moments.deviations(x, mean, where)
-    variance = moments.squares(deviations, axes) / jnp.maximum(moments.count(x, axes, where), 1)
-    reciprocal_std = _reciprocal_root(variance, mean, config.epsilon)
-    return deviations * reciprocal_std, reciprocal_std
+    variance = moments.squares(_deviations(x, mean, where), axes) / jnp.maximum(moments.count(x, axes, where), 1)
+    return _Statistics(mean, _reciprocal_root(variance, mean, config.epsilon))
+
+
+def _standardized(x: Array, statistics: _Statistics, where: Array | None) -> Array:
+    return _deviations(x, statistics.mean, where) * statistics.reciprocal_std
+
+
+def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
+    return x if mean is None else moments.deviations(x, mean, where)
 
 
 def _reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
