@@ -6,17 +6,14 @@ One sample, 8 heads of width 64. Times are medians of alternating runs in one pr
 anything on another machine. At 8192 jax.nn needs 8 GiB for the gradient.
 """
 
-import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import as_markdown, compiled, measure
+from measure import compiled, has_torch, make_parser, measure, show
 
 import masksafe
 
@@ -124,27 +121,22 @@ def measure_case(mask: str, dtype: str, length: int, rounds: int, with_torch: bo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--lengths", default="512,1024,4096,8192", help="default: %(default)s")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="default: %(default)s")
     parser.add_argument("--masks", default=",".join(MASKS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="timed runs of each candidate; default: %(default)s")
     arguments = parser.parse_args()
 
-    with_torch = importlib.util.find_spec("torch") is not None
+    with_torch = has_torch()
     rows = []
     for length in map(int, arguments.lengths.split(",")):
         for dtype in arguments.dtypes.split(","):
             for mask in arguments.masks.split(","):
                 print(f"\033[Kmeasuring {mask}, {dtype}, {length}", end="\r", file=sys.stderr, flush=True)
                 rows += measure_case(mask, dtype, length, arguments.rounds, with_torch)
-    table = as_markdown(HEADER, rows)
-    print(table)
+    show(HEADER, rows, arguments.markdown)
     if not with_torch:
         print("torch is not installed: its columns are empty.")
-    if arguments.markdown:
-        arguments.markdown.write_text(table + "\n")
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ The step is that of a network with one hidden layer over a vocabulary; its loss 
 worst case. Times are medians of alternating runs in one process; only their ratios mean anything on another machine.
 """
 
-import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
-from measure import as_markdown, measure
+from measure import make_parser, measure, show
 
 import masksafe
 
@@ -68,9 +66,7 @@ def measure_case(what: str, mask: str, sizes: tuple[int, int, int], rounds: int)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each candidate; default: %(default)s")
+    parser = make_parser(__doc__, rounds=9)
     parser.add_argument("--quick", action="store_true", help="small arrays, to see that it runs")
     arguments = parser.parse_args()
     sizes = QUICK if arguments.quick else (TOKENS, WIDTH, CLASSES)
@@ -78,10 +74,7 @@ def main() -> None:
     for what in ("loss", "step"):
         for mask in ("none", "rows", "classes"):
             rows += measure_case(what, mask, sizes, arguments.rounds)
-    table = as_markdown(HEADER, rows)
-    print(table)
-    if arguments.markdown:
-        arguments.markdown.write_text(table + "\n")
+    show(HEADER, rows, arguments.markdown)
 
 
 if __name__ == "__main__":

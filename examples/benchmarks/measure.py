@@ -1,8 +1,11 @@
 """Fair timings on a noisy machine: the candidates take turns, and what counts is the ratio of their medians."""
 
+import argparse
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,3 +41,23 @@ def as_markdown(header: list[str], rows: list[list[str]]) -> str:
         return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
     return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+
+
+def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each candidate; default: %(default)s")
+    return parser
+
+
+def has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def show(header: list[str], rows: list[list[str]], markdown: Path | None) -> None:
+    """Prints the table, and writes it to the file if there is one."""
+    table = as_markdown(header, rows)
+    print(table)
+    if markdown:
+        markdown.write_text(table + "\n")

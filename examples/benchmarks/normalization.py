@@ -6,18 +6,15 @@ Times are medians of alternating runs in one process; only their ratios mean any
 the input is the floor: the result is as large and has to be written.
 """
 
-import argparse
-import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import as_markdown, compiled, measure
+from measure import compiled, has_torch, make_parser, measure, show
 
 import masksafe
 
@@ -118,13 +115,11 @@ def measure_case(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
-    parser.add_argument("--rounds", type=int, default=9, help="timed runs of each candidate; default: %(default)s")
+    parser = make_parser(__doc__, rounds=9)
     parser.add_argument("--quick", action="store_true", help="small arrays, to see that it runs")
     arguments = parser.parse_args()
 
-    with_torch = importlib.util.find_spec("torch") is not None
+    with_torch = has_torch()
     rows = []
     for mask in MASKS:
         for dtype in DTYPES:
@@ -132,12 +127,9 @@ def main() -> None:
                 for backward in (False, True):
                     print(f"\033[Kmeasuring {mask}, {dtype}, {shape}", end="\r", file=sys.stderr, flush=True)
                     rows.append(measure_case(shape, axis, dtype, mask, backward, arguments.rounds, with_torch))
-    table = as_markdown(HEADER, rows)
-    print(table)
+    show(HEADER, rows, arguments.markdown)
     if not with_torch:
         print("torch is not installed: its columns are empty.")
-    if arguments.markdown:
-        arguments.markdown.write_text(table + "\n")
 
 
 if __name__ == "__main__":
