@@ -7,5 +7,5 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import hypothesis
 
 # An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
-hypothesis.settings.register_profile("masksafe", deadline=None, derandomize=True, max_examples=15)
+hypothesis.settings.register_profile("masksafe", deadline=None, derandomize=True, max_examples=10)
 hypothesis.settings.load_profile("masksafe")

@@ -142,7 +142,7 @@ def test_equals_float64_reference(name, blocks):
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "causal, dead rows", "window", "key lengths", "segments", "pairs"))
+@pytest.mark.parametrize("name", few_of(CASES, "causal, dead rows", "segments", "pairs"))
 def test_masked_pairs_are_gone(name, blocks):
     arguments, live = CASES[name]
     query, key, value = random_inputs()
@@ -236,7 +236,7 @@ DEAD = {
 }
 
 
-@pytest.mark.parametrize("name", few_of(DEAD, *list(DEAD)[:2], *list(DEAD)[4:]))
+@pytest.mark.parametrize("name", few_of(DEAD, *list(DEAD)[:2]))
 def test_dead_queries_are_zero_with_zero_gradients(name, blocks):
     query, key, value = random_inputs(1, 6, 3)
     run = lambda *args: attention(*args, return_residual=True, **DEAD[name])  # noqa: E731
@@ -323,7 +323,7 @@ def test_infinite_cotangent_of_a_dead_query_touches_nothing(blocks):
 # More than jax.nn takes.
 
 
-@pytest.mark.parametrize("width", [1, 3, 9])
+@pytest.mark.parametrize("width", few_of([1, 3, 9], 3))
 def test_value_may_have_another_width(width, blocks):
     query, key, value = random_inputs(width=width)
     expected, _ = reference(query, key, value, True)
@@ -339,7 +339,7 @@ def test_soft_cap_is_applied_in_front_of_the_bias(blocks):
     check_grads(fn, (query, key, value, bias), 1, ("rev",), rtol=2e-2)
 
 
-@pytest.mark.parametrize("mask_batch", few_of([(3, 2), (1, 2), (3, 1), (1, 1), (2,), ()], (3, 2), (1, 2)), ids=str)
+@pytest.mark.parametrize("mask_batch", few_of([(3, 2), (1, 2), (3, 1), (1, 1), (2,), ()], (1, 2)), ids=str)
 def test_extra_batch_dimensions(mask_batch, blocks):
     query, key, value = (x.reshape(3, 2, *x.shape[1:]) for x in random_inputs(6))
     mask = jax.random.bernoulli(jax.random.key(1), 0.5, (*mask_batch, 1, 6, 7))

@@ -55,7 +55,7 @@ def jax_nn_arguments(heads, bias, mask, is_causal, window, lengths):
     return random_inputs(2, T, S, N, K), bias, arguments
 
 
-@pytest.mark.parametrize("case", JAX_NN[::53], ids=str)
+@pytest.mark.parametrize("case", JAX_NN[::107], ids=str)
 def test_equals_jax_nn(case, many_blocks):  # noqa: F811
     (query, key, value), bias, arguments = jax_nn_arguments(*case)
     weights = jax.random.normal(jax.random.key(3), query.shape)
@@ -139,7 +139,7 @@ def test_hessian_and_reverse_over_reverse(blocks):  # noqa: F811
 # Transformations.
 
 
-@pytest.mark.parametrize("over", few_of(range(5), 0, 3, 4))
+@pytest.mark.parametrize("over", few_of(range(5), 0, 4))
 def test_vmap_over_any_argument(over, many_blocks):  # noqa: F811
     query, key, value = random_inputs(3)
     bias = jax.random.normal(jax.random.key(5), (3, 1, 6, 7))
@@ -233,7 +233,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
-@pytest.mark.parametrize("spec", few_of(SPECS, "batch", "heads"))
+@pytest.mark.parametrize("spec", few_of(SPECS, "batch"))
 @pytest.mark.parametrize("arguments", SHARDED, ids=",".join)
 def test_sharded_arrays_agree_with_one_device(axis_type, spec, arguments, many_blocks):  # noqa: F811
     if spec == "batch":
@@ -329,7 +329,7 @@ def test_forward_mode_and_second_derivatives_hold_no_array_over_pairs():
 # Blocks.
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few_of(CASES, "causal, dead rows", "window", "key lengths", "segments"))
 @pytest.mark.parametrize("size", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
     arguments, allowed = CASES[name]

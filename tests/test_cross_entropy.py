@@ -70,8 +70,15 @@ def grad(fn, *args):
 
 # Rules 1 to 3: no influence, exact zero, empty is zero.
 
+MASKS = [
+    ROWS,
+    CLASSES,
+    np.zeros(4, bool),
+    *(pytest.param(m, marks=pytest.mark.slow) for m in (ROWS[:, None], CLASSES[:1])),
+]
 
-@pytest.mark.parametrize("where", [ROWS, CLASSES, ROWS[:, None], CLASSES[:1], np.zeros(4, bool)])
+
+@pytest.mark.parametrize("where", MASKS)
 def test_integer_labels_are_mask_safe(where, blocks):
     expanded = np.broadcast_to(where if where.ndim == 2 else where[:, None], (4, 7))
     labels = jnp.asarray(np.where(expanded.any(-1), expanded.argmax(-1), 0))
@@ -82,7 +89,7 @@ def test_integer_labels_are_mask_safe(where, blocks):
     )
 
 
-@pytest.mark.parametrize("where", [ROWS, CLASSES, ROWS[:, None], CLASSES[:1], np.zeros(4, bool)])
+@pytest.mark.parametrize("where", MASKS)
 def test_soft_labels_are_mask_safe(where, blocks):
     expanded = np.broadcast_to(where if where.ndim == 2 else where[:, None], (4, 7))
     assert_mask_safe(
@@ -321,7 +328,15 @@ def test_integer_dtype_and_value_are_those_of_optax(dtype, blocks):
     assert_as_optax(integer(logits, LABELS), expected, reference(logits, LABELS), dtype)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2, -1, -3, (1,), (0, 2), (2, 0), (-1, 1), (2, 1, 0), (0, 1, 2)])
+@pytest.mark.parametrize(
+    "axis",
+    [
+        0,
+        -1,
+        (2, 0),
+        *(pytest.param(a, marks=pytest.mark.slow) for a in (1, 2, -3, (1,), (0, 2), (-1, 1), (2, 1, 0), (0, 1, 2))),
+    ],
+)
 @pytest.mark.parametrize("masked", [None, "rows", "classes"])
 def test_any_axes_are_those_of_optax(axis, masked):
     shape = (3, 4, 5)

@@ -48,7 +48,7 @@ def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
     dtype = jnp.float64 if any(value.dtype == jnp.float64 for value, _, _ in leaves) else jnp.float32
     total = jnp.zeros((), dtype)
     for value, weight, keep in leaves:
-        total = total + jnp.sum(jnp.where(keep, value.astype(dtype) * jnp.asarray(weight, dtype), 0))
+        total = total + jnp.sum(jnp.where(keep, jnp.asarray(value, dtype) * jnp.asarray(weight, dtype), 0))
     return total
 
 
