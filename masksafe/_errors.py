@@ -7,6 +7,7 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,11 @@ from masksafe._typing import Array, Axis
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
     """The one form of an error text: op, argument, what was found, what was expected, the way out."""
     return f"{op}: {argument} has {found}; expected {expected}." + (f" {hint}" if hint else "")
+
+
+def is_of_user(file_name: str) -> bool:
+    """Whether a line of code belongs to neither masksafe nor JAX."""
+    return not file_name.startswith(_PACKAGES)
 
 
 def as_array(op: str, argument: str, value: Any) -> Array:
@@ -117,3 +123,6 @@ def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
         found = " and ".join(str(shape) for shape in shapes.values())
         arguments = " and ".join(shapes)
         raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together")) from error
+
+
+_PACKAGES = str(Path(__file__).parent), str(Path(jax.__file__).parent)

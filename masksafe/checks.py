@@ -6,7 +6,6 @@ A loss calls one function here, on its checked and broadcast arguments, outside 
 
 import math
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
+from masksafe._errors import is_of_user
 from masksafe._moments import selected
 from masksafe._switches import label_check_mode
 from masksafe._typing import Array
@@ -148,13 +148,10 @@ def _filled(text: str, details: dict[str, Any]) -> str:
     return text.format(**{name: value.item() for name, value in details.items()})
 
 
-_PACKAGES = (str(Path(__file__).parent), str(Path(jax.__file__).parent))
-
-
 def _place_of_call() -> str:
     """The innermost line of the call stack that is neither masksafe's nor JAX's."""
     frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
     return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 

@@ -7,7 +7,6 @@ finite inputs is a source.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from masksafe._errors import is_of_user
 from masksafe.testing._trees import is_float, only_floats, with_floats
 
 # Each element of the result depends on the elements of the operands at the same place alone.
@@ -29,6 +29,7 @@ _LINEAR = frozenset(
     expand_dims gather pad ragged_dot reduce_sum reduce_window_sum reshape rev scatter scatter-add slice split squeeze
     stack transpose""".split()  # noqa: SIM905
 )
+_SHOWN = 5  # entries in a part of the printed report
 _UNKNOWN = "an unknown line"
 _MOVE = "move"  # of elements between a loop and its steps
 _INLINED = ("jaxpr", "call_jaxpr")  # the parameters in which calls keep what they call
@@ -80,8 +81,14 @@ class NonfiniteReport:
             "Not finite from the start": self.arguments,
             "Harmless, for it reaches no output": self.harmless,
         }
-        lines = [f"{title}:\n" + "\n".join(f"  {entry}" for entry in part) for title, part in parts.items() if part]
+        lines = [line for title, part in parts.items() if part for line in (f"{title}:", *_listed(part))]
         return "\n".join(lines) or "Everything is finite."
+
+
+def _listed(part: Sequence[Any]) -> list[str]:
+    """The first lines of a part: a loop makes the same bad element in every step."""
+    rest = len(part) - _SHOWN
+    return [f"  {entry}" for entry in part[:_SHOWN]] + ([f"  and {rest} more"] if rest > 0 else [])
 
 
 def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> NonfiniteReport:
@@ -266,15 +273,12 @@ def _run_while(params: dict[str, Any], inputs: list[_Value], steps: list[_Step])
     return carry
 
 
-_PACKAGES = (str(Path(__file__).parent.parent), str(Path(jax.__file__).parent))
-
-
 def _place(equation: Any) -> str:
     """The innermost line of the equation's traceback that is neither masksafe's nor JAX's."""
     traceback = equation.source_info.traceback
     frames = [] if traceback is None else traceback.frames
     for frame in frames:
-        if not frame.file_name.startswith(_PACKAGES):
+        if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
     return _UNKNOWN
 
