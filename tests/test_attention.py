@@ -22,23 +22,20 @@ def blocks(request, monkeypatch):
     """Once with one block for everything, and once with blocks of a few queries and keys, of ragged sizes."""
     if request.param == "many blocks":
         shrink_blocks(monkeypatch)
-    yield request.param
-    jax.clear_caches()
+    return request.param
 
 
 @pytest.fixture
 def many_blocks(monkeypatch):
     shrink_blocks(monkeypatch)
-    yield
-    jax.clear_caches()
 
 
 def shrink_blocks(monkeypatch, size=4):
+    # The sizes of blocks are in the key of the compilation cache, so that programs for others are not found.
     for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
         monkeypatch.setattr(_api, name, size)
     for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
         monkeypatch.setattr(_problems, name, 1)
-    jax.clear_caches()
 
 
 def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=jnp.float32, seed=0):
