@@ -241,16 +241,22 @@ def _move(fn: Callable[..., Any], inputs: list[_Value], steps: list[_Step]) -> _
 
 
 def _run_scan(equation: Any, inputs: list[_Value], steps: list[_Step]) -> list[_Value]:
-    params = equation.params
-    num_consts, num_carry, length = params["num_consts"], params["num_carry"], params["length"]
+    params, body = equation.params, equation.params["jaxpr"].jaxpr
+    # Only what is stacked over the steps has another rank outside than inside: the last inputs and the last outputs.
+    num_xs = sum(outer.aval.ndim != inner.aval.ndim for outer, inner in zip(equation.invars, body.invars, strict=True))
+    num_ys = sum(
+        outer.aval.ndim != inner.aval.ndim for outer, inner in zip(equation.outvars, body.outvars, strict=True)
+    )
+    num_carry = len(equation.outvars) - num_ys
+    num_consts = len(inputs) - num_xs - num_carry
     consts, carry, xs = (
         inputs[:num_consts],
         inputs[num_consts : num_consts + num_carry],
         inputs[num_consts + num_carry :],
     )
     ys: list[list[_Value]] = []
-    order = range(length - 1, -1, -1) if params["reverse"] else range(length)
-    for i in order:
+    order = range(params["length"])
+    for i in reversed(order) if params["reverse"] else order:
         slices = [_move(lambda x, i=i: x[i], [x], steps) for x in xs]
         results = _call(params["jaxpr"], [*consts, *carry, *slices], steps)
         carry, y = results[:num_carry], results[num_carry:]
