@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._rules import differentiated_as, nothing_of
-from masksafe._typing import Array
+from masksafe._typing import Array, Axes
 
 # 1 MiB of float32, about a core's second-level cache. Between 2**17 and 2**20 the time of the
 # cross-entropy hardly changes; smaller blocks pay for their number, larger ones leave the cache.
@@ -51,6 +51,16 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
 
     mapped, totals = lax.platform_dependent(rows, *others, cpu=in_blocks, default=fn)
     return mapped, totals
+
+
+def leading_axes(axes: Axes) -> int:
+    """How many axes are in front of the first one of `axes`: those that tell the rows apart."""
+    return min(axes, default=0)
+
+
+def axes_of_row(axes: Axes, ndim: int) -> Axes:
+    """`axes` counted from the last one, which no change of the leading axes moves."""
+    return tuple(a - ndim for a in axes)
 
 
 def is_sharded(x: Array) -> bool:

@@ -115,6 +115,11 @@ def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: s
     return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
 
 
+def as_mask_of(op: str, where: Any, x: Array) -> Array | None:
+    """The argument `where` of an op on `x`: booleans at the rank of `x` but not at its shape, or None."""
+    return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
+
+
 def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
     try:

@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._typing import Array
-
-Axes = tuple[int, ...]
+from masksafe._typing import Array, Axes
 
 
 class Mean(NamedTuple):
@@ -31,6 +29,14 @@ class Mean(NamedTuple):
 def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
     """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
     return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
+
+
+def first_of(found: Array) -> tuple[Array, Array]:
+    """The flat index of the first True, the size if there is none; and an array that is True there alone."""
+    # A position and a minimum rather than argmax and indexing: they work on sharded arrays as well.
+    position = jnp.arange(found.size).reshape(found.shape)
+    first = jnp.min(jnp.where(found, position, found.size), initial=found.size)
+    return first, position == first
 
 
 def widened(x: Array) -> Array:

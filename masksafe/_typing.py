@@ -4,3 +4,4 @@ from jax import Array as Array
 from jax.typing import ArrayLike as ArrayLike
 
 Axis = int | tuple[int, ...]
+Axes = tuple[int, ...]

@@ -14,11 +14,9 @@ from jax import lax
 from jax.experimental import checkify
 
 from masksafe._errors import is_of_user
-from masksafe._moments import selected
+from masksafe._moments import first_of, selected
 from masksafe._switches import label_check_mode
-from masksafe._typing import Array
-
-Axes = tuple[int, ...]
+from masksafe._typing import Array, Axes
 
 # How far from 1 a row of a distribution may sum: about ten roundings of a probability of 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -113,13 +111,8 @@ def _index_template(ndim: int) -> str:
 def _details(finding: _Finding) -> dict[str, Any]:
     """Counts, and index and value of the first bad one."""
     bad = finding.bad
-    # A position and a masked sum rather than argmax and indexing: they work on sharded arrays as well.
-    position = sum(
-        (lax.broadcasted_iota(jnp.int32, bad.shape, a) * math.prod(bad.shape[a + 1 :]) for a in range(bad.ndim)),
-        jnp.zeros(bad.shape, jnp.int32),
-    )
-    first = jnp.min(jnp.where(bad, position, bad.size), initial=bad.size)
-    value = jnp.sum(jnp.where(bad & (position == first), finding.values, jnp.zeros((), finding.values.dtype)))
+    first, is_first = first_of(bad)
+    value = jnp.sum(jnp.where(is_first, finding.values, jnp.zeros((), finding.values.dtype)))
     index = {
         f"i{axis}": first // math.prod(bad.shape[axis + 1 :]) % max(1, bad.shape[axis]) for axis in range(bad.ndim)
     }

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe import _moments as moments
-from masksafe._blocks import by_row_blocks
-from masksafe._errors import as_float_array, as_mask, as_number, at_rank_of, canonical_axes, message
-from masksafe._moments import Axes, Mean, selected, widened
+from masksafe._blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._errors import as_float_array, as_mask_of, as_number, canonical_axes, message
+from masksafe._moments import Mean, selected, widened
 from masksafe._rules import differentiable
-from masksafe._typing import Array, ArrayLike, Axis
+from masksafe._typing import Array, ArrayLike, Axes, Axis
 
 
 def layer_norm(
@@ -187,9 +187,7 @@ def _normalize(
         raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
     scale = _along_axes(op, "scale", scale, x, axes)
     bias = _along_axes(op, "bias", bias, x, axes)
-    if where is not None:
-        where = at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
-    y: Array = _normalized(_Config(axes, epsilon, centred), x, where, scale, bias)
+    y: Array = _normalized(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x), scale, bias)
     return y
 
 
@@ -253,7 +251,7 @@ def _evaluate(
     Where XLA fuses the pass, a second result would keep it from doing so. There the reverse pass computes the
     statistics again, from blocks that it has in the cache.
     """
-    axes = _axes_of_row(config, x)
+    axes = axes_of_row(config.axes, x.ndim)
 
     def of_rows(
         x: Array, where: Array | None, scale: Array | None, bias: Array | None
@@ -270,7 +268,7 @@ def _evaluate(
     if _is_fused(x, where):
         (y, _), _ = of_rows(x, where, scale, bias)
         return y, None
-    (y, statistics), _ = by_row_blocks(of_rows, _leading(config), x, where, scale, bias)
+    (y, statistics), _ = by_row_blocks(of_rows, leading_axes(config.axes), x, where, scale, bias)
     return y, statistics
 
 
@@ -284,7 +282,7 @@ def _pull_back(
     statistics: _Statistics | None,
     d_y: Array,
 ) -> tuple[Array, Array | None, Array | None]:
-    axes, row_ndim = _axes_of_row(config, x), x.ndim - _leading(config)
+    axes, row_ndim = axes_of_row(config.axes, x.ndim), x.ndim - leading_axes(config.axes)
 
     def of_rows(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
@@ -302,7 +300,7 @@ def _pull_back(
         d_bias = None if bias is None else _over_rows(d_y, axes, row_ndim)
         return d_x, (d_scale, d_bias)
 
-    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, _leading(config), x, d_y, where, scale, statistics)
+    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, leading_axes(config.axes), x, d_y, where, scale, statistics)
     return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
 
 
@@ -335,16 +333,6 @@ def _is_fused(x: Array, where: Array | None) -> bool:
     A mask, and float16 widened, it would write to memory.
     """
     return where is None and x.dtype != jnp.float16
-
-
-def _leading(config: _Config) -> int:
-    """How many leading axes are not normalised."""
-    return min(config.axes, default=0)
-
-
-def _axes_of_row(config: _Config, x: Array) -> Axes:
-    """The normalised axes, counted from the last one, which no change of the leading axes moves."""
-    return tuple(a - x.ndim for a in config.axes)
 
 
 def _over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe import _moments as moments
-from masksafe._blocks import by_row_blocks
+from masksafe._blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._errors import (
     as_array,
     as_mask,
+    as_mask_of,
     as_number,
-    at_rank_of,
     broadcast_shapes,
     canonical_axes,
     check_broadcasts_to,
@@ -124,12 +124,10 @@ def apply_where(
 
 def _only_where(cond: Array, arrays: list[Array]) -> list[Array]:
     """`arrays` with their elements at the first True of `cond` in place of those where it is False."""
-    # A position and a masked sum rather than argmax and indexing: they work on sharded arrays as well.
-    position = jnp.arange(cond.size).reshape(cond.shape)
-    first = jnp.min(jnp.where(cond, position, cond.size), initial=cond.size)
+    first, is_first = moments.first_of(cond)
 
     def fill(array: Array) -> Array:
-        picked = jnp.where(position == first, lax.stop_gradient(array), jnp.zeros((), array.dtype))
+        picked = jnp.where(is_first, lax.stop_gradient(array), jnp.zeros((), array.dtype))
         stand_in = jnp.where(first < cond.size, jnp.sum(picked, dtype=array.dtype), jnp.ones((), array.dtype))
         return jnp.where(cond, array, stand_in)
 
@@ -311,7 +309,7 @@ def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:
     axes, correction = config
-    row_axes = tuple(a - x.ndim for a in axes)
+    row_axes = axes_of_row(axes, x.ndim)
 
     def of_rows(x: Array, where: Array | None) -> tuple[tuple[Array, moments.Mean], tuple[()]]:
         wide = selected(widened(x), where)
@@ -323,7 +321,7 @@ def _evaluate_variance_and_mean(
         variance = jnp.where((freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
         return (variance, mean), ()
 
-    (variance, mean), _ = by_row_blocks(of_rows, min(axes, default=0), x, where)
+    (variance, mean), _ = by_row_blocks(of_rows, leading_axes(axes), x, where)
     return variance, mean
 
 
@@ -332,7 +330,4 @@ def _reduction_arguments(
 ) -> tuple[Array, tuple[int, ...], Array | None]:
     """The array, its canonical axes, and the mask at the array's rank but not at its shape."""
     x = as_array(op, "x", x)
-    axes = canonical_axes(op, axis, x.ndim)
-    if where is None:
-        return x, axes, None
-    return x, axes, at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
+    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x)

@@ -10,12 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_mask, at_rank_of, canonical_axes
+from masksafe._errors import as_float_array, as_mask_of, canonical_axes
 from masksafe._moments import selected, widened
 from masksafe._rules import differentiable
-from masksafe._typing import Array, ArrayLike, Axis
-
-Axes = tuple[int, ...]
+from masksafe._typing import Array, ArrayLike, Axes, Axis
 
 
 def logsumexp(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:
@@ -121,10 +119,7 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
 def _arguments(op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> tuple[Array, Axes, Array | None]:
     x = as_float_array(op, "x", x)
-    axes = canonical_axes(op, axis, x.ndim)
-    if where is None:
-        return x, axes, None
-    return x, axes, at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
+    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x)
 
 
 # The cores. The reductions keep their axes. Cotangents of masked elements are selected away, and products with

@@ -18,7 +18,7 @@ from masksafe._errors import (
     message,
 )
 from masksafe._rules import differentiable
-from masksafe._typing import Array, ArrayLike, Axis
+from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_distributions, check_integer_labels
 from masksafe.losses._cross_entropy_rows import (
     Rows,
@@ -28,9 +28,6 @@ from masksafe.losses._cross_entropy_rows import (
     probs_minus_targets,
     target_costs,
 )
-
-Axes = tuple[int, ...]
-
 
 # The public functions: check the arguments, call the core.
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from masksafe._switches import forward_mode
-from masksafe.testing._trees import is_float, weighted_sum
+from masksafe.testing._trees import is_float, only_floats, weighted_sum, with_floats
 
 Function = Callable[..., dict[str, Any]]
 Derive = Callable[[Function], Function]
@@ -73,19 +73,19 @@ def _second(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _value_and_grad(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     def loss(chosen: list[Any]) -> tuple[Any, dict[str, Any]]:
-        outputs = fn(*_with_floats(arrays, chosen))
+        outputs = fn(*with_floats(arrays, chosen))
         return weighted_sum(outputs, *(dict.fromkeys(outputs, one) for one in (1.0, True))), outputs
 
-    floats = list(filter(is_float, arrays))
-    if floats and any(map(is_float, jax.eval_shape(fn, *arrays).values())):
+    floats = only_floats(arrays)
+    if jax.tree.leaves(floats) and any(map(is_float, jax.eval_shape(fn, *arrays).values())):
         yield "value_and_grad", jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)[0][1]
 
 
 def _jvp(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     def value_and_tangent(floats: list[Any]) -> tuple[Any, Any]:
-        return jax.jvp(lambda chosen: fn(*_with_floats(arrays, chosen)), (floats,), (floats,))
+        return jax.jvp(lambda chosen: fn(*with_floats(arrays, chosen)), (floats,), (floats,))
 
-    floats = list(filter(is_float, arrays))
+    floats = only_floats(arrays)
     try:
         with forward_mode():
             outputs, _ = jax.jit(value_and_tangent)(floats)
@@ -94,11 +94,6 @@ def _jvp(fn: Function, arrays: list[Any], derive: Derive) -> Results:
             raise
         return
     yield "jvp", outputs
-
-
-def _with_floats(arrays: list[Any], floats: list[Any]) -> list[Any]:
-    remaining = iter(floats)
-    return [next(remaining) if is_float(a) else a for a in arrays]
 
 
 def _checkpoint(fn: Function, arrays: list[Any], derive: Derive) -> Results:

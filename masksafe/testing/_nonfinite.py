@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from masksafe._errors import is_of_user
-from masksafe.testing._trees import is_float, only_floats, with_floats
+from masksafe.testing._trees import first_index, is_float, only_floats, with_floats
 
 # Each element of the result depends on the elements of the operands at the same place alone.
 _ELEMENTWISE = frozenset(
@@ -395,7 +395,7 @@ def _unused_sources(steps: Sequence[_Step], blamed: _Blamed) -> Iterator[_Blame]
 
 def _source(step: _Step, k: int, mask: np.ndarray) -> NonfiniteSource:
     result = step.outputs[k].array
-    index = tuple(int(i) for i in np.argwhere(mask)[0])
+    index = first_index(mask)
     is_elementwise = step.name in _ELEMENTWISE
     inputs = [np.asarray(v.array) for v in step.inputs] if is_elementwise else []
     values = tuple(float(np.broadcast_to(a, result.shape)[index]) for a in inputs)
@@ -406,7 +406,7 @@ def _source(step: _Step, k: int, mask: np.ndarray) -> NonfiniteSource:
 
 
 def _described(name: str, value: _Value) -> str:
-    index = tuple(int(i) for i in np.argwhere(value.bad)[0])
+    index = first_index(value.bad)
     kind = f"{value.array.dtype}{list(value.array.shape)}"
     return f"{name}, {kind}: {value.bad.sum()} of {value.bad.size} elements, the first at index {index}"
 
