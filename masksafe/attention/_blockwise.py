@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._moments import selected
 from masksafe._typing import Array
 from masksafe.attention._mask import (
     Blocks,
@@ -75,8 +76,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_q, clean_k, clean_v = _finite(q) * before, _finite(k), _finite(v)
-    has_bad_key = jnp.any(_is_bad(k)) | jnp.any(_is_bad(v))
-    nan_q = jnp.where(_is_bad(q), jnp.nan, 0.0)
+    is_nan = _nans_of_queries(q, k, v, pairs, queries, keys, live)
 
     def one_block(i: Any) -> tuple[Array, Array]:
         rows = queries.span(i)
@@ -91,20 +91,11 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
             if pairs.bias is not None:
                 x += cut(pairs.bias, pairs.problem, rows, columns).astype(x.dtype)
             keep = _kept_by_dropout(config, pairs, i, j, x.shape)
-            state = _add_keys(config, state, x, mask, take(clean_v, 2, columns), keep)
-
-            def look(nothing: Array) -> Array:
-                bad_v, bad_k = ~jnp.isfinite(take(v, 2, columns)), _is_bad(take(k, 2, columns))
-                seen = _dot_values(_as_weights(mask, x), jnp.concatenate([bad_v, bad_k], -1)) > 0
-                return jnp.where(seen, jnp.nan, nothing)
-
-            nothing = jnp.zeros_like(jnp.concatenate([state.weighted, state.total], -1))
-            nan_seen = once_if(has_bad_key, look, nothing)
-            return state._replace(total=state.total + nan_seen[..., -1:], weighted=state.weighted + nan_seen[..., :-1])
+            return _add_keys(config, state, x, mask, take(clean_v, 2, columns), keep)
 
         live_keys = None if live is None else live[i]
         state = for_live_blocks(live_keys, keys.number, add_keys, _nothing_yet(q_i, clean_k, clean_v))
-        return _finish(state, take(nan_q, 3, rows))
+        return _finish(state, take(is_nan, 3, rows))
 
     # The plain form is differentiated block by block: what a block holds is computed again, not kept.
     out, lse = _each_block(queries, one_block if config.skips else jax.checkpoint(one_block))
@@ -135,10 +126,11 @@ def _add_keys(config: Config, state: _Running, x: Array, mask: Array | None, v: 
     return _Running(largest, total, weighted)
 
 
-def _finish(state: _Running, nan_q: Array) -> tuple[Array, Array]:
+def _finish(state: _Running, is_nan: Array) -> tuple[Array, Array]:
     is_dead = state.total == 0
-    total = jnp.where(is_dead, 1, state.total + nan_q)
-    return state.weighted / total, jnp.where(is_dead, -jnp.inf, state.largest + jnp.log(total))
+    total = jnp.where(is_dead, 1, _nan_where(is_nan[..., -1:], state.total))
+    weighted = _nan_where(is_nan[..., :-1] & ~is_dead, state.weighted)
+    return weighted / total, jnp.where(is_dead, -jnp.inf, state.largest + jnp.log(total))
 
 
 # Reverse. A block of pairs is transposed here, `[B, K, keys, G, queries]`: two of the three products that contract
@@ -165,7 +157,7 @@ def pull_back(
     before, after = _scales(config, q)
     clean_k, clean_v = _finite(k), _finite(v)
     clean_queries = _Queries(_finite(q, used) * before, _finite(d_out, used), lse, delta)
-    has_bad_query = jnp.any(used & _is_bad(d_out))
+    is_nan = _nans_of_keys(d_out, clean_queries.q, clean_k, pairs, queries, keys, live)
 
     def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
         columns = keys.span(j)
@@ -174,19 +166,10 @@ def pull_back(
         def add_queries(i: Any, state: Gradients) -> Gradients:
             rows = queries.span(i)
             of_block = _Queries(*(take(a, 3, rows) for a in clean_queries))
-            weights, d_dots, d_x, mask = _differentiate_block(
-                config, of_block, k_j, v_j, pairs, (i, rows), (j, columns)
-            )
-
-            def look(nothing: Array) -> Array:
-                bad = ~jnp.isfinite(take(d_out, 3, rows))  # those not used are out of the mask
-                seen = _dot_pairs_with_queries(_as_weights(mask, d_x), bad) > 0
-                return jnp.where(seen, jnp.nan, nothing)
-
+            weights, d_dots, d_x = _differentiate_block(config, of_block, k_j, v_j, pairs, (i, rows), (j, columns))
             d_v = state.value + _dot_pairs_with_queries(weights, of_block.d_out)
-            d_v += once_if(has_bad_query, look, jnp.zeros_like(d_v))
             d_k = state.key + _dot_pairs_with_queries(d_dots, of_block.q)
-            d_q = _add_rows(state.query, _dot_pairs_with_keys(d_dots, k_j), rows)
+            d_q = _add_to_part(state.query, 3, _dot_pairs_with_keys(d_dots, k_j), rows)
             if state.bias is None:
                 return Gradients(d_q, d_k, d_v, None)
             d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
@@ -204,7 +187,7 @@ def pull_back(
     else:
         (d_q, d_bias), by_key = lax.scan(one_block, nothing, jnp.arange(keys.number, dtype=jnp.int32))
         d_k, d_v = map(keys.join, by_key)
-    return Gradients(d_q * config.scale, d_k * after, d_v, d_bias)
+    return Gradients(d_q * config.scale, d_k * after, _nan_where(is_nan, d_v), d_bias)
 
 
 class _Queries(NamedTuple):
@@ -224,8 +207,8 @@ def _differentiate_block(
     pairs: Pairs,
     row: tuple[Any, Span],
     column: tuple[Any, Span],
-) -> tuple[Array, Array, Array, Array]:
-    """The weights, the cotangents of the products q k and of the logits, and the mask of a block, keys first."""
+) -> tuple[Array, Array, Array]:
+    """The weights and the cotangents of the products q k and of the logits of a block, keys first."""
     (i, rows), (j, columns) = row, column
     capped = _capped(config, _dot_queries(k, of_queries.q) * _scales(config, of_queries.q)[1])
     x = (
@@ -246,7 +229,7 @@ def _differentiate_block(
     d_dots = d_x
     if config.soft_cap is not None:
         d_dots = jnp.where(mask, d_x * (1 - (capped / config.soft_cap) ** 2), 0)
-    return _dropped(config, keep, p), d_dots, d_x, mask
+    return _dropped(config, keep, p), d_dots, d_x
 
 
 def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
@@ -264,6 +247,72 @@ def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Ar
     return (lse != -jnp.inf) & (sound | wanted), delta + 0 * delta  # NaN where it is infinite
 
 
+# What is not finite is looked for once in a call, and who sees it only if there is any.
+
+
+def _nans_of_queries(
+    q: Array, k: Array, v: Array, pairs: Pairs, queries: Blocks, keys: Blocks, live: Array | None
+) -> Array:
+    """Where a query is not finite or sees what is not: the columns of its output, then its sum of weights.
+
+    `[B, K, G, T, width of v + 1]`. For queries that see no key it says nothing.
+    """
+
+    def mark(rows: Span, columns: Span, marks: Array) -> Array:
+        q_i, k_j, v_j = take(q, 3, rows), take(k, 2, columns), take(v, 2, columns)
+        ones = jnp.ones_like(_dot_keys(jnp.zeros_like(q_i), jnp.zeros_like(k_j)))
+        seen = selected(ones, unmasked(pairs, rows, columns))
+        found = _dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), _is_bad(k_j)], -1)) > 0
+        of_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | _is_bad(q_i)], -1)
+        return _add_to_part(marks, 3, found | of_queries, rows)
+
+    no_q, no_k, no_v = map(jnp.zeros_like, (q, k[:, :, :1], v[:, :, :1]))  # a NaN in the product would alarm checkify
+    like = _dot_values(_dot_keys(no_q, no_k), jnp.concatenate([no_v, no_k[..., :1]], -1))
+    return _mark_by_block(mark, queries, keys, live, _has_bad(q) | _has_bad(k) | _has_bad(v), like)
+
+
+def _nans_of_keys(
+    d_out: Array, q: Array, k: Array, pairs: Pairs, queries: Blocks, keys: Blocks, live: Array | None
+) -> Array:
+    """Where a key is seen by a query whose cotangent is not finite, by column, `[B, K, S, width of v]`."""
+
+    def mark(rows: Span, columns: Span, marks: Array) -> Array:
+        ones = jnp.ones_like(_dot_queries(take(k, 2, columns), take(q, 3, rows)))
+        mask = unmasked(pairs, rows, columns)
+        seen = selected(ones, None if mask is None else _keys_first(mask))
+        bad = ~jnp.isfinite(take(d_out, 3, rows))  # those of unused queries are masked
+        return _add_to_part(marks, 2, _dot_pairs_with_queries(seen, bad) > 0, columns)
+
+    like = _dot_pairs_with_queries(_dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
+    return _mark_by_block(mark, queries, keys, live, _has_bad(d_out), like)
+
+
+def _mark_by_block(
+    mark: Callable[[Span, Span, Array], Array],
+    queries: Blocks,
+    keys: Blocks,
+    live: Array | None,
+    is_needed: Array,
+    like: Array,
+) -> Array:
+    """Marks of the shape of `like` from all live blocks, one after the other, if they are needed; else all False."""
+
+    def mark_block(n: Any, marks: Array) -> Array:
+        return mark(queries.span(n // keys.number), keys.span(n % keys.number), marks)
+
+    def mark_all(marks: Array) -> Array:
+        flat = None if live is None else live.reshape(-1)
+        marked: Array = for_live_blocks(flat, queries.number * keys.number, mark_block, marks)
+        return marked
+
+    marks: Array = once_if(is_needed, mark_all, jnp.zeros_like(like, jnp.bool_))
+    return marks
+
+
+def _nan_where(marks: Array, x: Array) -> Array:
+    return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives know of it as well
+
+
 def _each_block(blocks: Blocks, of_block: Callable[[Any], Any]) -> Any:
     """The results of all blocks `[..., size, n]`, joined."""
     if blocks.number == 1:
@@ -271,10 +320,10 @@ def _each_block(blocks: Blocks, of_block: Callable[[Any], Any]) -> Any:
     return jax.tree.map(blocks.join, lax.map(of_block, jnp.arange(blocks.number, dtype=jnp.int32)))
 
 
-def _add_rows(x: Array, block: Array, rows: Span) -> Array:
-    if rows.size == x.shape[3]:
+def _add_to_part(x: Array, axis: int, block: Array, span: Span) -> Array:
+    if span.size == x.shape[axis]:
         return x + block
-    return lax.dynamic_update_slice_in_dim(x, take(x, 3, rows) + block, rows.start, 3)
+    return lax.dynamic_update_slice_in_dim(x, take(x, axis, span) + block, span.start, axis)
 
 
 # The products, accumulated in float32 at least. The G query heads of a key head are rows of one matrix.
@@ -337,15 +386,14 @@ def _finite(x: Array, where: Array | bool = True) -> Array:
     return jnp.where(jnp.isfinite(x) & where, x, 0)
 
 
+def _has_bad(x: Array) -> Array:
+    """Whether anything is not finite; as a sum of floats, which a CPU is three times as fast at as at booleans."""
+    return jnp.sum(jnp.where(jnp.isfinite(x), 0.0, 1.0)) > 0
+
+
 def _is_bad(x: Array) -> Array:
     """`[..., 1]`: where anything in `[..., n]` is not finite."""
     return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
-
-
-def _as_weights(mask: Array | None, like: Array) -> Array:
-    """1 where a pair of the block is unmasked, else 0, of the shape and sharding of its logits."""
-    ones = jnp.ones_like(like)
-    return ones if mask is None else jnp.where(mask, ones, 0)
 
 
 def _keys_first(x: Array) -> Array:
