@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,11 +16,14 @@ def measure(candidates: Mapping[str, Callable[[], Any]], rounds: int) -> dict[st
     """Median seconds of each candidate, a function that returns when its work is done.
 
     In every round each candidate runs twice and its second run counts: the first one pays for what the
-    candidate before it did to the caches and to the memory allocator.
+    candidate before it did to the caches and to the memory allocator. The order changes from round to round,
+    since some libraries' threads still spin, on another candidate's core, when their work is done.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    order = random.Random(0)
     for _ in range(rounds):
-        for name, run in candidates.items():
+        for name in order.sample(list(candidates), len(candidates)):
+            run = candidates[name]
             run()
             start = time.perf_counter()
             run()
