@@ -23,7 +23,7 @@ class Mean(NamedTuple):
     """The mean of each slice, in two parts; the reduced axes are kept, with size 1."""
 
     centre: Array
-    remainder: Array
+    remainder: Array | None  # None where the rounding error of the centre is of no account
 
 
 def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
@@ -64,20 +64,23 @@ def average(x: Array, axes: Axes, where: Array | None) -> Array:
     return jnp.sum(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
 
 
-def mean(x: Array, axes: Axes, where: Array | None) -> Mean:
+def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:
     """The mean of a wide array with 0 under the mask; 0 if nothing is left."""
     centre = average(x, axes, where)
-    return Mean(centre, average(selected(x - centre, where), axes, where))
+    return Mean(centre, None if in_one_part else average(selected(x - centre, where), axes, where))
 
 
 def total(mean: Mean) -> Array:
     """The mean in one part. An infinite one is infinite, although its remainder, with inf - inf in it, is not."""
+    if mean.remainder is None:
+        return mean.centre
     return jnp.where(jnp.isfinite(mean.centre), mean.centre + mean.remainder, mean.centre)
 
 
 def deviations(x: Array, mean: Mean, where: Array | None) -> Array:
     """How far each element of a wide array is from its mean; 0 under the mask."""
-    return selected(x - mean.centre - mean.remainder, where)
+    centred = x - mean.centre
+    return selected(centred if mean.remainder is None else centred - mean.remainder, where)
 
 
 def squares(x: Array, axes: Axes) -> Array:
@@ -86,8 +89,9 @@ def squares(x: Array, axes: Axes) -> Array:
 
 
 def is_rounding(variance: Array, mean: Mean) -> Array:
-    """Whether a variance is nothing but the rounding of the remainder, as that of a constant is.
+    """Whether a variance is nothing but the rounding of the mean's last part, as that of a constant is.
 
     It is far below that of a slice in which a single element is the next float.
     """
-    return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(mean.remainder))
+    last = mean.centre if mean.remainder is None else mean.remainder
+    return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))

@@ -5,7 +5,7 @@ works on any axes of an array as it lies.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +257,7 @@ def _evaluate(
         x: Array, where: Array | None, scale: Array | None, bias: Array | None
     ) -> tuple[tuple[Array, _Statistics], tuple[()]]:
         wide = selected(widened(x), where)
-        statistics = _statistics(config, axes, wide, where)
+        statistics = _statistics(config, axes, wide, where, x.dtype)
         y = _standardized(wide, statistics, where)
         if scale is not None:  # selected in front of the product, since 0 * NaN in its derivative is NaN
             y *= selected(scale.astype(y.dtype), where)
@@ -288,7 +288,7 @@ def _pull_back(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
         wide = selected(widened(x), where)
-        statistics = statistics or _statistics(config, axes, wide, where)
+        statistics = statistics or _statistics(config, axes, wide, where, x.dtype)
         normalized = _standardized(wide, statistics, where)
         d_y = selected(d_y.astype(wide.dtype), where)
         d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
@@ -304,9 +304,10 @@ def _pull_back(
     return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
 
 
-def _statistics(config: _Config, axes: Axes, x: Array, where: Array | None) -> _Statistics:
-    """Of a wide array with 0 under the mask."""
-    mean = moments.mean(x, axes, where) if config.centred else None
+def _statistics(config: _Config, axes: Axes, x: Array, where: Array | None, narrow: Any) -> _Statistics:
+    """Of a wide array with 0 under the mask, whose dtype was `narrow`."""
+    # What bfloat16 resolves is 2**16 times what float32 does: there a remainder would only cost a fifth of the time.
+    mean = moments.mean(x, axes, where, in_one_part=narrow == jnp.bfloat16) if config.centred else None
     variance = moments.squares(_deviations(x, mean, where), axes) / jnp.maximum(moments.count(x, axes, where), 1)
     return _Statistics(mean, _reciprocal_root(variance, mean, config.epsilon))
 
