@@ -6,6 +6,7 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
 
 import operator
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -130,4 +131,4 @@ def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
         raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together")) from error
 
 
-_PACKAGES = str(Path(__file__).parent), str(Path(jax.__file__).parent)
+_PACKAGES = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, jax.__file__))

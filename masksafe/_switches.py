@@ -70,7 +70,10 @@ def label_checks(mode: str) -> Iterator[None]:
     ==============  ==================================================================================================
 
     The error names the op, tells how many labels are bad, the index and the value of the first of them, the valid
-    range, and where the op was called. Masked labels are never reported.
+    range, and where the op was called. Masked labels are never reported. The index is that in the shape of the loss,
+    in mode "raise" with the axis of a `jax.vmap` in front, and under `jax.shard_map`, where all shards count, with the
+    number of the shard;
+    checkify tells of one element of a `vmap`.
 
     What is bad: an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is
     negative or not finite, and a row of them that sums to neither 1 nor 0.
@@ -79,9 +82,14 @@ def label_checks(mode: str) -> Iterator[None]:
     leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`, since
     `jax.grad(checkify(f))` of a `jax.custom_vjp` function may be 0 without an error (jax 0.10.2).
 
-    One hole is JAX's: `checkify(jax.grad(f))` loses the checks in the body of a `jax.lax.scan` in `f`. The loss and
-    the gradient are NaN then, so that nothing trains on. The ways out are mode "raise", and a body that goes through
-    checkify itself and hands its error on.
+    One hole is JAX's: `checkify(jax.grad(f))` loses the checks in the bodies of loops in `f` (`scan`, `map`,
+    `fori_loop`). In mode "checkify" a row with a bad label has a NaN loss and gradient, so that nothing trains on. The
+    ways out are mode "raise", and a body that goes through checkify itself and hands its error on.
+
+    Mode "raise" calls back to the host, which `jax.export` cannot store. Under `jax.shard_map` the devices tell each
+    other what they found, or some would wait for ever for one that has failed: all of them have to call the loss. A
+    `shard_map` that is not jitted goes on, and its error comes with `jax.effects_barrier()`. A `jax.lax.cond` under
+    `vmap` runs both branches, and so the checks of both.
 
     Args:
       mode: "off", "checkify" or "raise".

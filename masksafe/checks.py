@@ -4,8 +4,10 @@ A loss calls one function here, on its checked and broadcast arguments, outside 
 `checkify` would lose the check in a gradient.
 """
 
+import functools
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +33,9 @@ class _Finding(NamedTuple):
     what: str
 
 
-def check_integer_labels(op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...]) -> None:
+def check_integer_labels(
+    op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...]
+) -> Array | None:
     """Reports unmasked labels outside [0, num_classes), and labels at a masked class, as the switch says.
 
     Args:
@@ -40,20 +44,25 @@ def check_integer_labels(op: str, labels: Array, where: Array | None, axes: Axes
       where: booleans that broadcast to the logits, at their rank; or None.
       axes: the axes of the classes, in the order in which a label counts them.
       shape: that of the logits.
+
+    Returns:
+      The rows to be spoiled, for `spoiled`.
     """
     if label_check_mode() == "off":
-        return
+        return None
     num_classes = math.prod(shape[a] for a in axes)
-    largest = min(num_classes - 1, int(jnp.iinfo(labels.dtype).max))
-    in_range = (labels >= 0) & (labels <= largest)
+    if labels.dtype.itemsize < 4:  # whose range may end in front of the classes
+        labels = labels.astype(jnp.int32)
+    in_range = (labels >= 0) & (labels < num_classes)
     alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(jnp.any(where, axes), labels.shape)
-    _report(op, _Finding(alive & ~in_range, alive, labels, f"labels are outside [0, {num_classes})"))
+    findings = [_Finding(alive & ~in_range, alive, labels, f"labels are outside [0, {num_classes})")]
     if where is not None and any(where.shape[a] > 1 for a in axes):
         at_unmasked = jnp.any(where & (jnp.expand_dims(labels, axes) == _class_index(axes, shape)), axes)
-        _report(op, _Finding(alive & in_range & ~at_unmasked, alive, labels, "labels are at a masked class"))
+        findings.append(_Finding(alive & in_range & ~at_unmasked, alive, labels, "labels are at a masked class"))
+    return _report(op, findings, [finding.bad for finding in findings])
 
 
-def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes) -> None:
+def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes) -> Array | None:
     """Reports unmasked labels that are negative or not finite, and rows of them that sum to neither 1 nor 0.
 
     Args:
@@ -61,17 +70,37 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
       labels: floats, of the shape of the logits.
       where: booleans that broadcast to it, at its rank; or None.
       axes: the axes of the classes.
+
+    Returns:
+      The rows to be spoiled, for `spoiled`.
     """
     if label_check_mode() == "off":
-        return
+        return None
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     valid = (labels >= 0) & (labels < jnp.inf)
-    _report(op, _Finding(unmasked & ~valid, unmasked, labels, "labels are negative or not finite"))
     sums = jnp.sum(selected(labels, unmasked & valid), axes, dtype=jnp.promote_types(labels.dtype, jnp.float32))
-    tolerance = _TOLERANCE.get(labels.dtype.name, 0.1)
     is_sound = jnp.all(valid | ~unmasked, axes)
-    strange = is_sound & (sums != 0) & (abs(sums - 1) > tolerance)
-    _report(op, _Finding(strange, jnp.any(unmasked, axes), sums, "rows of labels sum to neither 1 nor 0"))
+    strange = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
+    findings = [
+        _Finding(unmasked & ~valid, unmasked, labels, "labels are negative or not finite"),
+        _Finding(strange, jnp.any(unmasked, axes), sums, "rows of labels sum to neither 1 nor 0"),
+    ]
+    return _report(op, findings, [~is_sound, strange])
+
+
+def spoiled(loss: Array, bad_rows: Array | None) -> Array:
+    """The loss with NaN in the bad rows, also in its gradient.
+
+    Nothing trains on them then, not even where JAX loses the check itself.
+    """
+    return loss if bad_rows is None else loss * jnp.where(bad_rows, jnp.nan, jnp.ones((), loss.dtype))
+
+
+def _tolerance(labels: Array, axes: Axes) -> float:
+    """How far from 1 a row may sum; where there are many classes, each may be rounded to a multiple of the smallest."""
+    num_classes = math.prod(labels.shape[a] for a in axes)
+    smallest = float(jnp.finfo(labels.dtype).smallest_subnormal)
+    return _TOLERANCE.get(labels.dtype.name, 0.1) + smallest * num_classes
 
 
 def _class_index(axes: Axes, shape: tuple[int, ...]) -> Array:
@@ -88,57 +117,103 @@ def _class_index(axes: Axes, shape: tuple[int, ...]) -> Array:
 # Telling the user.
 
 
-def _report(op: str, finding: _Finding) -> None:
-    """Raises or stages the error, if anything is bad."""
-    text = f"{op}: {{bad}} of {{checked}} {finding.what}; first at {_index_template(finding.bad.ndim)}: {{value}}"
-    text += _escaped(f" (called {_place_of_call()})")
-    details = _details(finding)
-    any_bad = jnp.any(finding.bad)
-    if label_check_mode() == "checkify":
-        checkify.check(~any_bad, text, **details)
-    elif isinstance(any_bad, jax.core.Tracer):
-        _raise_when_run(any_bad, text, details)
-    elif any_bad:
-        raise ValueError(_filled(text, details))
+class _Details(NamedTuple):
+    """What an error tells: integers but for the value."""
+
+    bad: Array
+    checked: Array
+    value: Array  # the first bad one
+    place: Array  # and its index, [rank]
+    shard: Array | None = None  # and the device that has it, of those that a `shard_map` runs on
 
 
-def _index_template(ndim: int) -> str:
-    """Such as "({i0}, {i1})", in the form of Python's tuples."""
-    names = ", ".join(f"{{i{axis}}}" for axis in range(ndim))
-    return f"({names},)" if ndim == 1 else f"({names})"
+def _report(op: str, findings: Sequence[_Finding], bad_rows: Sequence[Array]) -> Array | None:
+    """Raises or stages an error for what was found, and returns which rows are bad where it may get lost."""
+    mode = label_check_mode()
+    for finding in findings:
+        text = f"{op}: {{bad}} of {{checked}} {finding.what}; first at {{index}}{{shard}}: {{value}}"
+        text += _escaped(f" (called {_place_of_call()})")
+        any_bad = jnp.any(finding.bad)
+        if mode == "checkify":
+            _stage_check(any_bad, text, _details(finding))
+        elif isinstance(any_bad, jax.core.Tracer):
+            _raise_when_run(text, _details(finding))
+        elif any_bad:
+            with jax.debug_nans(False):  # the value may be one
+                raise ValueError(_filled(text, _details(finding)))
+    return functools.reduce(jnp.logical_or, bad_rows) if mode == "checkify" else None
 
 
-def _details(finding: _Finding) -> dict[str, Any]:
+def _details(finding: _Finding) -> _Details:
     """Counts, and index and value of the first bad one."""
     bad = finding.bad
     first, is_first = first_of(bad)
     value = jnp.sum(jnp.where(is_first, finding.values, jnp.zeros((), finding.values.dtype)))
-    index = {
-        f"i{axis}": first // math.prod(bad.shape[axis + 1 :]) % max(1, bad.shape[axis]) for axis in range(bad.ndim)
-    }
-    return {"bad": jnp.sum(bad), "checked": jnp.sum(finding.checked), "value": value, **index}
+    strides = [max(1, math.prod(bad.shape[axis + 1 :])) for axis in range(bad.ndim)]
+    index = [first // stride % max(1, size) for stride, size in zip(strides, bad.shape, strict=True)]
+    return _Details(
+        jnp.sum(bad), jnp.sum(finding.checked), value, jnp.stack(index) if index else jnp.zeros(0, jnp.int32)
+    )
 
 
-def _raise_when_run(any_bad: Array, text: str, details: dict[str, Any]) -> None:
+def _stage_check(any_bad: Array, text: str, details: _Details) -> None:
+    """A check of checkify, which fills the text with numbers."""
+    numbers: dict[str, Any] = {f"i{axis}": details.place[axis] for axis in range(len(details.place))}
+    names = ", ".join(f"{{{name}}}" for name in numbers)
+    index = f"({names},)" if len(numbers) == 1 else f"({names})"
+    text = text.replace("{index}", index).replace("{shard}", "")
+    checkify.check(~any_bad, text, bad=details.bad, checked=details.checked, value=details.value, **numbers)
+
+
+def _raise_when_run(text: str, details: _Details) -> None:
     """Makes the compiled program fail with the text.
 
-    A callback of `jax.debug.callback` that raises fails the program in jit, grad, vmap, scan and remat, on every
-    platform, and is not removed although nothing depends on it, as one of `jax.pure_callback` would be. Behind a
-    `cond` it costs nothing while labels are good; under `vmap`, where a `cond` runs both sides, it looks itself.
+    A callback of `jax.debug.callback` that raises fails the program in jit, grad, scan and remat, on every platform,
+    and is not removed although nothing depends on it, as one of `jax.pure_callback` would be. Behind a `cond` it costs
+    nothing while labels are good. Every device has to fail, or the others would wait for it in their next collective:
+    hence `partitioned`, and under `shard_map` the exchange of what was found. `vmap` would call once for each element.
     """
 
-    def fail(any_bad: Any, details: dict[str, Any]) -> None:
-        if any_bad:
+    def fail(details: _Details) -> None:
+        if details.bad:
             raise ValueError(_filled(text, details))
 
-    def call() -> None:
-        jax.debug.callback(fail, any_bad, details)
+    @jax.custom_batching.custom_vmap
+    def stage(details: _Details) -> tuple[()]:
+        call = functools.partial(jax.debug.callback, fail, partitioned=True)
+        lax.cond(details.bad > 0, lambda details: call(details), lambda _: None, details)
+        return ()
 
-    lax.cond(any_bad, call, lambda: None)
+    @stage.def_vmap
+    def _(size: int, batched: Sequence[_Details], details: _Details) -> tuple[tuple[()], tuple[()]]:
+        def stacked(x: Array, is_batched: bool) -> Array:
+            return x if is_batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
+
+        first, details = _first_bad(jax.tree.map(stacked, details, batched[0]))
+        stage(details._replace(place=jnp.concatenate([first[None], details.place])))
+        return (), ()
+
+    details = jax.tree.map(lax.stop_gradient, details)
+    manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if manual_axes:
+        shard, details = _first_bad(jax.tree.map(lambda x: lax.all_gather(x, manual_axes), details))
+        details = details._replace(shard=shard)
+    stage(details)
 
 
-def _filled(text: str, details: dict[str, Any]) -> str:
-    return text.format(**{name: value.item() for name, value in details.items()})
+def _first_bad(stacked: _Details) -> tuple[Array, _Details]:
+    """Which of the details is the first with anything bad, and it, with the counts of all."""
+    first = jnp.argmax(stacked.bad > 0)
+    one: _Details = jax.tree.map(lambda x: x[first], stacked)
+    return first.astype(jnp.int32), one._replace(bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked))
+
+
+def _filled(text: str, details: _Details) -> str:
+    shard = "" if details.shard is None else f" of shard {details.shard.item()}"
+    index = tuple(details.place.tolist())
+    return text.format(
+        bad=details.bad.item(), checked=details.checked.item(), index=index, shard=shard, value=details.value.item()
+    )
 
 
 def _place_of_call() -> str:

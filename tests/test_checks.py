@@ -133,6 +133,16 @@ def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan():
         error, gradient = checkify.checkify(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS)
         assert error.get() is None  # JAX's hole; should this fail one day, the documentation can lose a paragraph
         assert np.isnan(gradient[1, 1]).all()
+        at_masked_class = lambda *args: jnp.sum(integer_loss(*args, where=jnp.arange(CLASSES)[None] != 3))  # noqa: E731
+        of_distributions = lambda *args: jnp.sum(soft_losses[0](*args))  # noqa: E731
+        for loss, labels in (
+            (at_masked_class, GOOD),
+            (of_distributions, SOFT.at[1, 0].set(0.3)),
+            (of_distributions, SOFT.at[1, 0, 2].set(-0.3)),
+        ):
+            value, gradient = checkify.checkify(jax.value_and_grad(in_scan(loss)))(LOGITS, labels)[1]
+            assert np.isnan(value)
+            assert np.isnan(np.asarray(gradient)).any(-1).nonzero()[0].tolist() == [1]
 
         def body_that_hands_its_error_on(logits, labels):
             step = lambda total, row: (total + mean_loss(*row), None)  # noqa: E731
@@ -170,9 +180,62 @@ def test_raise_fails_the_compiled_program(way):
         step = jax.jit(WAYS[way](mean_loss))
         with pytest.raises(jax.errors.JaxRuntimeError) as error:
             jax.block_until_ready(step(LOGITS, LABELS))
-        assert re.search(r"\d of \d+ labels are outside \[0, 5\); first at \(\d,( \d)?\): (5|-1|7)", str(error.value))
+        text = r"\d of \d+ labels are outside \[0, 5\); first at \(\d,( \d)?\)( of shard \d)?: (5|-1|7)"
+        assert re.search(text, str(error.value))
         assert f"called at {__file__}:" in str(error.value)
         jax.block_until_ready(step(LOGITS, GOOD))
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_raise_stops_every_device(axis_type):
+    """A device that went on alone would wait for the others in the gradient's sum until JAX aborts the process."""
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis_type,))
+    by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
+    kernel = jnp.ones((4, CLASSES))
+    inputs = jax.device_put(jnp.ones((16, 4)), by_row)
+
+    @jax.jit
+    def two_steps(kernel, inputs, labels):
+        for _ in range(2):
+            kernel -= jax.grad(lambda kernel: mean_loss(jnp.tanh(inputs @ kernel), labels))(kernel)
+        return kernel
+
+    with jax.set_mesh(mesh), masksafe.label_checks("raise"):
+        kernel = jax.device_put(kernel, jax.sharding.NamedSharding(mesh, PartitionSpec()))
+        two_steps(kernel, inputs, jax.device_put(jnp.zeros(16, int), by_row)).block_until_ready()
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match=r"1 of 16 labels are outside \[0, 5\); first at \(9,\): 5"
+        ):
+            two_steps(kernel, inputs, jax.device_put(jnp.zeros(16, int).at[9].set(5), by_row)).block_until_ready()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_raise_stops_every_device_of_a_shard_map(check_vma):
+    mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def step(logits, labels):
+        loss, gradient = jax.value_and_grad(mean_loss)(logits, labels)
+        return jax.lax.pmean(loss, "rows"), jax.lax.pmean(gradient, "rows")
+
+    specs = {"in_specs": (PartitionSpec("rows"),) * 2, "out_specs": PartitionSpec()}
+    step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **specs))
+    with masksafe.label_checks("raise"):
+        jax.block_until_ready(step(LOGITS, GOOD))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"first at \(0, 1\) of shard [4-7]: -1"):
+            jax.block_until_ready(step(LOGITS, GOOD.at[2, 1].set(-1)))
+
+
+def test_raise_reports_once_for_all_elements_of_a_vmap():
+    labels = jnp.zeros((1000, 3), int).at[700, 1].set(9).at[800].set(-1)
+    by_row = jax.jit(jax.vmap(jax.vmap(integer_loss)))
+    with masksafe.label_checks("raise"):
+        assert by_row.lower(jnp.zeros((1000, 3, CLASSES)), labels).as_text().count("callback") < 5
+        text = r"4 of 3000 labels are outside \[0, 5\); first at \(700, 1\): 9"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            by_row(jnp.zeros((1000, 3, CLASSES)), labels).block_until_ready()
+        shared = jax.vmap(integer_loss, (0, None))
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"):
+            jax.jit(shared)(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
 
 
 def test_raise_gives_no_false_alarm_on_masked_labels():
@@ -242,6 +305,27 @@ def test_masked_probabilities_are_not_looked_at():
     labels = jnp.where(where, SOFT, jnp.nan)
     with masksafe.label_checks("raise"):
         masksafe.losses.softmax_cross_entropy(LOGITS, labels, where=where)
+
+
+@pytest.mark.parametrize("mode", ["raise", "checkify"])
+def test_unusual_labels(mode):
+    def check(loss, *args):
+        with masksafe.label_checks(mode):
+            if mode == "raise":
+                return loss(*args)
+            return checkify.checkify(loss, errors=checkify.float_checks | checkify.user_checks)(*args)[0].throw()
+
+    check(integer_loss, jnp.zeros((2, 5)), jnp.array([4, 0], "int4"))
+    check(integer_loss, jnp.zeros((3, 0, 5)), jnp.zeros((3, 0), int))
+    check(soft_losses[0], jnp.zeros((3, 0, 5)), jnp.zeros((3, 0, 5)))
+    check(soft_losses[0], jnp.zeros((1, 100_000)), jnp.full((1, 100_000), 1e-5, "float16"))
+    with pytest.raises(Exception, match=r"3 of 3 labels are outside \[0, 0\)"):
+        check(integer_loss, jnp.zeros((3, 0)), jnp.zeros(3, "uint8"))
+
+
+def test_error_is_told_under_debug_nans():
+    with masksafe.label_checks("raise"), jax.debug_nans(True), pytest.raises(ValueError, match=r"first at .*: nan"):
+        soft_losses[0](LOGITS, np.full(LOGITS.shape, np.nan, np.float32))
 
 
 # The switch.

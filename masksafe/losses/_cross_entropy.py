@@ -19,7 +19,7 @@ from masksafe._errors import (
 )
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.checks import check_distributions, check_integer_labels
+from masksafe.checks import check_distributions, check_integer_labels, spoiled
 from masksafe.losses._cross_entropy_rows import (
     Rows,
     evaluate_rows,
@@ -197,8 +197,8 @@ def softmax_cross_entropy_with_integer_labels(
     shape = _with(axes, rows, logits.shape)
     where = _canonical_where(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, rows)
-    check_integer_labels(op, labels, where, axes, shape)
-    return _cross_entropy(axes, logits.dtype, _broadcast(logits, shape), labels, where)
+    bad_rows = check_integer_labels(op, labels, where, axes, shape)
+    return spoiled(_cross_entropy(axes, logits.dtype, _broadcast(logits, shape), labels, where), bad_rows)
 
 
 def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> Array:
@@ -216,8 +216,8 @@ def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, wher
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
     where = _canonical_where(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, shape)
-    check_distributions(op, labels, where, axes)
-    return _cross_entropy(axes, dtype, _broadcast(logits, shape), labels, where)
+    bad_rows = check_distributions(op, labels, where, axes)
+    return spoiled(_cross_entropy(axes, dtype, _broadcast(logits, shape), labels, where), bad_rows)
 
 
 def _canonical_where(
