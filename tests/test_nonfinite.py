@@ -126,7 +126,7 @@ def test_what_a_selection_takes_away_is_harmless():
     assert not report
     assert report.first is None
     assert [source.primitive for source in report.harmless] == ["log"]
-    assert "Harmless, for it reaches no output:\n  log gives -inf from 0" in str(report)
+    assert "Harmless, for it makes no output bad:\n  log gives -inf from 0" in str(report)
 
 
 def test_harmless_and_harmful_elements_of_the_same_value_are_told_apart():
@@ -182,3 +182,107 @@ def test_scan_in_reverse_and_without_steps():
     assert len(report.outputs) == 1
     assert report.outputs[0].endswith("1 of 3 elements, the first at index (1,)")
     assert report.first.inputs == (0.0,)
+
+
+OVERFLOWS_IN_ROW_1 = lambda x: jnp.stack([jnp.log(x[0] - 5), jnp.exp(x[1] * 100)])  # noqa: E731
+ROWS = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+LAST = jnp.array([[False], [True]])
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x: jnp.max(x, -1, keepdims=True),
+        lambda x: jnp.prod(x, -1, keepdims=True),
+        lambda x: jnp.sort(x, -1),
+        lambda x: lax.cummax(x, 1),
+        lambda x: lax.cumsum(x, 1, reverse=True),
+        lambda x: lax.top_k(x, 2)[0],
+        lambda x: jnp.fft.fft(x).real,
+        lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None],
+        lambda x: x @ jnp.ones((3, 2)),
+        lambda x: jnp.linalg.cholesky(x[..., None] * jnp.eye(3))[..., 0],
+    ],
+    ids=["max", "prod", "sort", "cummax", "cumsum", "top_k", "fft", "reduce", "matmul", "cholesky"],
+)
+def test_rows_stay_apart_where_elements_of_a_row_are_mixed(mix):
+    report = nonfinite_report(lambda x: jnp.where(LAST, mix(OVERFLOWS_IN_ROW_1(x)), 0), ROWS)
+    assert report.first.primitive == "exp"
+    assert report.first.index == (0,)
+
+
+@pytest.mark.parametrize("mix", [lambda x: jnp.sum(x, -1), lambda x: x @ jnp.ones((3, 2))], ids=["sum", "matmul"])
+def test_second_overflow_of_an_equation_is_found(mix):
+    report = nonfinite_report(lambda x: mix(jnp.stack([jnp.log(x[0] - 5), x[1] * 4e37])), ROWS)
+    log, mixed = report.sources
+    assert (log.primitive, log.index[0]) == ("log", 0)
+    assert mixed.index[0] == 1
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [jnp.sum, jnp.cumsum, lambda x: x @ jnp.zeros((3, 2)), lambda x: jnp.fft.fft(x).real],
+    ids=["sum", "cumsum", "matmul", "fft"],
+)
+def test_nan_made_from_infinities_in_a_sum(fn):
+    report = nonfinite_report(lambda x: fn(jnp.where(x > 1, jnp.inf, -jnp.inf)), X)
+    assert report.sources == ()
+    assert report.first.primitive in ("reduce_sum", "cumsum", "dot_general", "fft")
+    assert np.isnan(np.real(report.first.value))
+
+
+def test_bad_values_of_a_closure_and_written_infinities_have_a_source():
+    data = np.array([1.0, np.nan, 2.0], np.float32)
+    for captured in (data, jnp.asarray(data)):
+        report = nonfinite_report(lambda w, captured=captured: jnp.sum(w * captured), X)
+        assert (report.first.primitive, report.first.index) == ("mul", (1,))
+    report = nonfinite_report(lambda x: jnp.where(x > 2, x, -jnp.inf), X)
+    assert report.first.value == -np.inf
+    assert f"{__file__}:" in report.first.place
+
+
+def test_reducer_given_by_the_user_is_not_taken_for_a_call():
+    product = lambda x: lax.reduce(x * 1e30, 1.0, lambda a, b: a * b * 1.0000001, (1,))  # noqa: E731
+    report = nonfinite_report(product, ROWS)
+    assert report.first.primitive == "reduce"
+    assert report.first.result == "float32[2]"
+    report = nonfinite_report(lambda x: lax.reduce_window(jnp.log(x - 1), 0.0, lax.add, (1, 2), (1, 1), "VALID"), ROWS)
+    assert report.first.primitive == "log"
+
+
+def test_loop_of_a_thousand_steps():
+    def fn(x):
+        step = lambda c, i: (c * jnp.where(i == 3, jnp.log(-c), 1.0), c)  # noqa: E731
+        return lax.scan(step, x, jnp.arange(1000))
+
+    report = nonfinite_report(fn, jnp.ones(()))
+    assert (report.first.primitive, report.first.inputs) == ("log", (-1.0,))
+    assert len(report.sources) == 1
+    text = str(nonfinite_report(lambda x: lax.map(jnp.log, x), jnp.zeros(1000)))
+    assert "and 999 more times" in text
+    assert len(text.splitlines()) < 10
+
+
+def test_complex_numbers():
+    report = nonfinite_report(lambda x: jnp.abs((x + 1j) / (x - x)), X)
+    assert report.first.primitive == "div"
+    assert isinstance(report.first.inputs[0], complex)
+    assert "div gives" in str(report)
+
+
+def test_arguments_that_cannot_be_replayed_are_refused():
+    with pytest.raises(TypeError, match=r"nonfinite_report: args\[0\] has type"):
+        nonfinite_report(lambda f, x: f(x), jnp.log, X)
+    with pytest.raises(TypeError, match="nonfinite_report: fn has no float output"):
+        nonfinite_report(lambda x: jnp.argmax(x), X, grad=True)
+    assert not nonfinite_report(lambda n, x: x / (n + 1), 0, 1.0, grad=True)
+
+
+def test_mutable_reference_is_refused():
+    def fn(x):
+        ref = jax.new_ref(x)
+        ref[...] = jnp.log(x)
+        return ref[...]
+
+    with pytest.raises(NotImplementedError, match="nonfinite_report: fn uses a mutable reference"):
+        nonfinite_report(fn, X)
