@@ -1,0 +1,34 @@
+"""The example of corrupted labels: what each mode tells of each batch."""
+
+import importlib.util
+from pathlib import Path
+
+PATH = Path(__file__).parent.parent / "examples" / "debug_labels.py"
+SPEC = importlib.util.spec_from_file_location("debug_labels", PATH)
+debug_labels = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(debug_labels)
+
+FIRST = "1 of 599 labels are outside [0, 10); first at (101,): 10"  # 700 in batches of 599
+SECOND = "1 of 598 labels are outside [0, 10); first at (102,): -1"  # 1300; the masked one does not count
+
+
+def test_without_checks_the_loss_is_nan_and_stays_so():
+    good, *bad = debug_labels.plain(debug_labels.read_batches())
+    assert good == "loss 2.303"
+    assert bad == ["loss nan"] * 2
+
+
+def test_checks_tell_which_label_is_bad():
+    for run in (debug_labels.with_checkify, debug_labels.with_errors):
+        good, first, second = run(debug_labels.read_batches())
+        assert good == "loss 2.303"
+        assert FIRST in first
+        assert SECOND in second
+        assert f"called at {PATH}:" in first
+
+
+def test_main_prints_all_three(capsys):
+    debug_labels.main()
+    printed = capsys.readouterr().out
+    assert printed.count("batch 0: loss 2.303") == 3
+    assert printed.count(FIRST) == printed.count(SECOND) == 2
