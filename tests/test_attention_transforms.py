@@ -13,8 +13,9 @@ from jax.test_util import check_grads
 from test_attention import CASES, attention, blocks, few_of, many_blocks, random_inputs, shrink_blocks  # noqa: F401
 
 import masksafe
+from masksafe._spans import divide
 from masksafe.attention import _cudnn
-from masksafe.attention._mask import Pairs, divide, live_blocks
+from masksafe.attention._mask import Pairs, live_blocks
 
 
 def assert_close(actual, expected, tolerance=2e-5):

@@ -31,18 +31,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._moments import selected
+from masksafe._spans import Blocks, Span, divide, take
 from masksafe._typing import Array
 from masksafe.attention._mask import (
-    Blocks,
     Pairs,
-    Span,
     add_to_block,
     cut,
-    divide,
     for_live_blocks,
     live_blocks,
     once_if,
-    take,
     unmasked,
 )
 

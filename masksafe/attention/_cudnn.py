@@ -8,8 +8,9 @@ sees a NaN is NaN again.
 import jax
 import jax.numpy as jnp
 
+from masksafe._spans import Blocks
 from masksafe._typing import Array
-from masksafe.attention._mask import Blocks, Pairs, unmasked
+from masksafe.attention._mask import Pairs, unmasked
 from masksafe.attention._problems import grouped_heads, keys_by_problem, keys_by_user, queries_by_user
 
 
