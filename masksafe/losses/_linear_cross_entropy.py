@@ -1,0 +1,331 @@
+"""The softmax cross-entropy of a linear layer, for vocabularies whose logits would be the largest array of all."""
+
+import functools
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._blocks import is_sharded
+from masksafe._errors import as_float_array, as_label_array, as_mask, as_number, at_rank_of, message
+from masksafe._rules import differentiable, differentiated_as
+from masksafe._typing import Array, ArrayLike
+from masksafe.checks import check_integer_labels, spoiled
+from masksafe.losses._linear_cross_entropy_blocks import (
+    Config,
+    Gradients,
+    Layer,
+    Tokens,
+    default_class_block,
+    default_token_block,
+    losses_of_logits,
+    num_classes,
+    solve,
+)
+
+_OP = "linear_softmax_cross_entropy"
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_softmax_cross_entropy(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    reduction: str = "mean",
+    logit_soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+) -> Array:
+    r"""Softmax cross-entropy of `features @ kernel + bias` and integer labels, without the logits in memory.
+
+    .. math::
+      a_t = f_t W + b, \qquad x_t = \kappa \tanh(a_t / \kappa), \qquad \lambda_t = \log \sum_c e^{x_{tc}}
+
+      \ell_t = \lambda_t - (1 - \varepsilon) x_{t y_t} - \frac{\varepsilon}{V} \sum_c x_{tc} + \zeta \lambda_t^2
+
+    The logits exist for a block of tokens at a time. Unmasked tokens are moved together first and only the blocks
+    that hold any are computed, so that time follows the unmasked tokens. With "mean" and "sum" the gradients are
+    computed together with the loss, three matrix products in all; with "none" the reverse pass computes the logits
+    again, and leaves out tokens whose cotangent is 0.
+
+    Args:
+      features: `[..., D]`, of a float dtype; one row for each token.
+      kernel: `[D, V]`, of a float dtype.
+      labels: `[...]`, integers in [0, V).
+      bias: `[V]`, or None.
+      where: `[...]`, booleans; False masks a token. None masks nothing.
+      reduction: "mean" over the unmasked tokens, "sum", or "none" for `[...]` with 0 at masked tokens.
+      logit_soft_cap: :math:`\kappa`, positive; None caps nothing.
+      label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability that all classes share.
+      z_loss: :math:`\zeta`, the weight of the squared logsumexp.
+      block_size: tokens at a time; None chooses. More is faster, and takes `block_size * V` floats.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
+        count the classes of all devices. Gradients are right with `check_vma=True`, which is the default.
+
+    Returns:
+      The loss in the dtype of the features and the kernel together. Nothing unmasked: 0, with zero gradients.
+      Sums are accumulated in float32 at least, and so is the gradient of the kernel. Masked tokens get the gradient 0
+      and touch nothing, whatever they hold.
+
+      A label out of range makes the loss NaN, and with it the gradients that the token takes part in; see
+      `masksafe.label_checks`.
+
+      Where the tokens or the classes are split over the devices by an explicit mesh, and for symbolic sizes, all
+      tokens are computed in one pass, logits and all; `jax.shard_map` keeps the blocks.
+
+    Raises:
+      TypeError: for wrong dtypes.
+      ValueError: for wrong shapes, an unknown reduction, numbers out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, masksafe
+      >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
+      >>> kernel = jnp.arange(12.0).reshape(3, 4)
+      >>> def loss(features, kernel):
+      ...     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=labels >= 0)
+      >>> value, (d_features, d_kernel) = jax.value_and_grad(loss, (0, 1))(features, kernel)
+      >>> print(value.round(4), d_features[2], d_kernel.shape)
+      1.4402 [0. 0. 0.] (3, 4)
+
+    Source:
+      Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, for gradients in the forward pass;
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; the z-loss is that of Chowdhery et
+      al., "PaLM", 2022, the soft cap that of Gemma Team, "Gemma 2", 2024, the smoothing that of Szegedy et al.,
+      "Rethinking the Inception Architecture", 2016.
+    """
+    features, kernel, bias = _operands(features, kernel, bias)
+    labels, where = _of_tokens(features, labels, where)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
+    config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
+    layer = Layer(kernel, bias)
+
+    mask = None if where is None else where[..., None]
+    classes = num_classes(config, layer)
+    bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, classes))
+    tokens = Tokens(
+        features.reshape(math.prod(labels.shape), features.shape[-1]),
+        labels.reshape(-1),
+        None if where is None else where.reshape(-1),
+    )
+    if reduction == "none":
+        losses = _alike(config, _losses(config, *tokens, *layer)).reshape(labels.shape)
+        return spoiled(losses.astype(features.dtype), bad_rows)
+    total = _alike(config, _total(config, *tokens, *layer))
+    if reduction == "mean":
+        count = labels.size if where is None else jnp.sum(where)
+        total = total / jnp.maximum(count, 1)
+    return spoiled(total.astype(features.dtype), None if bad_rows is None else jnp.any(bad_rows))
+
+
+# The arguments.
+
+
+def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) -> tuple[Array, Array, Array | None]:
+    features, kernel = as_float_array(_OP, "features", features), as_float_array(_OP, "kernel", kernel)
+    if features.ndim == 0:
+        raise ValueError(message(_OP, "features", "shape ()", "[..., D]"))
+    if kernel.ndim != 2 or kernel.shape[0] != features.shape[-1] or kernel.shape[1] == 0:
+        expected = f"[D, V] with at least one class, D being the {features.shape[-1]} of features {features.shape}"
+        raise ValueError(message(_OP, "kernel", f"shape {kernel.shape}", expected))
+    dtype = jnp.promote_types(features.dtype, kernel.dtype)
+    if bias is not None:
+        bias = as_float_array(_OP, "bias", bias)
+        if bias.shape != kernel.shape[1:]:
+            raise ValueError(message(_OP, "bias", f"shape {bias.shape}", f"{kernel.shape[1:]}, the classes of kernel"))
+    return features.astype(dtype), kernel.astype(dtype), bias
+
+
+def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
+    labels, shape = as_label_array(_OP, "labels", labels), features.shape[:-1]
+    if labels.shape != shape:
+        expected = f"{shape}, that of features {features.shape} without its last axis"
+        raise ValueError(message(_OP, "labels", f"shape {labels.shape}", expected))
+    if where is None:
+        return labels, None
+    where = at_rank_of(_OP, "where", as_mask(_OP, "where", where), shape, "labels")
+    return labels, jnp.broadcast_to(where, shape)
+
+
+def _configure(
+    features: Array,
+    kernel: Array,
+    soft_cap: float | None,
+    label_smoothing: float,
+    z_loss: float,
+    block_size: int | None,
+    axis_name: str | None,
+) -> Config:
+    if soft_cap is not None:
+        soft_cap = as_number(_OP, "logit_soft_cap", soft_cap)
+        if not soft_cap > 0:
+            raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive number or None"))
+    label_smoothing = as_number(_OP, "label_smoothing", label_smoothing)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(message(_OP, "label_smoothing", f"value {label_smoothing}", "a number in [0, 1]"))
+    z_loss = as_number(_OP, "z_loss", z_loss)
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite number, 0 or more"))
+    if block_size is None:
+        block_size = default_token_block(kernel.shape[1])
+    elif not isinstance(block_size, numbers.Integral) or block_size < 1:
+        raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
+    number = math.prod(features.shape[:-1])
+    block_size = max(1, min(int(block_size), number)) if isinstance(number, int) else int(block_size)
+    class_block = default_class_block(kernel.shape[0], block_size)
+    return Config(soft_cap, label_smoothing, z_loss, block_size, class_block, axis_name)
+
+
+# The two forms of it: a sum, whose gradients are computed with it, and one loss for each token.
+
+_Arguments = tuple[Array, Array, Array | None, Array, Array | None]  # those of Tokens and of Layer
+
+
+def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
+    if _is_in_one_pass(args):
+        total, reverse = jax.vjp(lambda *floats: jnp.sum(_losses_plainly(config, *_with(args, floats))), *_floats(args))
+        return total, (reverse(jnp.ones_like(total)), args)
+    losses, gradients = _evaluate(config, *args, jnp.ones_like(args[1], _wide(args)))
+    return jnp.sum(losses), (gradients, args)
+
+
+def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
+    gradients, args = residuals
+    d_total = _of_all_devices(config, d_total)
+    return _as_cotangents(args, [None if g is None else g.astype(d_total.dtype) * d_total for g in gradients])
+
+
+@differentiable(_total_forward, _total_reverse, static_argnums=(0,))
+def _total(
+    config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> Array:
+    return jnp.sum(_value(config, features, labels, live, kernel, bias))
+
+
+def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
+    return _value(config, *args), args
+
+
+def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
+    features, labels, live, *layer = args
+    d_losses = _of_all_devices(config, d_losses)
+    used = d_losses != 0  # a NaN that is selected away behind the op takes no part
+    used = used if live is None else used & live
+    if _is_in_one_pass(args):
+        args = (features, labels, used, *layer)
+        _, reverse = jax.vjp(lambda *floats: _losses_plainly(config, *_with(args, floats)), *_floats(args))
+        return _as_cotangents(args, reverse(jnp.where(used, d_losses, 0)))
+    return _as_cotangents(args, _evaluate(config, features, labels, used, *layer, d_losses)[1])
+
+
+@differentiable(_losses_forward, _losses_reverse, static_argnums=(0,))
+def _losses(
+    config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> Array:
+    return _value(config, features, labels, live, kernel, bias)
+
+
+# Where the classes are split, every device has the same loss, of which each one's classes are a part.
+
+
+def _alike(config: Config, loss: Array) -> Array:
+    """The loss as one that JAX knows to be the same on all devices."""
+    return loss if config.axis_name is None else lax.pmean(loss, config.axis_name)
+
+
+def _of_all_devices(config: Config, d_loss: Array) -> Array:
+    return d_loss if config.axis_name is None else lax.psum(d_loss, config.axis_name)
+
+
+def _floats(args: Any) -> tuple[Array, Array, Array | None]:
+    return args[0], args[3], args[4]
+
+
+def _with(args: Any, floats: Any) -> tuple[Any, ...]:
+    return (floats[0], *args[1:3], *floats[1:])
+
+
+def _as_cotangents(args: Any, gradients: Any) -> tuple[Any, ...]:
+    features, kernel, bias = (
+        None if x is None else g.astype(x.dtype) for g, x in zip(gradients, _floats(args), strict=True)
+    )
+    return features, None, None, kernel, bias
+
+
+def _wide(args: Any) -> Any:
+    return jnp.promote_types(args[0].dtype, jnp.float32)
+
+
+def _is_in_one_pass(args: Any) -> bool:
+    """Whether a loop over the tokens is refused by JAX, or there are none."""
+    sizes = [n for x in jax.tree.leaves(args) for n in x.shape]
+    is_static = all(isinstance(n, int) for n in sizes)
+    return not is_static or 0 in sizes or any(map(is_sharded, jax.tree.leaves(args)))
+
+
+# The kernels, and what they are differentiated as.
+
+
+def _losses_plainly(
+    config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> Array:
+    """The same losses in a form that JAX differentiates to any order, in blocks of fixed number if it can be."""
+    layer = Layer(kernel, bias)
+    args = (features, labels, live, kernel, bias)
+
+    def of_tokens(tokens: tuple[Array, Array, Array]) -> Array:
+        features, labels, live = tokens
+        features, labels = jnp.where(live[..., None], features, 0), jnp.where(live, labels, 0)
+        logits = jnp.matmul(features, kernel, preferred_element_type=_wide(args))
+        logits = logits if bias is None else logits + bias.astype(logits.dtype)
+        return jnp.where(live, losses_of_logits(config, layer, logits, labels[..., None])[..., 0], 0)
+
+    tokens = features, labels, jnp.ones(labels.shape, jnp.bool_) if live is None else live
+    if _is_in_one_pass(args):
+        return of_tokens(tokens)
+    losses: Array = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
+    return losses
+
+
+@differentiated_as(_losses_plainly)
+@functools.partial(jax.jit, static_argnums=0)
+def _value_in_blocks(
+    config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> Array:
+    return solve(config, Tokens(features, labels, live), Layer(kernel, bias), None)[0]
+
+
+def _value(config: Config, *args: Any) -> Array:
+    return _losses_plainly(config, *args) if _is_in_one_pass(args) else _value_in_blocks(config, *args)
+
+
+def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+    *args, d_losses = args_and_d_losses
+    losses, reverse = jax.vjp(lambda *floats: _losses_plainly(config, *_with(args, floats)), *_floats(args))
+    d_features, d_kernel, d_bias = reverse(d_losses)
+    wide = _wide(args)
+    return losses, Gradients(d_features, d_kernel.astype(wide), None if d_bias is None else d_bias.astype(wide))
+
+
+@differentiated_as(_evaluate_plainly)
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(
+    config: Config,
+    features: Array,
+    labels: Array,
+    live: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    d_losses: Array,
+) -> tuple[Array, Gradients]:
+    losses, gradients = solve(config, Tokens(features, labels, live), Layer(kernel, bias), d_losses)
+    assert gradients is not None
+    return losses, gradients

@@ -1,0 +1,320 @@
+r"""The cross-entropy of a linear layer in blocks of tokens, so that no array is of tokens times classes.
+
+With features :math:`f_t`, kernel :math:`W`, bias :math:`b`, soft cap :math:`\kappa`, label :math:`y_t`, smoothing
+:math:`\varepsilon` and z-loss :math:`\zeta`
+
+.. math::
+  a_t = f_t W + b, \qquad x_t = \kappa \tanh(a_t / \kappa), \qquad \lambda_t = \log \sum_c e^{x_{tc}}, \qquad
+  \ell_t = \lambda_t - (1 - \varepsilon) x_{t y_t} - \frac{\varepsilon}{V} \sum_c x_{tc} + \zeta \lambda_t^2
+
+and with the cotangent :math:`\dot \ell_t`
+
+.. math::
+  \dot a_{tc} = \dot \ell_t \left( (1 + 2 \zeta \lambda_t) e^{x_{tc} - \lambda_t} - (1 - \varepsilon) [c = y_t] -
+  \frac{\varepsilon}{V} \right) \left( 1 - \frac{x_{tc}^2}{\kappa^2} \right), \qquad
+  \dot f_t = \dot a_t W^T, \qquad \dot W = \sum_t f_t \dot a_t, \qquad \dot b = \sum_t \dot a_t.
+
+The sum of exponentials leaves the label out, so that the loss keeps its digits where the model is sure: with
+:math:`s_t = \sum_{c \neq y_t} e^{x_{tc} - m_t}` and :math:`\tau_t = x_{t y_t} - m_t`, it is
+:math:`\lambda_t - x_{t y_t} = \log(s_t + e^{\tau_t}) - \tau_t`.
+
+Unmasked tokens are moved to the front, and only the blocks that hold any are computed.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._moments import selected, widened
+from masksafe._rules import nothing_of
+from masksafe._spans import Span, divide, take
+from masksafe._typing import Array
+
+# On two CPU cores a product of 512 tokens runs at full speed, one of 128 at three quarters of it: the kernel and its
+# gradient pass through the caches once in a block. Where there are many classes, 160 tokens are a compromise: their
+# logits take a twentieth of the memory of those of 4096.
+BLOCK_ELEMENTS = 2**23
+FEWEST_TOKENS, MOST_TOKENS = 160, 512
+FEWEST_IN_VAIN = 32  # tokens: for less a second size of block is not worth its time to compile
+CLASS_BLOCK_ELEMENTS = (
+    2**21
+)  # of the kernel or the logits, whichever has more: a block of classes goes through the cache
+
+
+class Config(NamedTuple):
+    """What is known when the program is traced."""
+
+    soft_cap: float | None
+    label_smoothing: float
+    z_loss: float
+    token_block: int
+    class_block: int
+    axis_name: str | None  # the mesh axis over which the classes are split
+
+
+class Gradients(NamedTuple):
+    """Cotangents of features, kernel and bias; those that are sums over tokens widened."""
+
+    features: Array
+    kernel: Array
+    bias: Array | None
+
+
+class Layer(NamedTuple):
+    """The linear layer: kernel `[D, V]` and bias `[V]`."""
+
+    kernel: Array
+    bias: Array | None
+
+
+def default_token_block(classes: int) -> int:
+    return max(FEWEST_TOKENS, min(MOST_TOKENS, BLOCK_ELEMENTS // max(1, classes)))
+
+
+def default_class_block(width: int, token_block: int) -> int:
+    return max(1, CLASS_BLOCK_ELEMENTS // max(1, width, token_block))
+
+
+def num_classes(config: Config, layer: Layer) -> int:
+    """Of all devices together."""
+    classes = layer.kernel.shape[1]
+    return classes if config.axis_name is None else classes * lax.axis_size(config.axis_name)
+
+
+# The losses of some tokens, given their logits `[..., V]`.
+
+
+class _Rows(NamedTuple):
+    """Sums over the classes of each row `[..., 1]`."""
+
+    largest: Array
+    others: Array  # of exp(x - largest), without the label
+    label: Array  # x there
+    total: Array  # of x
+
+
+def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
+    """`[..., 1]`; NaN for a label out of range. It is safe to be differentiated."""
+    columns = divide(logits.shape[-1], logits.shape[-1]).span(0)
+    return _losses(config, layer, _combined(config, _of_columns(config, layer, logits, labels, columns)), labels)
+
+
+def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, columns: Span) -> _Rows:
+    """The sums over a block of classes."""
+    x = _capped(config, take(logits, logits.ndim - 1, columns))
+    index = columns.start + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    own = index >= columns.first if columns.is_ragged else None
+    is_label = index == _local(config, layer, labels)
+    is_label = is_label if own is None else is_label & own
+    largest = lax.stop_gradient(jnp.max(selected(x, own, -jnp.inf), -1, keepdims=True))
+    shift = jnp.where(largest == -jnp.inf, 0, largest)
+    is_other = ~is_label if own is None else ~is_label & own
+    return _Rows(
+        largest,
+        jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
+        jnp.sum(jnp.where(is_label, x, 0), -1, keepdims=True),
+        jnp.sum(selected(x, own), -1, keepdims=True) if config.label_smoothing else jnp.zeros_like(largest),
+    )
+
+
+def _added(a: _Rows, b: _Rows) -> _Rows:
+    largest = jnp.maximum(a.largest, b.largest)
+    others = a.others * _decay(a.largest, largest) + b.others * _decay(b.largest, largest)
+    return _Rows(largest, others, a.label + b.label, a.total + b.total)
+
+
+def _decay(before: Array, largest: Array) -> Array:
+    return jnp.where(before == -jnp.inf, 0, jnp.exp(before - jnp.where(largest == -jnp.inf, 0, largest)))
+
+
+def _combined(config: Config, rows: _Rows) -> _Rows:
+    """The sums over the classes of all devices."""
+    if config.axis_name is None:
+        return rows
+    largest = lax.pmax(lax.stop_gradient(rows.largest), config.axis_name)
+    others, label, total = lax.psum(
+        (rows.others * _decay(rows.largest, largest), rows.label, rows.total), config.axis_name
+    )
+    return _Rows(largest, others, label, total)
+
+
+def _shifted(rows: _Rows) -> tuple[Array, Array]:
+    """The largest logit, 0 where there is none, and the label's logit less it."""
+    shift = jnp.where(rows.largest == -jnp.inf, 0, rows.largest)
+    return shift, rows.label - shift
+
+
+def _logsumexp(rows: _Rows) -> Array:
+    shift, label = _shifted(rows)
+    return shift + jnp.log(rows.others + jnp.exp(label))
+
+
+def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
+    _, label = _shifted(rows)
+    loss = jnp.log1p(rows.others + jnp.expm1(label)) - label
+    classes = num_classes(config, layer)
+    if config.label_smoothing:
+        loss += config.label_smoothing * (rows.label - rows.total / classes)
+    if config.z_loss:
+        loss += config.z_loss * jnp.square(_logsumexp(rows))
+    return jnp.where((labels >= 0) & (labels < classes), loss, jnp.nan)
+
+
+def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
+    """Of the logits."""
+    classes = num_classes(config, layer)
+    x, lse = _capped(config, logits), _logsumexp(rows)
+    of_label = jnp.exp(_shifted(rows)[1])
+    of_all = rows.others + of_label
+    smoothing, z_factor = config.label_smoothing, 1 + 2 * config.z_loss * lse
+    # The probability of the label less 1 is kept in full.
+    at_label = (z_factor - 1) * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
+    d_loss = jnp.where((labels >= 0) & (labels < classes), d_loss, jnp.nan)
+    is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == _local(config, layer, labels)
+    d_x = jnp.where(is_label, at_label * d_loss, jnp.exp(x - lse) * (z_factor * d_loss) - smoothing / classes * d_loss)
+    return d_x if config.soft_cap is None else d_x * (1 - jnp.square(x / config.soft_cap))
+
+
+def _capped(config: Config, logits: Array) -> Array:
+    return logits if config.soft_cap is None else config.soft_cap * jnp.tanh(logits / config.soft_cap)
+
+
+def _local(config: Config, layer: Layer, labels: Array) -> Array:
+    """The label as a class of this device; of another device it is out of range."""
+    return labels if config.axis_name is None else labels - lax.axis_index(config.axis_name) * layer.kernel.shape[1]
+
+
+# All tokens, block by block.
+
+
+class Tokens(NamedTuple):
+    """Features `[N, D]`, labels `[N]`, and which of them are unmasked `[N]`; None is all."""
+
+    features: Array
+    labels: Array
+    live: Array | None
+
+
+def solve(config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None) -> tuple[Array, Gradients | None]:
+    """The losses `[N]`, 0 where masked, and, given their cotangents `[N]`, the gradients."""
+    order, place, count = _packed(config, tokens)
+    state = _nothing_yet(tokens, layer, d_losses, order.size)
+
+    def one_block(start: Any, size: int, state: _State) -> _State:
+        chosen = lax.dynamic_slice_in_dim(order, start, size)
+        live = start + jnp.arange(size) < count
+        features = jnp.where(live[:, None], tokens.features[chosen], 0)
+        labels = jnp.where(live, tokens.labels[chosen], 0)[:, None]
+        logits = _product(features, layer.kernel, 1, 0)
+        if layer.bias is not None:
+            logits += layer.bias.astype(logits.dtype)
+        rows = _rows_of_block(config, layer, logits, labels)
+        new = jnp.where(live, _losses(config, layer, rows, labels)[:, 0], 0)
+        losses = lax.dynamic_update_slice_in_dim(state.losses, new, start, 0)
+        if d_losses is None or state.gradients is None:
+            return _State(losses, None)
+        d_loss = jnp.where(live, d_losses[chosen].astype(losses.dtype), 0)[:, None]
+        d_logits = _cotangents(config, layer, logits, labels, rows, d_loss)
+        return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, start))
+
+    done: Any = 0
+    for size in _block_sizes(config):
+        number = (count - done) // size if size > _block_sizes(config)[-1] else -(-(count - done) // size)
+        first = done
+        state = lax.fori_loop(
+            0, number, lambda i, state, n=size, first=first: one_block(first + i * n, n, state), state
+        )
+        done += number * size
+    losses, gradients = state
+    if gradients is not None:
+        gradients = gradients._replace(features=_unpacked(gradients.features, place, tokens.live))
+    return _unpacked(losses, place, tokens.live), gradients
+
+
+class _State(NamedTuple):
+    """What is known after some blocks; the tokens in their packed order."""
+
+    losses: Array
+    gradients: Gradients | None
+
+
+def _nothing_yet(tokens: Tokens, layer: Layer, d_losses: Array | None, length: int) -> _State:
+    zero = nothing_of([x for x in jax.tree.leaves((tokens, layer, d_losses)) if isinstance(x, jax.Array)])
+    wide = widened(tokens.features[:0]).dtype
+
+    def no_sum(shape: tuple[int, ...], dtype: Any = wide) -> Array:
+        return jnp.zeros(shape, dtype) + zero.astype(dtype)
+
+    if d_losses is None:
+        return _State(no_sum((length,)), None)
+    d_features = no_sum((length, layer.kernel.shape[0]), tokens.features.dtype)
+    d_bias = None if layer.bias is None else no_sum(layer.bias.shape)
+    return _State(no_sum((length,)), Gradients(d_features, no_sum(layer.kernel.shape), d_bias))
+
+
+def _block_sizes(config: Config) -> tuple[int, ...]:
+    """Blocks of the large size, and of the small one for the rest, so that little is computed in vain."""
+    small = -(-config.token_block // 4)
+    return (config.token_block, small) if small >= FEWEST_IN_VAIN else (config.token_block,)
+
+
+def _packed(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
+    """The tokens with the unmasked in front, padded for the last block; the place of each; how many are unmasked."""
+    number = tokens.features.shape[0]
+    length = -(-number // config.token_block) * config.token_block + _block_sizes(config)[-1]
+    if tokens.live is None:
+        order = jnp.arange(number, dtype=jnp.int32)
+        return jnp.pad(order, (0, length - number)), order, number
+    order = jnp.argsort(~tokens.live, stable=True).astype(jnp.int32)
+    place = jnp.maximum(jnp.cumsum(tokens.live, dtype=jnp.int32) - 1, 0)
+    return jnp.pad(order, (0, length - number)), place, jnp.sum(tokens.live, dtype=jnp.int32)
+
+
+def _unpacked(packed: Array, place: Array, live: Array | None) -> Array:
+    result = packed[place]
+    return selected(result, None if live is None else live.reshape(-1, *[1] * (result.ndim - 1)))
+
+
+def _rows_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> _Rows:
+    classes = divide(logits.shape[-1], config.class_block)
+    zero = jnp.zeros_like(logits[:, :1])
+
+    def add(j: Any, rows: _Rows) -> _Rows:
+        return _added(rows, _of_columns(config, layer, logits, labels, classes.span(j)))
+
+    return _combined(config, lax.fori_loop(0, classes.number, add, _Rows(zero - jnp.inf, zero, zero, zero)))
+
+
+def _add_gradients(
+    config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, start: Array
+) -> Gradients:
+    classes = divide(d_logits.shape[-1], config.class_block)
+    d_bias = gradients.bias
+    if d_bias is not None:
+        d_bias += jnp.sum(d_logits, 0)
+    d_logits = d_logits.astype(layer.kernel.dtype)
+    d_features = _product(d_logits, layer.kernel, 1, 1).astype(gradients.features.dtype)
+    # A product along the rows of both is a third slower than this one. The barrier keeps XLA from undoing it.
+    columns_of_features = lax.optimization_barrier(features.T)
+
+    def add(j: Any, d_kernel: Array) -> Array:
+        span = classes.span(j)
+        part = take(d_logits, 1, span)
+        if span.is_ragged:
+            part = jnp.where(span.start + jnp.arange(span.size) >= span.first, part, 0)
+        added = take(d_kernel, 1, span) + _product(columns_of_features, part, 1, 0)
+        return lax.dynamic_update_slice_in_dim(d_kernel, added, span.start, 1)
+
+    return Gradients(
+        lax.dynamic_update_slice_in_dim(gradients.features, d_features, start, 0),
+        lax.fori_loop(0, classes.number, add, gradients.kernel),
+        d_bias,
+    )
+
+
+def _product(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+    """A matrix product, accumulated in float32 at least."""
+    dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=widened(b[:0]).dtype)
