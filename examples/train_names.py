@@ -185,8 +185,8 @@ def feed_forward(params: Params, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(normalise(x) @ params["up"]) @ params["down"]
 
 
-def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
-    """Logits [batch, name_length, CHARACTERS] of the next character."""
+def features_of(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
+    """What the output layer sees of each character, [batch, name_length, width]."""
     lengths = jnp.sum(docstrings != PAD, -1)
     x = params["words"][docstrings] + params["word_positions"]
     for layer in params["encoder"]:
@@ -201,30 +201,36 @@ def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads:
         x += attention(layer["self"], normal, normal, heads, is_causal=True)
         x += attention(layer["cross"], normalise(x), context, heads, key_value_seq_lengths=lengths)
         x += feed_forward(layer, x)
-    return normalise(x) @ params["logits"]
+    return normalise(x)
 
 
-# The losses, of logits [batch, time, CHARACTERS].
+def apply_model(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
+    """Logits [batch, name_length, CHARACTERS] of the next character."""
+    return features_of(params, docstrings, inputs, heads) @ params["logits"]
 
-Loss = Callable[[jax.Array, Functions], jax.Array]
+
+# The losses, of features [batch, time, width] and the kernel of the output layer [width, CHARACTERS].
+
+Loss = Callable[[jax.Array, jax.Array, Functions], jax.Array]
 
 
-def masksafe_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+def masksafe_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
+    """The output layer and its loss at once, for the unmasked characters only."""
     mask = batch.labels != IGNORED
-    losses = masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, batch.labels, where=mask)
-    return masksafe.mean(losses, where=mask)
+    return masksafe.losses.linear_softmax_cross_entropy(features, kernel, batch.labels, where=mask)
 
 
-def optax_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+def optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
     """As it is often written: NaN, since the loss of the label -100 is NaN, and NaN * 0 is NaN."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, batch.labels)
     return (losses * batch.weights).sum() / batch.weights.sum()
 
 
-def careful_optax_loss(logits: jax.Array, batch: Functions) -> jax.Array:
+def careful_optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
     """As it has to be written: a good label for the bad one, a selection behind the loss, no division by 0."""
     mask = batch.labels != IGNORED
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(mask, batch.labels, 0))
+    labels = jnp.where(mask, batch.labels, 0)
+    losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, labels)
     return jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1)
 
 
@@ -241,7 +247,8 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, config:
     @jax.jit
     def train_step(params: Params, state: Any, batch: Functions) -> tuple[Params, Any, jax.Array]:
         def batch_loss(params: Params) -> jax.Array:
-            return loss(apply_model(params, batch.docstrings, batch.inputs, config.heads), batch)
+            features = features_of(params, batch.docstrings, batch.inputs, config.heads)
+            return loss(features, params["logits"], batch)
 
         value, gradient = jax.value_and_grad(batch_loss)(params)
         updates, state = optimizer.update(gradient, state, params)
@@ -253,9 +260,9 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, config:
 @functools.partial(jax.jit, static_argnames="heads")
 def evaluate(params: Params, data: Functions, heads: int) -> tuple[jax.Array, jax.Array]:
     """Held-out loss and the share of characters that are predicted right."""
-    logits = apply_model(params, data.docstrings, data.inputs, heads)
-    right = jnp.argmax(logits, -1) == data.labels
-    return masksafe_loss(logits, data), masksafe.mean(right, where=data.labels != IGNORED)
+    features, kernel = features_of(params, data.docstrings, data.inputs, heads), params["logits"]
+    right = jnp.argmax(features @ kernel, -1) == data.labels
+    return masksafe_loss(features, kernel, data), masksafe.mean(right, where=data.labels != IGNORED)
 
 
 class History(NamedTuple):

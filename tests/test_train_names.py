@@ -66,8 +66,8 @@ def test_the_model_ignores_the_padding_of_its_batch(data):
 
     def gradient(inputs):
         def loss(params):
-            logits = train_names.apply_model(params, data.docstrings, inputs, CONFIG.heads)
-            return train_names.masksafe_loss(logits, data)
+            features = train_names.features_of(params, data.docstrings, inputs, CONFIG.heads)
+            return train_names.masksafe_loss(features, params["logits"], data)
 
         return jax.value_and_grad(loss)(params)
 
