@@ -39,7 +39,6 @@ BLOCK_ELEMENTS = 2**23
 FEWEST_TOKENS, MOST_TOKENS = 160, 512
 FEWEST_IN_VAIN = 32  # tokens: for less a second size of block is not worth its time to compile
 CLASS_BLOCK_ELEMENTS = 2**20  # of the kernel or the logits, whichever has more: these go through the cache
-# of the kernel or the logits, whichever has more: a block of classes goes through the cache
 
 
 class Config(NamedTuple):
