@@ -161,6 +161,27 @@ def test_nothing_unmasked_is_zero(reduction):
     assert not empty.any()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_infinite_cotangent_of_nothing(reduction):
+    def loss(features, kernel, where):
+        return jnp.sum(
+            jnp.sqrt(linear_softmax_cross_entropy(features, kernel, LABELS, where=where, reduction=reduction))
+        )
+
+    args = jnp.asarray(FEATURES), jnp.asarray(KERNEL)
+    gradients = jax.grad(loss, (0, 1))(*args, jnp.zeros(TOKENS, bool))
+    assert not any(np.any(g) for g in gradients)
+    gradient = jax.grad(loss)(*args, jnp.asarray(MASK))
+    assert np.isfinite(gradient).all()
+    assert not gradient[~MASK].any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
+def test_labels_of_a_narrow_dtype_and_many_classes(dtype):
+    losses = linear_softmax_cross_entropy(jnp.zeros((3, 1)), jnp.zeros((1, 1000)), np.array([0, 1, 127], dtype))
+    np.testing.assert_allclose(losses, np.log(1000), rtol=1e-6)
+
+
 @pytest.mark.parametrize("label", [-1, CLASSES, -100, 2**31 - 1])
 def test_label_out_of_range_is_nan_in_its_own_row(label):
     labels = jnp.asarray(LABELS).at[5].set(label)

@@ -11,6 +11,7 @@ from jax import lax
 
 from masksafe._blocks import is_sharded
 from masksafe._errors import as_float_array, as_label_array, as_mask, as_number, at_rank_of, message
+from masksafe._moments import selected
 from masksafe._rules import differentiable, differentiated_as
 from masksafe._typing import Array, ArrayLike
 from masksafe.checks import check_integer_labels, spoiled
@@ -146,6 +147,8 @@ def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) ->
 
 def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
     labels, shape = as_label_array(_OP, "labels", labels), features.shape[:-1]
+    if labels.dtype.itemsize < 4:  # whose range may end in front of the classes
+        labels = labels.astype(jnp.int32)
     if labels.shape != shape:
         expected = f"{shape}, that of features {features.shape} without its last axis"
         raise ValueError(message(_OP, "labels", f"shape {labels.shape}", expected))
@@ -199,8 +202,17 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     gradients, args = residuals
-    d_total = _of_all_devices(config, d_total)
-    return _as_cotangents(args, [None if g is None else g.astype(d_total.dtype) * d_total for g in gradients])
+    live, d_total = args[2], _of_all_devices(config, d_total)
+    of_each, of_any = (None, None) if live is None else (live[:, None], jnp.any(live))
+
+    def scaled(gradient: Array, where: Array | None) -> Array:
+        # Selected behind the product: the cotangent may be infinite, as that of sqrt(0) is.
+        return selected(gradient.astype(d_total.dtype) * d_total, where)
+
+    d_features, *of_layer = gradients
+    return _as_cotangents(
+        args, [scaled(d_features, of_each), *(g if g is None else scaled(g, of_any) for g in of_layer)]
+    )
 
 
 @differentiable(_total_forward, _total_reverse, static_argnums=(0,))
