@@ -205,6 +205,26 @@ def test_what_is_selected_away_behind_the_loss_takes_no_part():
     assert not gradients[0][5].any()
 
 
+def test_no_alarm_of_debug_nans():
+    features = np.where(MASK[:, None], FEATURES, np.nan).astype("float32")
+    labels = np.where(MASK, LABELS, -100)
+    for reduction in ("mean", "none"):
+        loss = scalar(linear_softmax_cross_entropy, where=MASK, reduction=reduction)
+        with jax.debug_nans(True):
+            gradients = jax.grad(lambda *args, loss=loss: loss(*args, labels=labels), (0, 1))(features, KERNEL)
+        assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_mixed_dtypes():
+    loss = scalar(linear_softmax_cross_entropy, where=MASK)
+    args = jnp.asarray(FEATURES, "bfloat16"), jnp.asarray(KERNEL, "float32"), jnp.asarray(BIAS, "float32")
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*args)
+    assert value.dtype == "float32"
+    assert [g.dtype for g in gradients] == ["bfloat16", "float32", "float32"]
+    desired = jax.grad(scalar(unfused, where=MASK), (0, 1, 2))(*(a.astype("float32") for a in args))
+    assert_trees_close(gradients, desired, rtol=1e-2, atol=1e-4)
+
+
 def test_label_checks():
     labels = jnp.asarray(LABELS).at[5].set(CLASSES).at[6].set(-1)
     with (

@@ -107,24 +107,19 @@ def linear_softmax_cross_entropy(
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
     config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
-    layer = Layer(kernel, bias)
 
     mask = None if where is None else where[..., None]
-    classes = num_classes(config, layer)
+    classes = num_classes(config, Layer(kernel, bias))
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, classes))
-    tokens = Tokens(
-        features.reshape(math.prod(labels.shape), features.shape[-1]),
-        labels.reshape(-1),
-        None if where is None else where.reshape(-1),
-    )
+    dtype = jnp.promote_types(features.dtype, kernel.dtype)
     if reduction == "none":
-        losses = _alike(config, _losses(config, *tokens, *layer)).reshape(labels.shape)
-        return spoiled(losses.astype(features.dtype), bad_rows)
-    total = _alike(config, _total(config, *tokens, *layer))
+        losses = _alike(config, _losses(config, features, labels, where, kernel, bias))
+        return spoiled(losses.astype(dtype), bad_rows)
+    total = _alike(config, _total(config, features, labels, where, kernel, bias))
     if reduction == "mean":
         count = labels.size if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1)
-    return spoiled(total.astype(features.dtype), None if bad_rows is None else jnp.any(bad_rows))
+    return spoiled(total.astype(dtype), None if bad_rows is None else jnp.any(bad_rows))
 
 
 # The arguments.
@@ -137,12 +132,11 @@ def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) ->
     if kernel.ndim != 2 or kernel.shape[0] != features.shape[-1] or kernel.shape[1] == 0:
         expected = f"[D, V] with at least one class, D being the {features.shape[-1]} of features {features.shape}"
         raise ValueError(message(_OP, "kernel", f"shape {kernel.shape}", expected))
-    dtype = jnp.promote_types(features.dtype, kernel.dtype)
     if bias is not None:
         bias = as_float_array(_OP, "bias", bias)
         if bias.shape != kernel.shape[1:]:
             raise ValueError(message(_OP, "bias", f"shape {bias.shape}", f"{kernel.shape[1:]}, the classes of kernel"))
-    return features.astype(dtype), kernel.astype(dtype), bias
+    return features, kernel, bias
 
 
 def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
@@ -187,32 +181,31 @@ def _configure(
     return Config(soft_cap, label_smoothing, z_loss, block_size, class_block, axis_name)
 
 
-# The two forms of it: a sum, whose gradients are computed with it, and one loss for each token.
-
-_Arguments = tuple[Array, Array, Array | None, Array, Array | None]  # those of Tokens and of Layer
+# The two forms of it: a sum, whose gradients are computed with it, and one loss for each token. They take the arguments
+# as the user laid them out, so that a NaN under the mask shows in no array of ours, not even under jax_debug_nans.
 
 
 def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    if _is_in_one_pass(args):
-        total, reverse = jax.vjp(lambda *floats: jnp.sum(_losses_plainly(config, *_with(args, floats))), *_floats(args))
-        return total, (reverse(jnp.ones_like(total)), args)
-    losses, gradients = _evaluate(config, *args, jnp.ones_like(args[1], _wide(args)))
-    return jnp.sum(losses), (gradients, args)
+    features, labels, live, kernel, bias = args
+    d_losses = jnp.ones(labels.shape, _wide(args))
+    losses, gradients = (_evaluate_plainly if _is_in_one_pass(args) else _evaluate)(config, *args, d_losses)
+    dtypes = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
+    return jnp.sum(losses), (gradients, live, dtypes)
 
 
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
-    gradients, args = residuals
-    live, d_total = args[2], _of_all_devices(config, d_total)
-    of_each, of_any = (None, None) if live is None else (live[:, None], jnp.any(live))
+    gradients, live, dtypes = residuals
+    d_total = _of_all_devices(config, d_total)
 
-    def scaled(gradient: Array, where: Array | None) -> Array:
+    def scaled(gradient: Array | None, like: Array | None, where: Array | None) -> Array | None:
+        if gradient is None or like is None:
+            return None
         # Selected behind the product: the cotangent may be infinite, as that of sqrt(0) is.
-        return selected(gradient.astype(d_total.dtype) * d_total, where)
+        return selected(gradient.astype(d_total.dtype) * d_total, where).astype(like.dtype)
 
-    d_features, *of_layer = gradients
-    return _as_cotangents(
-        args, [scaled(d_features, of_each), *(g if g is None else scaled(g, of_any) for g in of_layer)]
-    )
+    of_each, of_any = (None, None) if live is None else (live[..., None], jnp.any(live))
+    d_features, d_kernel, d_bias = map(scaled, gradients, dtypes, (of_each, of_any, of_any))
+    return d_features, None, None, d_kernel, d_bias
 
 
 @differentiable(_total_forward, _total_reverse, static_argnums=(0,))
@@ -227,15 +220,15 @@ def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
-    features, labels, live, *layer = args
+    features, labels, live, kernel, bias = args
     d_losses = _of_all_devices(config, d_losses)
     used = d_losses != 0  # a NaN that is selected away behind the op takes no part
     used = used if live is None else used & live
-    if _is_in_one_pass(args):
-        args = (features, labels, used, *layer)
-        _, reverse = jax.vjp(lambda *floats: _losses_plainly(config, *_with(args, floats)), *_floats(args))
-        return _as_cotangents(args, reverse(jnp.where(used, d_losses, 0)))
-    return _as_cotangents(args, _evaluate(config, features, labels, used, *layer, d_losses)[1])
+    args = (features, labels, used, kernel, bias)
+    d_losses = jnp.where(used, d_losses, 0)
+    _, gradients = (_evaluate_plainly if _is_in_one_pass(args) else _evaluate)(config, *args, d_losses)
+    d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
+    return gradients.features, None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
 
 @differentiable(_losses_forward, _losses_reverse, static_argnums=(0,))
@@ -257,23 +250,23 @@ def _of_all_devices(config: Config, d_loss: Array) -> Array:
     return d_loss if config.axis_name is None else lax.psum(d_loss, config.axis_name)
 
 
-def _floats(args: Any) -> tuple[Array, Array, Array | None]:
-    return args[0], args[3], args[4]
-
-
-def _with(args: Any, floats: Any) -> tuple[Any, ...]:
-    return (floats[0], *args[1:3], *floats[1:])
-
-
-def _as_cotangents(args: Any, gradients: Any) -> tuple[Any, ...]:
-    features, kernel, bias = (
-        None if x is None else g.astype(x.dtype) for g, x in zip(gradients, _floats(args), strict=True)
-    )
-    return features, None, None, kernel, bias
+# The kernels, and what they are differentiated as.
 
 
 def _wide(args: Any) -> Any:
-    return jnp.promote_types(args[0].dtype, jnp.float32)
+    features, _, _, kernel, _ = args
+    return jnp.promote_types(jnp.promote_types(features.dtype, kernel.dtype), jnp.float32)
+
+
+def _flat(
+    features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> tuple[Tokens, Layer]:
+    """The tokens on one axis, and features and kernel of one dtype."""
+    dtype = jnp.promote_types(features.dtype, kernel.dtype)
+    features = selected(features, None if live is None else live[..., None])
+    features = features.astype(dtype).reshape(math.prod(labels.shape), features.shape[-1])
+    live = None if live is None else live.reshape(-1)
+    return Tokens(features, labels.reshape(-1), live), Layer(kernel.astype(dtype), bias)
 
 
 def _is_in_one_pass(args: Any) -> bool:
@@ -283,61 +276,54 @@ def _is_in_one_pass(args: Any) -> bool:
     return not is_static or 0 in sizes or any(map(is_sharded, jax.tree.leaves(args)))
 
 
-# The kernels, and what they are differentiated as.
-
-
 def _losses_plainly(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
     """The same losses in a form that JAX differentiates to any order, in blocks of fixed number if it can be."""
-    layer = Layer(kernel, bias)
-    args = (features, labels, live, kernel, bias)
+    args = features, labels, live, kernel, bias
+    tokens, layer = _flat(*args)
 
-    def of_tokens(tokens: tuple[Array, Array, Array]) -> Array:
-        features, labels, live = tokens
-        features, labels = jnp.where(live[..., None], features, 0), jnp.where(live, labels, 0)
-        logits = jnp.matmul(features, kernel, preferred_element_type=_wide(args))
+    def of_tokens(tokens: Tokens) -> Array:
+        labels = selected(tokens.labels, tokens.live)
+        logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_wide(args))
         logits = logits if bias is None else logits + bias.astype(logits.dtype)
-        return jnp.where(live, losses_of_logits(config, layer, logits, labels[..., None])[..., 0], 0)
+        return selected(losses_of_logits(config, layer, logits, labels[..., None])[..., 0], tokens.live)
 
-    tokens = features, labels, jnp.ones(labels.shape, jnp.bool_) if live is None else live
     if _is_in_one_pass(args):
-        return of_tokens(tokens)
+        return of_tokens(tokens).reshape(labels.shape)
     losses: Array = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
-    return losses
+    return losses.reshape(labels.shape)
 
 
 @differentiated_as(_losses_plainly)
 @functools.partial(jax.jit, static_argnums=0)
-def _value_in_blocks(
-    config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
-) -> Array:
-    return solve(config, Tokens(features, labels, live), Layer(kernel, bias), None)[0]
+def _value_in_blocks(config: Config, *args: Any) -> Array:
+    return solve(config, *_flat(*args), None)[0].reshape(args[1].shape)
 
 
 def _value(config: Config, *args: Any) -> Array:
-    return _losses_plainly(config, *args) if _is_in_one_pass(args) else _value_in_blocks(config, *args)
+    return (_losses_plainly if _is_in_one_pass(args) else _value_in_blocks)(config, *args)
 
 
 def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    *args, d_losses = args_and_d_losses
-    losses, reverse = jax.vjp(lambda *floats: _losses_plainly(config, *_with(args, floats)), *_floats(args))
-    d_features, d_kernel, d_bias = reverse(d_losses)
-    wide = _wide(args)
-    return losses, Gradients(d_features, d_kernel.astype(wide), None if d_bias is None else d_bias.astype(wide))
+    features, labels, live, kernel, bias, d_losses = args_and_d_losses
+
+    def of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
+        return _losses_plainly(config, features, labels, live, kernel, bias)
+
+    losses, reverse = jax.vjp(of_floats, features, kernel, bias)
+    d_features, d_kernel, d_bias = reverse(d_losses * jnp.ones_like(losses))  # split over the devices as the losses are
+    wide = losses.dtype
+    return losses, Gradients(d_features, d_kernel.astype(wide), None if bias is None else d_bias.astype(wide))
 
 
 @differentiated_as(_evaluate_plainly)
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate(
-    config: Config,
-    features: Array,
-    labels: Array,
-    live: Array | None,
-    kernel: Array,
-    bias: Array | None,
-    d_losses: Array,
-) -> tuple[Array, Gradients]:
-    losses, gradients = solve(config, Tokens(features, labels, live), Layer(kernel, bias), d_losses)
+def _evaluate(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+    """The losses, and the gradients of their sum with weights."""
+    *args, d_losses = args_and_d_losses
+    losses, gradients = solve(config, *_flat(*args), d_losses.reshape(-1))
     assert gradients is not None
-    return losses, gradients
+    features, labels, *_ = args
+    d_features = gradients.features.reshape(features.shape).astype(features.dtype)
+    return losses.reshape(labels.shape), gradients._replace(features=d_features)
