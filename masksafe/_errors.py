@@ -48,7 +48,7 @@ def as_float_array(op: str, argument: str, value: Any) -> Array:
 
 
 def as_label_array(op: str, argument: str, value: Any) -> Array:
-    """`value` as an array of integers, in which no value has wrapped round to another.
+    """`value` as an array of integers of 32 bits at least, in which no value has wrapped round to another.
 
     With 64-bit types switched off, JAX keeps the low half of a 64-bit integer, which would turn the label
     2**32 into 0. NumPy labels are clipped to the 32-bit range first: what was out of range stays out of range.
@@ -60,7 +60,8 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         hint = "Soft labels and one-hot rows go to softmax_cross_entropy."
         raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
-    return array
+    # The range of a narrower dtype may end in front of the number of classes, with which labels are compared.
+    return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
 
 
 def as_number(op: str, argument: str, value: Any) -> float:

@@ -40,7 +40,7 @@ def check_integer_labels(
 
     Args:
       op: the name of the loss.
-      labels: integers, of the shape of the loss.
+      labels: integers of 32 bits at least, of the shape of the loss.
       where: booleans that broadcast to the logits, at their rank; or None.
       axes: the axes of the classes, in the order in which a label counts them.
       shape: that of the logits.
@@ -51,8 +51,6 @@ def check_integer_labels(
     if label_check_mode() == "off":
         return None
     num_classes = math.prod(shape[a] for a in axes)
-    if labels.dtype.itemsize < 4:  # whose range may end in front of the classes
-        labels = labels.astype(jnp.int32)
     in_range = (labels >= 0) & (labels < num_classes)
     alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(jnp.any(where, axes), labels.shape)
     findings = [_Finding(alive & ~in_range, alive, labels, f"labels are outside [0, {num_classes})")]

@@ -152,9 +152,7 @@ def _first(found: Array) -> Array:
 
 def _class_of(labels: Array, num_classes: int) -> Array:
     """Labels as int32, with -1 for those outside [0, num_classes)."""
-    # The bound is compared in the labels' own dtype, in which num_classes itself may not exist.
-    largest = min(num_classes - 1, int(jnp.iinfo(labels.dtype).max))
-    valid = (labels >= 0) & (labels <= largest)
+    valid = (labels >= 0) & (labels < num_classes)
     return jnp.where(valid, jnp.where(valid, labels, 0).astype(jnp.int32), -1)
 
 

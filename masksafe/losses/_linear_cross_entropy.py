@@ -141,8 +141,6 @@ def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) ->
 
 def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
     labels, shape = as_label_array(_OP, "labels", labels), features.shape[:-1]
-    if labels.dtype.itemsize < 4:  # whose range may end in front of the classes
-        labels = labels.astype(jnp.int32)
     if labels.shape != shape:
         expected = f"{shape}, that of features {features.shape} without its last axis"
         raise ValueError(message(_OP, "labels", f"shape {labels.shape}", expected))
@@ -188,7 +186,7 @@ def _configure(
 def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     features, labels, live, kernel, bias = args
     d_losses = jnp.ones(labels.shape, _wide(args))
-    losses, gradients = (_evaluate_plainly if _is_in_one_pass(args) else _evaluate)(config, *args, d_losses)
+    losses, gradients = _evaluate(config, *args, d_losses)
     dtypes = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
     return jnp.sum(losses), (gradients, live, dtypes)
 
@@ -226,7 +224,7 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
     used = used if live is None else used & live
     args = (features, labels, used, kernel, bias)
     d_losses = jnp.where(used, d_losses, 0)
-    _, gradients = (_evaluate_plainly if _is_in_one_pass(args) else _evaluate)(config, *args, d_losses)
+    _, gradients = _evaluate(config, *args, d_losses)
     d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
     return gradients.features, None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
@@ -319,11 +317,16 @@ def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, G
 
 @differentiated_as(_evaluate_plainly)
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    """The losses, and the gradients of their sum with weights."""
+def _evaluate_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     *args, d_losses = args_and_d_losses
     losses, gradients = solve(config, *_flat(*args), d_losses.reshape(-1))
     assert gradients is not None
     features, labels, *_ = args
     d_features = gradients.features.reshape(features.shape).astype(features.dtype)
     return losses.reshape(labels.shape), gradients._replace(features=d_features)
+
+
+def _evaluate(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+    """The losses, and the gradients of their sum with weights."""
+    evaluate = _evaluate_plainly if _is_in_one_pass(args_and_d_losses) else _evaluate_in_blocks
+    return evaluate(config, *args_and_d_losses)
