@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
+from masksafe import _shards
 from masksafe._errors import is_of_user
 from masksafe._moments import first_of, selected
 from masksafe._switches import label_check_mode
@@ -34,7 +35,7 @@ class _Finding(NamedTuple):
 
 
 def check_integer_labels(
-    op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...]
+    op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...], axis_name: str | None
 ) -> Array | None:
     """Reports unmasked labels outside [0, num_classes), and labels at a masked class, as the switch says.
 
@@ -44,20 +45,28 @@ def check_integer_labels(
       where: booleans that broadcast to the logits, at their rank; or None.
       axes: the axes of the classes, in the order in which a label counts them.
       shape: that of the logits.
+      axis_name: the mesh axis over which `jax.shard_map` splits the classes, or None.
 
     Returns:
       The rows to be spoiled, for `spoiled`.
     """
     if label_check_mode() == "off":
         return None
-    num_classes = math.prod(shape[a] for a in axes)
+    classes_here = math.prod(shape[a] for a in axes)
+    num_classes = _shards.of_all(axis_name, classes_here)
     in_range = (labels >= 0) & (labels < num_classes)
-    alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(jnp.any(where, axes), labels.shape)
+    any_class = functools.partial(_any_class, axis_name, axes)
+    alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
     findings = [_Finding(alive & ~in_range, alive, labels, f"labels are outside [0, {num_classes})")]
     if where is not None and any(where.shape[a] > 1 for a in axes):
-        at_unmasked = jnp.any(where & (jnp.expand_dims(labels, axes) == _class_index(axes, shape)), axes)
+        own = _shards.local_class(axis_name, labels, classes_here)
+        at_unmasked = any_class(where & (jnp.expand_dims(own, axes) == _class_index(axes, shape)))
         findings.append(_Finding(alive & in_range & ~at_unmasked, alive, labels, "labels are at a masked class"))
     return _report(op, findings, [finding.bad for finding in findings])
+
+
+def _any_class(axis_name: str | None, axes: Axes, found: Array) -> Array:
+    return _shards.any_of(axis_name, jnp.any(found, axes))
 
 
 def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes) -> Array | None:

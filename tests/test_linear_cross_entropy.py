@@ -343,6 +343,7 @@ def test_memory_is_that_of_a_block_of_tokens():
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing has value 1.5"),
         ({"z_loss": -1.0}, ValueError, "z_loss has value -1"),
         ({"block_size": 0}, ValueError, "block_size has value 0"),
+        ({"axis_name": "classes"}, ValueError, "axis_name has value 'classes'"),
     ],
 )
 def test_bad_input_is_refused(changed, error, text):

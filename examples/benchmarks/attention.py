@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import compiled, has_torch, make_parser, measure, show
+from measure import compiled, is_installed, make_parser, measure, show
 
 import masksafe
 
@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--masks", default=",".join(MASKS), help="default: %(default)s")
     arguments = parser.parse_args()
 
-    with_torch = has_torch()
+    with_torch = is_installed("torch")
     rows = []
     for length in map(int, arguments.lengths.split(",")):
         for dtype in arguments.dtypes.split(","):

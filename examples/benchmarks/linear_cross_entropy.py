@@ -1,10 +1,11 @@
-"""Time and memory of the cross-entropy of a linear layer, with its gradients, against matmul + optax and torch.
+"""Time and memory of the cross-entropy of a linear layer, with its gradients, against optax, torch and tokamax.
 
     python examples/benchmarks/linear_cross_entropy.py [--markdown FILE] [--plot FILE] [--vocabularies 16384] [...]
 
 Some of the tokens are unmasked; the loss is the mean over them, the gradients are those of features and kernel. The
-peers compute all logits and mask the losses. Times are medians of alternating runs in one process; only their ratios
-mean anything on another machine. A vocabulary of 131072 takes the peers 4 GiB and half a minute a run.
+peers compute all logits (optax behind a matmul) and mask the losses; tokamax, here with its XLA implementation, has
+no mask. Times are medians of alternating runs in one process; only their ratios mean anything on another machine. A
+vocabulary of 131072 takes the peers 4 GiB and half a minute a run.
 """
 
 import sys
@@ -17,12 +18,15 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from measure import compiled, has_torch, make_parser, measure, show
+from measure import compiled, is_installed, make_parser, measure, show
 
 import masksafe
 
-HEADER = ["D", "V", "dtype", "unmasked", "masksafe ms", "optax ms", "torch ms", "masksafe/optax", "masksafe/torch"]
-HEADER += ["masksafe MiB", "optax MiB", "logits MiB"]
+CANDIDATES = ["masksafe", "optax", "torch", "tokamax"]
+OPTIONAL = CANDIDATES[2:]
+IN_JAX = ["masksafe", "optax", "tokamax"]
+HEADER = ["D", "V", "dtype", "unmasked", *(f"{name} ms" for name in CANDIDATES)]
+HEADER += [*(f"masksafe/{peer}" for peer in CANDIDATES[1:]), *(f"{name} MiB" for name in IN_JAX), "logits MiB"]
 
 Args = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -54,6 +58,16 @@ def with_torch(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: 
     return run
 
 
+def with_tokamax(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: jax.Array) -> jax.Array:
+    """All tokens count: it has no mask."""
+    import tokamax
+    from absl import flags
+
+    flags.FLAGS.mark_as_parsed()  # or tokamax would take this program's options for its own
+    loss = tokamax.linear_softmax_cross_entropy_loss(features, labels, kernel, reduction="mean", implementation="xla")
+    return loss.astype(jnp.float32)
+
+
 def inputs(tokens: int, width: int, vocabulary: int, dtype: str, fraction: float) -> Args:
     keys = jax.random.split(jax.random.key(0), 3)
     features = jax.random.normal(keys[0], (tokens, width)).astype(dtype)
@@ -63,14 +77,13 @@ def inputs(tokens: int, width: int, vocabulary: int, dtype: str, fraction: float
     return features, kernel, labels, jnp.asarray(mask)
 
 
-def measure_case(
-    tokens: int, width: int, vocabulary: int, dtype: str, fraction: float, rounds: int, torch_too: bool
-) -> dict[str, Any]:
+def measure_case(tokens: int, width: int, vocabulary: int, dtype: str, fraction: float, rounds: int) -> dict[str, Any]:
     args = inputs(tokens, width, vocabulary, dtype, fraction)
     candidates, memory = {}, {}
-    for name, loss in (("masksafe", ours), ("optax", with_optax)):
+    losses = {"masksafe": ours, "optax": with_optax} | ({"tokamax": with_tokamax} if is_installed("tokamax") else {})
+    for name, loss in losses.items():
         candidates[name], memory[name] = compiled(jax.value_and_grad(loss, (0, 1)), *args)
-    if torch_too:
+    if is_installed("torch"):
         candidates["torch"] = with_torch(*args)
     seconds = measure(candidates, rounds)
     case = {"D": width, "V": vocabulary, "dtype": dtype, "unmasked": fraction, "seconds": seconds}
@@ -78,11 +91,12 @@ def measure_case(
 
 
 def as_row(case: dict[str, Any]) -> list[str]:
-    seconds = case["seconds"]
+    seconds, memory = case["seconds"], case["memory"]
     row = [str(case["D"]), str(case["V"]), case["dtype"], f"{case['unmasked']:.0%}"]
-    row += [f"{1e3 * seconds[name]:.0f}" if name in seconds else "-" for name in ("masksafe", "optax", "torch")]
-    ratios = (f"{seconds['masksafe'] / seconds[p]:.2f}" if p in seconds else "-" for p in ("optax", "torch"))
-    return [*row, *ratios, *(f"{n / 2**20:.0f}" for n in (*case["memory"].values(), case["logits"]))]
+    row += [f"{1e3 * seconds[name]:.0f}" if name in seconds else "-" for name in CANDIDATES]
+    row += [f"{seconds['masksafe'] / seconds[p]:.2f}" if p in seconds else "-" for p in CANDIDATES[1:]]
+    row += [f"{memory[name] / 2**20:.0f}" if name in memory else "-" for name in IN_JAX]
+    return [*row, f"{case['logits'] / 2**20:.0f}"]
 
 
 def plot(cases: list[dict[str, Any]], path: Path) -> None:
@@ -120,10 +134,11 @@ def main() -> None:
                         f"\033[K{width}, {vocabulary}, {dtype}, {fraction:.0%}", end="\r", file=sys.stderr, flush=True
                     )
                     size = arguments.tokens, width, vocabulary, dtype, fraction
-                    cases.append(measure_case(*size, arguments.rounds, has_torch()))
+                    cases.append(measure_case(*size, arguments.rounds))
     show(HEADER, [as_row(case) for case in cases], arguments.markdown)
-    if not has_torch():
-        print("torch is not installed: its columns are empty.")
+    for peer in OPTIONAL:
+        if not is_installed(peer):
+            print(f"{peer} is not installed: its columns are empty.")
     if arguments.plot:
         plot(cases, arguments.plot)
 

@@ -55,8 +55,8 @@ def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser
     return parser
 
 
-def has_torch() -> bool:
-    return importlib.util.find_spec("torch") is not None
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def show(header: list[str], rows: list[list[str]], markdown: Path | None) -> None:

@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from measure import compiled, has_torch, make_parser, measure, show
+from measure import compiled, is_installed, make_parser, measure, show
 
 import masksafe
 
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small arrays, to see that it runs")
     arguments = parser.parse_args()
 
-    with_torch = has_torch()
+    with_torch = is_installed("torch")
     rows = []
     for mask in MASKS:
         for dtype in DTYPES:

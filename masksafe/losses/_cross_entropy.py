@@ -2,11 +2,12 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from masksafe import _shards
 from masksafe._errors import (
     as_array,
     as_float_array,
@@ -21,6 +22,7 @@ from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_distributions, check_integer_labels, spoiled
 from masksafe.losses._cross_entropy_rows import (
+    Plan,
     Rows,
     evaluate_rows,
     is_soft,
@@ -122,7 +124,12 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
 
 
 def softmax_cross_entropy_with_integer_labels(
-    logits: ArrayLike, labels: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: str | None = None,
 ) -> Array:
     r"""Softmax cross-entropy between logits and integer labels.
 
@@ -142,6 +149,9 @@ def softmax_cross_entropy_with_integer_labels(
       where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
         of a lower rank they mask rows and broadcast to the shape of the loss. For labels padded in the way of
         torch's `ignore_index` write `where=labels != -100`.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of
+        classes, are split; of several axes of classes the first. Labels count the classes of all devices, and
+        every device gets the same loss. Gradients are right with `check_vma=True`, which is the default.
 
     Returns:
       The loss of every row, `[...]`, of the dtype of `logits`; it is computed in float32 at least.
@@ -161,7 +171,7 @@ def softmax_cross_entropy_with_integer_labels(
       ValueError: if the shapes do not fit or `axis` is out of range.
 
     Example:
-      >>> import jax.numpy as jnp, masksafe
+      >>> import jax, jax.numpy as jnp, masksafe
       >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
       >>> loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
       >>> with jnp.printoptions(precision=4):
@@ -181,12 +191,23 @@ def softmax_cross_entropy_with_integer_labels(
       ...     print(loss(logits, labels))
       [0.2761    nan]
 
+      A vocabulary that is split over the devices:
+
+      >>> from jax.sharding import PartitionSpec
+      >>> def local(logits):
+      ...     return loss(logits, jnp.array([0, 7]), axis_name="vocabulary")
+      >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("vocabulary",))):
+      ...     logits = jax.device_put(jnp.zeros((2, 8)), PartitionSpec(None, "vocabulary"))
+      ...     print(jax.shard_map(local, out_specs=PartitionSpec())(logits))
+      [2.0794415 2.0794415]
+
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
       <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which it replaces.
     """
     op = "softmax_cross_entropy_with_integer_labels"
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
+    axis_name = _shards.as_axis_name(op, axis_name)
     if axis is None:
         raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
     axes = canonical_axes(op, axis, logits.ndim)
@@ -197,8 +218,10 @@ def softmax_cross_entropy_with_integer_labels(
     shape = _with(axes, rows, logits.shape)
     where = _canonical_where(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, rows)
-    bad_rows = check_integer_labels(op, labels, where, axes, shape)
-    return spoiled(_cross_entropy(axes, logits.dtype, _broadcast(logits, shape), labels, where), bad_rows)
+    bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
+    layout = _Layout(axes, logits.dtype, axis_name)
+    loss = _shards.alike(axis_name, _cross_entropy(layout, _broadcast(logits, shape), labels, where))
+    return spoiled(loss, bad_rows)
 
 
 def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> Array:
@@ -217,7 +240,7 @@ def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, wher
     where = _canonical_where(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
-    return spoiled(_cross_entropy(axes, dtype, _broadcast(logits, shape), labels, where), bad_rows)
+    return spoiled(_cross_entropy(_Layout(axes, dtype), _broadcast(logits, shape), labels, where), bad_rows)
 
 
 def _canonical_where(
@@ -259,30 +282,40 @@ def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
 _Residuals = tuple[Array, Array, Array | None, Rows]
 
 
-def _forward(axes: Axes, dtype: Any, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
+class _Layout(NamedTuple):
+    """What is known when the program is traced."""
+
+    axes: Axes  # of the classes
+    dtype: Any  # of the loss
+    axis_name: str | None = None  # the mesh axis over which the classes are split
+
+
+def _forward(layout: _Layout, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
     # With nothing to widen or to select, XLA leaves the exponentials in the gradient's own buffer, where the
     # reverse pass finds them. Without a reverse pass the buffer would be a new one: then blocks are better.
     in_one_pass = where is None and not is_soft(labels) and logits.dtype.itemsize >= 4
-    rows = _evaluate(axes, not in_one_pass, logits, labels, where)
-    return _finish(dtype, rows), (logits, labels, where, rows)
+    rows = _evaluate(layout, not in_one_pass, logits, labels, where)
+    return _finish(layout, logits, rows), (logits, labels, where, rows)
 
 
-def _reverse(axes: Axes, dtype: Any, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
-    return *_pull_back(axes, *residuals, d_loss), None
+def _reverse(layout: _Layout, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
+    return *_pull_back(layout.axes, *residuals, _shards.whole(layout.axis_name, d_loss)), None
 
 
-@differentiable(_forward, _reverse, static_argnums=(0, 1))
-def _cross_entropy(axes: Axes, dtype: Any, logits: Array, labels: Array, where: Array | None) -> Array:
-    return _finish(dtype, _evaluate(axes, True, logits, labels, where))
+@differentiable(_forward, _reverse, static_argnums=(0,))
+def _cross_entropy(layout: _Layout, logits: Array, labels: Array, where: Array | None) -> Array:
+    return _finish(layout, logits, _evaluate(layout, True, logits, labels, where))
 
 
-def _finish(dtype: Any, rows: Rows) -> Array:
-    return rows.loss.squeeze(-1).astype(dtype)
+def _finish(layout: _Layout, logits: Array, rows: Rows) -> Array:
+    return _shards.of_this_device(layout.axis_name, rows.loss.squeeze(-1).astype(layout.dtype), logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(axes: Axes, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
-    return evaluate_rows(in_blocks, *_as_rows(axes, logits, labels, where))
+def _evaluate(layout: _Layout, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
+    # The devices exchange what they have once, not once for each block.
+    plan = Plan(in_blocks and layout.axis_name is None, layout.axis_name)
+    return evaluate_rows(plan, *_as_rows(layout.axes, logits, labels, where))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -29,9 +29,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
+from masksafe import _shards
 from masksafe._blocks import is_sharded, map_row_blocks
 from masksafe._moments import selected
 from masksafe._typing import Array
+
+
+class Plan(NamedTuple):
+    """How the rows are computed."""
+
+    in_blocks: bool  # in blocks of rows, or all at once
+    axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
 
 
 class Rows(NamedTuple):
@@ -50,21 +58,23 @@ def is_soft(labels: Array) -> bool:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def evaluate_rows(in_blocks: bool, x: Array, labels: Array, where: Array | None) -> Rows:
+def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     """The forward pass, differentiable to any order: the reverse rule, which uses its results, is too."""
-    return map_row_blocks(_row_values, x, labels, where) if in_blocks else _row_values(x, labels, where)
+    row_values = functools.partial(_row_values, plan.axis_name)
+    return map_row_blocks(row_values, x, labels, where) if plan.in_blocks else row_values(x, labels, where)
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
-def _evaluate_rows_jvp(in_blocks: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
+def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
     x, labels, where = primals
     x_dot, labels_dot, _ = tangents
-    rows = evaluate_rows(in_blocks, x, labels, where)
+    rows = evaluate_rows(plan, x, labels, where)
     x_dot = _instantiated(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
-    d_loss = _sum(probs_minus_targets(x, labels, where, rows) * x_dot)
-    d_log_sum = _sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot)
-    d_anchor_log_prob = _pick(x_dot, rows.anchor) - d_log_sum
+    total = functools.partial(_shards.total, plan.axis_name)
+    d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
+    d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
+    d_anchor_log_prob = _at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are left alone: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
@@ -82,20 +92,21 @@ def _instantiated(tangent: Any, primal: Array) -> Array:
     return dense
 
 
-def _row_values(x: Array, labels: Array, where: Array | None) -> Rows:
+def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype = _accumulation_dtype(x, labels)
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
         return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
     x = selected(x, where, -jnp.inf)
-    largest = jnp.max(x, -1, keepdims=True)
-    anchor = _first(x == largest) if is_soft(labels) else _class_of(labels, x.shape[-1])
+    largest = _shards.largest(axis_name, jnp.max(x, -1, keepdims=True))
+    anchor = _first(x == largest) if is_soft(labels) else _class_of(axis_name, labels, x.shape[-1])
     # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
-    alive = None if where is None else jnp.any(where, -1, keepdims=True)
+    alive = None if where is None else _shards.any_of(axis_name, jnp.any(where, -1, keepdims=True))
     anchor = selected(anchor, alive, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    anchor_z = selected(_pick(x, anchor).astype(dtype) - shift, alive, 0)
-    log_sum = jnp.log1p(_sum(_others(x, shift, anchor)) + jnp.expm1(anchor_z))
+    anchor_z = selected(_at_anchor(axis_name, x, anchor).astype(dtype) - shift, alive, 0)
+    others = _shards.total(axis_name, _sum(_others(x, shift, anchor)))
+    log_sum = jnp.log1p(others + jnp.expm1(anchor_z))
 
     rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
     if not is_soft(labels):
@@ -150,10 +161,20 @@ def _first(found: Array) -> Array:
     return jnp.where(first == num_classes, -1, first)
 
 
-def _class_of(labels: Array, num_classes: int) -> Array:
-    """Labels as int32, with -1 for those outside [0, num_classes)."""
-    valid = (labels >= 0) & (labels < num_classes)
-    return jnp.where(valid, jnp.where(valid, labels, 0).astype(jnp.int32), -1)
+def _class_of(axis_name: str | None, labels: Array, number: int) -> Array:
+    """Labels as int32, with -1 for those outside [0, num_classes) and `number` for those on another device."""
+    valid = (labels >= 0) & (labels < _shards.of_all(axis_name, number))
+    local = _shards.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
+    is_here = (local >= 0) & (local < number)
+    return jnp.where(valid, jnp.where(is_here, local, number), -1)
+
+
+def _at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
+    """x[..., anchor], of the device that has it."""
+    if axis_name is None:
+        return _pick(x, anchor)
+    last = x.shape[-1] - 1
+    return _shards.total(axis_name, jnp.where(anchor <= last, _pick(x, jnp.minimum(anchor, last)), 0))
 
 
 def _pick(x: Array, index: Array) -> Array:

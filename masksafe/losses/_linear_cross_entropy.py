@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe import _shards
 from masksafe._blocks import is_sharded
 from masksafe._errors import as_float_array, as_label_array, as_mask, as_number, at_rank_of, message
 from masksafe._moments import selected
@@ -23,7 +24,6 @@ from masksafe.losses._linear_cross_entropy_blocks import (
     default_class_block,
     default_token_block,
     losses_of_logits,
-    num_classes,
     solve,
 )
 
@@ -106,16 +106,17 @@ def linear_softmax_cross_entropy(
     labels, where = _of_tokens(features, labels, where)
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
+    axis_name = _shards.as_axis_name(_OP, axis_name)
     config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
 
     mask = None if where is None else where[..., None]
-    classes = num_classes(config, Layer(kernel, bias))
-    bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, classes))
+    logits_shape = *labels.shape, kernel.shape[1]
+    bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
     dtype = jnp.promote_types(features.dtype, kernel.dtype)
     if reduction == "none":
-        losses = _alike(config, _losses(config, features, labels, where, kernel, bias))
+        losses = _shards.alike(axis_name, _losses(config, features, labels, where, kernel, bias))
         return spoiled(losses.astype(dtype), bad_rows)
-    total = _alike(config, _total(config, features, labels, where, kernel, bias))
+    total = _shards.alike(axis_name, _total(config, features, labels, where, kernel, bias))
     if reduction == "mean":
         count = labels.size if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1)
@@ -193,7 +194,7 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     gradients, live, dtypes = residuals
-    d_total = _of_all_devices(config, d_total)
+    d_total = _shards.whole(config.axis_name, d_total)
 
     def scaled(gradient: Array | None, like: Array | None, where: Array | None) -> Array | None:
         if gradient is None or like is None:
@@ -219,7 +220,7 @@ def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
     features, labels, live, kernel, bias = args
-    d_losses = _of_all_devices(config, d_losses)
+    d_losses = _shards.whole(config.axis_name, d_losses)
     used = d_losses != 0  # a NaN that is selected away behind the op takes no part
     used = used if live is None else used & live
     args = (features, labels, used, kernel, bias)
@@ -234,18 +235,6 @@ def _losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
     return _value(config, features, labels, live, kernel, bias)
-
-
-# Where the classes are split, every device has the same loss, of which each one's classes are a part.
-
-
-def _alike(config: Config, loss: Array) -> Array:
-    """The loss as one that JAX knows to be the same on all devices."""
-    return loss if config.axis_name is None else lax.pmean(loss, config.axis_name)
-
-
-def _of_all_devices(config: Config, d_loss: Array) -> Array:
-    return d_loss if config.axis_name is None else lax.psum(d_loss, config.axis_name)
 
 
 # The kernels, and what they are differentiated as.

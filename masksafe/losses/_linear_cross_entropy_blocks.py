@@ -21,12 +21,14 @@ The sum of exponentials leaves the label out, so that the loss keeps its digits 
 Unmasked tokens are moved to the front, and only the blocks that hold any are computed.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe import _shards
 from masksafe._moments import selected, widened
 from masksafe._rules import nothing_of
 from masksafe._spans import Span, divide, take
@@ -75,12 +77,6 @@ def default_class_block(width: int, token_block: int) -> int:
     return max(1, CLASS_BLOCK_ELEMENTS // max(1, width, token_block))
 
 
-def num_classes(config: Config, layer: Layer) -> int:
-    """Of all devices together."""
-    classes = layer.kernel.shape[1]
-    return classes if config.axis_name is None else classes * lax.axis_size(config.axis_name)
-
-
 # The losses of some tokens, given their logits `[..., V]`.
 
 
@@ -104,7 +100,7 @@ def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, colu
     x = _capped(config, take(logits, logits.ndim - 1, columns))
     index = columns.start + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     own = index >= columns.first if columns.is_ragged else None
-    is_label = index == _local(config, layer, labels)
+    is_label = index == _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if own is None else is_label & own
     largest = lax.stop_gradient(jnp.max(selected(x, own, -jnp.inf), -1, keepdims=True))
     shift = jnp.where(largest == -jnp.inf, 0, largest)
@@ -131,11 +127,10 @@ def _combined(config: Config, rows: _Rows) -> _Rows:
     """The sums over the classes of all devices."""
     if config.axis_name is None:
         return rows
-    largest = lax.pmax(lax.stop_gradient(rows.largest), config.axis_name)
-    others, label, total = lax.psum(
-        (rows.others * _decay(rows.largest, largest), rows.label, rows.total), config.axis_name
-    )
-    return _Rows(largest, others, label, total)
+    total = functools.partial(_shards.total, config.axis_name)
+    largest = _shards.largest(config.axis_name, lax.stop_gradient(rows.largest))
+    others = rows.others * _decay(rows.largest, largest)
+    return _Rows(largest, total(others), total(rows.label), total(rows.total))
 
 
 def _shifted(rows: _Rows) -> tuple[Array, Array]:
@@ -152,7 +147,7 @@ def _logsumexp(rows: _Rows) -> Array:
 def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
     _, label = _shifted(rows)
     loss = jnp.log1p(rows.others + jnp.expm1(label)) - label
-    classes = num_classes(config, layer)
+    classes = _shards.of_all(config.axis_name, layer.kernel.shape[1])
     if config.label_smoothing:
         loss += config.label_smoothing * (rows.label - rows.total / classes)
     if config.z_loss:
@@ -162,7 +157,7 @@ def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
 
 def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
     """Of the logits."""
-    classes = num_classes(config, layer)
+    classes = _shards.of_all(config.axis_name, layer.kernel.shape[1])
     x, lse = _capped(config, logits), _logsumexp(rows)
     of_label = jnp.exp(_shifted(rows)[1])
     of_all = rows.others + of_label
@@ -170,18 +165,14 @@ def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows
     # The probability of the label less 1 is kept in full.
     at_label = (z_factor - 1) * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
     d_loss = jnp.where((labels >= 0) & (labels < classes), d_loss, jnp.nan)
-    is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == _local(config, layer, labels)
+    own = _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
+    is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == own
     d_x = jnp.where(is_label, at_label * d_loss, jnp.exp(x - lse) * (z_factor * d_loss) - smoothing / classes * d_loss)
     return d_x if config.soft_cap is None else d_x * (1 - jnp.square(x / config.soft_cap))
 
 
 def _capped(config: Config, logits: Array) -> Array:
     return logits if config.soft_cap is None else config.soft_cap * jnp.tanh(logits / config.soft_cap)
-
-
-def _local(config: Config, layer: Layer, labels: Array) -> Array:
-    """The label as a class of this device; of another device it is out of range."""
-    return labels if config.axis_name is None else labels - lax.axis_index(config.axis_name) * layer.kernel.shape[1]
 
 
 # All tokens, block by block.

@@ -1,0 +1,418 @@
+"""Learns to write the body of a Python function from its signature and docstring, on the standard library's source.
+
+A small decoder in flax with masksafe's attention, norms and loss. Signature and docstring are the prompt: the model
+reads them, but only the tokens of the body count. Several functions are packed into a row, each a segment of its own,
+and the rest of the row is padding. The vocabulary has 16384 tokens, so that the logits of the usual way would be by
+far the largest array of the training step; masksafe's linear cross-entropy makes none, and computes nothing for the
+tokens of prompts and padding.
+
+    python examples/language_model.py               # about three minutes on two cores
+    python examples/language_model.py --loss optax  # trains with matmul + optax instead
+
+Either way both losses are compared first, in time and memory of the same training step.
+"""
+
+import argparse
+import ast
+import collections
+import dataclasses
+import functools
+import re
+import statistics
+import sysconfig
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.syntax import Syntax
+from rich.table import Table
+
+import masksafe
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+IGNORED = -100  # the label of a token that does not count
+END, FIRST_BYTE, FIRST_WORD = 0, 1, 257  # a word that is not in the vocabulary is spelled in bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is trained, and how long."""
+
+    vocabulary: int = 16384
+    length: int = 512
+    batch_size: int = 4
+    width: int = 256
+    heads: int = 4
+    layers: int = 2
+    steps: int = 300
+    learning_rate: float = 3e-3
+    evaluate_every: int = 50
+    seed: int = 0
+
+
+# The data: every function of the standard library, as a prompt and the body that is to be written.
+
+
+class Function(NamedTuple):
+    """Signature and docstring, and the body that follows."""
+
+    prompt: str
+    body: str
+
+
+def read_functions() -> list[Function]:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    found = []
+    for path in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests", "idle_test"} & set(path.parts):
+            continue
+        try:
+            source = path.read_text("utf-8")
+            found += functions_of(ast.parse(source), source.splitlines(keepends=True))
+        except (SyntaxError, UnicodeDecodeError):
+            continue  # a sample of bad source, which some of the library's tools carry with them
+    return found
+
+
+def functions_of(tree: ast.AST, lines: list[str]) -> Iterator[Function]:
+    """The functions of a module and the methods of its classes, without those inside of functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            has_docstring = ast.get_docstring(node) is not None
+            statements = node.body[1:] if has_docstring else node.body
+            if statements and statements[0].lineno > node.lineno:
+                start, middle, end = node.lineno - 1, statements[0].lineno - 1, node.end_lineno
+                text = textwrap.dedent("".join(lines[start:end]))
+                split = len("".join(text.splitlines(keepends=True)[: middle - start]))
+                yield Function(text[:split], text[split:])
+        else:
+            yield from functions_of(node, lines)
+
+
+def split_words(text: str) -> list[str]:
+    """Names and numbers with the space in front of them, line ends with the indentation behind them, signs."""
+    return re.findall(r"\n *| ?[^\W\d]\w*| ?\d| ?[^\w\s]|\s", text)
+
+
+class Vocabulary:
+    """The most frequent words; all others are spelled in bytes, so that nothing is unknown."""
+
+    def __init__(self, functions: Iterable[Function], size: int) -> None:
+        counts = collections.Counter(word for f in functions for word in split_words(f.prompt + f.body))
+        self.words = [word for word, _ in counts.most_common(size - FIRST_WORD)]
+        self.tokens = {word: FIRST_WORD + i for i, word in enumerate(self.words)}
+
+    def encode(self, text: str) -> list[int]:
+        def tokens_of(word: str) -> list[int]:
+            return [self.tokens[word]] if word in self.tokens else [FIRST_BYTE + b for b in word.encode()]
+
+        return [token for word in split_words(text) for token in tokens_of(word)]
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        def bytes_of(token: int) -> bytes:
+            if token < FIRST_WORD:
+                return bytes([token - FIRST_BYTE]) if token != END else b""
+            return self.words[token - FIRST_WORD].encode()
+
+        return b"".join(bytes_of(int(token)) for token in tokens).decode(errors="replace")
+
+
+class Rows(NamedTuple):
+    """Packed rows, every array `[rows, length]`."""
+
+    inputs: np.ndarray
+    labels: np.ndarray  # the next token; IGNORED in prompts and padding
+    segments: np.ndarray  # which function a token belongs to, from 1; 0 is padding
+    positions: np.ndarray  # within the function
+
+    def __getitem__(self, index: Any) -> "Rows":  # type: ignore[override]
+        return Rows(*(array[index] for array in tuple(self)))
+
+
+def pack(functions: Iterable[Function], vocabulary: Vocabulary, length: int) -> Rows:
+    """One function after the other, and a new row where one does not fit. Long ones are cut."""
+    rows: list[tuple[np.ndarray, ...]] = []
+    used, segment = length, 0
+    for function in functions:
+        prompt, body = vocabulary.encode(function.prompt), vocabulary.encode(function.body)
+        tokens = np.array([*prompt, *body, END][: length + 1])
+        number = len(tokens) - 1
+        if used + number > length:
+            rows.append((np.full(length, END), np.full(length, IGNORED), np.zeros(length, int), np.zeros(length, int)))
+            used, segment = 0, 0
+        inputs, labels, segments, positions = (array[used : used + number] for array in rows[-1])
+        used, segment = used + number, segment + 1
+        inputs[:], segments[:], positions[:] = tokens[:-1], segment, np.arange(number)
+        labels[len(prompt) - 1 :] = tokens[len(prompt) :]
+    return Rows(*map(np.stack, zip(*rows, strict=True)))
+
+
+def batches(data: Rows, config: Config) -> Iterator[Rows]:
+    rng = np.random.default_rng(config.seed)
+    while True:
+        yield data[rng.integers(len(data.labels), size=config.batch_size)]
+
+
+# The model.
+
+
+class Layer(nnx.Module):
+    """Attention within each segment, and a feed-forward network."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        dense = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
+        self.heads, width = config.heads, config.width
+        self.attention_scale, self.feed_forward_scale = nnx.Param(jnp.ones(width)), nnx.Param(jnp.ones(width))
+        self.query_key_value, self.attention_out = dense(width, 3 * width), dense(width, width)
+        self.up, self.down = dense(width, 4 * width), dense(4 * width, width)
+
+    def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+        heads = self.query_key_value(masksafe.rms_norm(x, self.attention_scale[...]))
+        query, key, value = jnp.split(heads.reshape(*x.shape[:-1], 3 * self.heads, -1), 3, axis=-2)
+        masks = {"is_causal": True, "query_segment_ids": segments, "key_value_segment_ids": segments}
+        x += self.attention_out(masksafe.dot_product_attention(query, key, value, **masks).reshape(x.shape))
+        return x + self.down(jax.nn.gelu(self.up(masksafe.rms_norm(x, self.feed_forward_scale[...]))))
+
+
+class Decoder(nnx.Module):
+    """From tokens to what the output layer sees of each, and the kernel of that layer."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
+        small = nnx.initializers.normal(0.05)
+        self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=small, rngs=rngs)
+        self.place = nnx.Embed(config.length, config.width, embedding_init=small, rngs=rngs)
+        self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+        self.scale = nnx.Param(jnp.ones(config.width))
+        self.kernel = nnx.Param(small(rngs.params(), (config.width, config.vocabulary)))
+
+    def __call__(self, batch: Rows) -> jax.Array:
+        x = self.embed(batch.inputs) + self.place(batch.positions)
+        for layer in self.layers:
+            x = layer(x, batch.segments)
+        return masksafe.rms_norm(x, self.scale[...])
+
+
+# The losses, of features [batch, length, width], the kernel of the output layer, and labels [batch, length].
+
+Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def masksafe_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=labels != IGNORED)
+
+
+def optax_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    """As it has to be written: a good label for the bad one, a selection behind the loss, no division by 0."""
+    mask = labels != IGNORED
+    losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, jnp.where(mask, labels, 0))
+    return jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1)
+
+
+LOSSES: dict[str, Loss] = {"optax": optax_loss, "masksafe": masksafe_loss}
+
+
+# Training.
+
+
+class State(NamedTuple):
+    """What a step changes."""
+
+    params: Any
+    optimizer: Any
+
+
+class Trainer:
+    """The model, its optimiser, and the compiled functions of both."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.graph, self.params = nnx.split(Decoder(config, nnx.Rngs(config.seed)))
+        warmup = min(30, config.steps // 2)
+        schedule = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, warmup, config.steps)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+        self.evaluate = jax.jit(functools.partial(self.loss_of, masksafe_loss))
+
+    def initial_state(self) -> State:
+        return State(self.params, self.optimizer.init(self.params))
+
+    def loss_of(self, loss: Loss, params: Any, batch: Rows) -> jax.Array:
+        model = nnx.merge(self.graph, params)
+        return loss(model(batch), model.kernel[...], batch.labels)
+
+    def compile_step(self, loss: Loss, batch: Rows) -> Callable[[State, Rows], tuple[State, jax.Array]]:
+        def step(state: State, batch: Rows) -> tuple[State, jax.Array]:
+            value, gradient = jax.value_and_grad(functools.partial(self.loss_of, loss))(state.params, batch)
+            updates, optimizer = self.optimizer.update(gradient, state.optimizer, state.params)
+            return State(optax.apply_updates(state.params, updates), optimizer), value
+
+        return jax.jit(step).lower(self.initial_state(), batch).compile()
+
+    def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.3) -> list[int]:
+        """The prompt and up to `number` tokens that the model puts behind it."""
+        length = self.config.length
+        tokens = prompt[: length - number]
+
+        @jax.jit
+        def next_token(inputs: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
+            ones = jnp.ones((1, length), int)
+            model = nnx.merge(self.graph, params)
+            features = model(Rows(inputs[None], ones, ones, jnp.arange(length)[None]))[0, at]
+            return jax.random.categorical(key, features @ model.kernel[...] / temperature)
+
+        for key in jax.random.split(jax.random.key(self.config.seed), number):
+            inputs = np.full(length, END)
+            inputs[: len(tokens)] = tokens
+            tokens = [*tokens, int(next_token(inputs, len(tokens) - 1, key))]
+            if tokens[-1] == END:
+                break
+        return tokens
+
+
+class History(NamedTuple):
+    """What a training run leaves behind."""
+
+    params: Any
+    losses: list[float]
+    held_out: list[tuple[int, float]]  # step, loss
+
+
+def train(trainer: Trainer, loss: Loss, data: Rows, held_out: Rows, console: Console) -> History:
+    config, state = trainer.config, trainer.initial_state()
+    step = trainer.compile_step(loss, data[: config.batch_size])
+    losses, scores, tokens, seconds = [], [], 0, 0.0
+
+    def report(number: int) -> None:
+        parts = [held_out[i : i + config.batch_size] for i in range(0, len(held_out.labels), config.batch_size)]
+        values, counts = zip(*((float(trainer.evaluate(state.params, p)), unmasked(p)) for p in parts), strict=True)
+        scores.append((number, float(np.average(values, weights=counts))))
+        console.print(f"step {number:4d}  held-out loss {scores[-1][1]:.4f}")
+
+    report(0)
+    with make_progress(console) as progress:
+        task = progress.add_task("training", total=config.steps)
+        for number, batch in zip(range(1, config.steps + 1), batches(data, config), strict=False):
+            start = time.perf_counter()
+            state, value = step(state, batch)
+            losses.append(float(value))
+            seconds, tokens = seconds + time.perf_counter() - start, tokens + unmasked(batch)
+            progress.update(task, advance=1, description=f"loss {losses[-1]:.3f}, {tokens / seconds:5.0f} tokens/s")
+            if number % config.evaluate_every == 0 or number == config.steps:
+                report(number)
+    console.print(f"{tokens} unmasked tokens, {tokens / seconds:.0f} in a second")
+    return History(state.params, losses, scores)
+
+
+def unmasked(rows: Rows) -> int:
+    return int(np.sum(rows.labels != IGNORED))
+
+
+def make_progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console)
+
+
+# The losses side by side.
+
+
+class Cost(NamedTuple):
+    """Of one training step."""
+
+    seconds: float
+    tokens_per_second: float
+    temporary_bytes: int
+
+
+def compare(trainer: Trainer, data: Rows, rounds: int = 5) -> dict[str, Cost]:
+    """Alternating steps from the same state; an untimed one in front of each, for the allocator's sake."""
+    batch, state = data[: trainer.config.batch_size], trainer.initial_state()
+    steps = {name: trainer.compile_step(loss, batch) for name, loss in LOSSES.items()}
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            jax.block_until_ready(step(state, batch))
+            start = time.perf_counter()
+            jax.block_until_ready(step(state, batch))
+            times[name].append(time.perf_counter() - start)
+    costs = {}
+    for name, step in steps.items():
+        seconds = statistics.median(times[name])
+        costs[name] = Cost(seconds, unmasked(batch) / seconds, step.memory_analysis().temp_size_in_bytes)
+    return costs
+
+
+def show(costs: dict[str, Cost], console: Console) -> None:
+    table = Table("", *costs, title="A training step with each loss")
+    table.add_row("time", *(f"{cost.seconds * 1e3:.0f} ms" for cost in costs.values()))
+    table.add_row("unmasked tokens a second", *(f"{cost.tokens_per_second:.0f}" for cost in costs.values()))
+    table.add_row("temporary memory", *(f"{cost.temporary_bytes / 2**20:.0f} MiB" for cost in costs.values()))
+    console.print(table)
+
+
+def plot(history: History, name: str, path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(history.losses) + 1), history.losses, alpha=0.4, linewidth=1, label="training")
+    axes.plot(*zip(*history.held_out, strict=True), "o-", label="held out")
+    title = f"Bodies of functions from their signatures and docstrings ({name})"
+    axes.set(xlabel="step", ylabel="cross-entropy per unmasked token (nats)", title=title)
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def show_completions(
+    trainer: Trainer, params: Any, functions: list[Function], vocabulary: Vocabulary, console: Console
+) -> None:
+    short = [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:2]
+    for function in short:
+        console.rule("a held-out prompt and what the model makes of it")
+        text = vocabulary.decode(trainer.complete(params, vocabulary.encode(function.prompt), 60))
+        console.print(Syntax(text, "python"))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loss", choices=LOSSES, default="masksafe", help="that trains; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    config = Config(steps=arguments.steps, seed=arguments.seed)
+    console = Console()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+
+    functions = read_functions()
+    np.random.default_rng(config.seed).shuffle(functions)
+    held_out_functions, training_functions = functions[:256], functions[256:]
+    vocabulary = Vocabulary(training_functions, config.vocabulary)
+    data, held_out = (pack(part, vocabulary, config.length) for part in (training_functions, held_out_functions))
+    share = unmasked(data) / data.labels.size
+    console.print(f"{len(functions)} functions in {data.labels.size} tokens; {share:.0%} of these are not masked")
+
+    trainer = Trainer(config)
+    show(compare(trainer, data), console)
+    history = train(trainer, LOSSES[arguments.loss], data, held_out, console)
+    show_completions(trainer, history.params, held_out_functions, vocabulary, console)
+    picture = arguments.output / "language_model.png"
+    plot(history, arguments.loss, picture)
+    console.print(f"the loss curve is in {picture}")
+
+
+if __name__ == "__main__":
+    main()

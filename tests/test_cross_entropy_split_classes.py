@@ -1,0 +1,197 @@
+"""The integer loss on logits whose classes `jax.shard_map` splits over the devices: one device's answer on eight."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, PartitionSpec
+
+import masksafe
+from masksafe.losses import softmax_cross_entropy_with_integer_labels as integer
+
+RNG = np.random.default_rng(0)
+LOGITS = RNG.normal(size=(6, 12)).astype(np.float32) * 4
+LABELS = np.array([0, 5, 11, 3, 7, 8])
+WEIGHTS = np.array([1.0, -2.0, 0.5, 0.0, 3.0, 1.0], np.float32)
+ROWS = np.array([True, False, True, True, True, False])
+CLASSES = RNG.random((6, 12)) < 0.6
+CLASSES[4] = False  # a row with nothing left
+CLASSES[0, 0] = False  # and a label whose class is masked
+BY_ROW, BY_CLASS, BY_BOTH = PartitionSpec("rows"), PartitionSpec(None, "classes"), PartitionSpec("rows", "classes")
+
+
+def mesh_of(rows, classes):
+    return jax.make_mesh((rows, classes), ("rows", "classes"), axis_types=(AxisType.Auto,) * 2)
+
+
+def split(fn, mask=None, mesh=None, out_specs=BY_ROW):
+    """`fn(logits, labels, mask)` with the rows of all, and the classes of the logits, split over eight devices."""
+    mask_spec = BY_BOTH if mask is not None and mask.ndim == 2 else BY_ROW
+    in_specs = BY_BOTH, BY_ROW, mask_spec
+    return jax.shard_map(fn, mesh=mesh or mesh_of(2, 4), in_specs=in_specs, out_specs=out_specs)
+
+
+def local_loss(x, y, w):
+    return integer(x, y, where=w, axis_name="classes")
+
+
+def value_and_gradient(loss, x, *args):
+    value, reverse = jax.vjp(lambda x: loss(x, *args), x)
+    return value, reverse(jnp.asarray(WEIGHTS, value.dtype))[0]
+
+
+def assert_as_on_one_device(x, y, mask=None, rtol=1e-6, atol=1e-6):
+    expected = value_and_gradient(integer_with_mask, x, y, mask)
+    actual = jax.jit(functools.partial(value_and_gradient, split(local_loss, mask)))(x, y, mask)
+    for a, e in zip(actual, expected, strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_allclose(*(np.asarray(z, np.float64) for z in (a, e)), rtol=rtol, atol=atol)
+
+
+def integer_with_mask(x, y, w):
+    return integer(x, y, where=w)
+
+
+@pytest.mark.parametrize("mask", [None, ROWS, CLASSES], ids=["no mask", "rows", "classes"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_value_and_gradient_are_those_of_one_device(dtype, mask):
+    tolerance = 1e-6 if dtype == jnp.float32 else 1e-2
+    assert_as_on_one_device(jnp.asarray(LOGITS, dtype), LABELS, mask, tolerance, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        pytest.param({}, -1, id="label -1"),
+        pytest.param({}, 12, id="label too large"),
+        pytest.param({4: np.nan}, 2, id="NaN on another device than the label"),
+        pytest.param({2: np.nan}, 2, id="NaN at the label"),
+        pytest.param({4: np.inf}, 2, id="+inf on another device"),
+        pytest.param({2: np.inf}, 2, id="+inf at the label"),
+        pytest.param({2: -np.inf}, 2, id="-inf at the label"),
+        pytest.param(dict.fromkeys(range(3, 12), -np.inf), 2, id="-inf on all other devices"),
+        pytest.param(dict.fromkeys(range(12), -np.inf), 2, id="-inf everywhere"),
+        pytest.param({2: 60.0}, 2, id="a sure model"),
+        pytest.param(dict.fromkeys(range(12), np.finfo(np.float32).min), 2, id="the lowest float"),
+    ],
+)
+def test_what_is_not_finite_shows_in_its_own_row_only(row, label):
+    logits, labels = LOGITS.copy(), LABELS.copy()
+    for place, value in row.items():
+        logits[2, place] = value
+    labels[2] = label
+    assert_as_on_one_device(jnp.asarray(logits), labels)
+
+
+def test_masked_elements_touch_nothing():
+    mask = CLASSES & ROWS[:, None]
+    clean = jax.jit(functools.partial(value_and_gradient, split(local_loss, mask)))
+    labels = np.where(mask.any(1), LABELS, -100)
+    for garbage in (np.nan, np.inf, -np.inf, 1e38):
+        dirty = np.where(mask, LOGITS, np.float32(garbage))
+        for a, e in zip(clean(jnp.asarray(dirty), labels, mask), clean(LOGITS, LABELS, mask), strict=True):
+            np.testing.assert_array_equal(a, e)
+
+
+def test_a_loss_inside_that_is_the_same_on_all_devices_trains_alike():
+    def step(x, y):
+        return jax.value_and_grad(lambda x: jax.lax.pmean(integer(x, y, axis_name="classes").mean(), "rows"))(x)
+
+    in_specs, out_specs = (BY_BOTH, BY_ROW), (PartitionSpec(), BY_BOTH)
+    actual = jax.jit(jax.shard_map(step, mesh=mesh_of(2, 4), in_specs=in_specs, out_specs=out_specs))(LOGITS, LABELS)
+    expected = jax.value_and_grad(lambda x: integer(x, LABELS).mean())(jnp.asarray(LOGITS))
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-7)
+
+
+def test_second_derivatives_and_forward_mode():
+    mask = CLASSES.copy()
+    mask[np.arange(6), LABELS] |= CLASSES.any(1)
+
+    def total(loss, x):
+        return loss(x, LABELS, mask) @ WEIGHTS
+
+    def derivatives(loss):
+        x, direction = jnp.asarray(LOGITS), jnp.cos(LOGITS)
+        gradient = jax.grad(functools.partial(total, loss))
+        forward_over_reverse = jax.jvp(gradient, (x,), (direction,))[1]
+        reverse_over_reverse = jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
+        with masksafe.forward_mode():
+            forward = jax.jvp(functools.partial(total, loss), (x,), (direction,))[1]
+        return forward_over_reverse, reverse_over_reverse, forward
+
+    actual = jax.jit(lambda: derivatives(split(local_loss, mask)))()
+    for a, e in zip(actual, derivatives(integer_with_mask), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+
+
+def test_several_axes_of_classes_split_along_the_first():
+    logits, labels = LOGITS.reshape(6, 4, 3), LABELS
+    loss = functools.partial(integer, axis=(1, 2))
+    local = jax.shard_map(
+        lambda x, y: loss(x, y, axis_name="classes"),
+        mesh=mesh_of(2, 4),
+        in_specs=(PartitionSpec("rows", "classes"), BY_ROW),
+        out_specs=BY_ROW,
+    )
+    actual = jax.jit(functools.partial(value_and_gradient, local))(logits, labels)
+    for a, e in zip(actual, value_and_gradient(loss, jnp.asarray(logits), labels), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
+
+
+def test_explicit_mesh():
+    mesh = jax.make_mesh((2, 4), ("rows", "classes"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        logits, labels, mask = map(jax.device_put, (LOGITS, LABELS, CLASSES), (BY_BOTH, BY_ROW, BY_BOTH))
+        weights = jax.device_put(WEIGHTS, BY_ROW)
+        local = split(local_loss, CLASSES, mesh)
+        actual = jax.jit(jax.grad(lambda x: jnp.sum(local(x, labels, mask) * weights)))(logits)
+        assert actual.sharding.spec == BY_BOTH
+    expected = value_and_gradient(integer_with_mask, jnp.asarray(LOGITS), LABELS, CLASSES)[1]
+    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_vmap_and_remat():
+    many, labels = np.stack([LOGITS, 2 * LOGITS]), np.stack([LABELS, LABELS[::-1]])
+
+    def local(x, y):
+        return jax.vmap(jax.checkpoint(functools.partial(integer, axis_name="classes")))(x, y)
+
+    in_specs = PartitionSpec(None, "rows", "classes"), PartitionSpec(None, "rows")
+    fn = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=in_specs, out_specs=in_specs[1])
+    actual = jax.jit(jax.value_and_grad(lambda x: jnp.sum(fn(x, labels))))(many)
+    expected = jax.value_and_grad(lambda x: jnp.sum(integer(x, labels)))(many)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("labels", "mask", "text"),
+    [
+        pytest.param(np.where(ROWS, LABELS, 12), None, r"labels are outside \[0, 12\)", id="out of range"),
+        pytest.param(LABELS, CLASSES, "labels are at a masked class", id="masked class"),
+    ],
+)
+def test_label_checks_count_the_classes_of_all_devices(labels, mask, text):
+    step = jax.jit(split(local_loss, mask))
+    with masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
+        jax.block_until_ready(step(LOGITS, labels, mask))
+    with masksafe.label_checks("checkify"):
+        _, loss = jax.jit(checkify.checkify(split(local_loss, mask)))(LOGITS, labels, mask)
+    assert np.isnan(loss).any()
+
+
+def test_label_checks_are_silent_on_good_labels_of_all_devices():
+    mask = CLASSES.copy()
+    mask[np.arange(6), LABELS] = True
+    with masksafe.label_checks("raise"):
+        loss = jax.block_until_ready(jax.jit(split(local_loss, mask))(LOGITS, LABELS, mask))
+    np.testing.assert_allclose(loss, integer(LOGITS, LABELS, where=mask), rtol=1e-6)
+
+
+def test_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="softmax_cross_entropy_with_integer_labels: axis_name"):
+        integer(LOGITS, LABELS, axis_name="classes")
