@@ -56,7 +56,7 @@ class Config:
     width: int = 256
     heads: int = 4
     layers: int = 2
-    steps: int = 300
+    steps: int = 200
     learning_rate: float = 3e-3
     evaluate_every: int = 50
     seed: int = 0
@@ -94,16 +94,16 @@ def functions_of(tree: ast.AST, lines: list[str]) -> Iterator[Function]:
             statements = node.body[1:] if has_docstring else node.body
             if statements and statements[0].lineno > node.lineno:
                 start, middle, end = node.lineno - 1, statements[0].lineno - 1, node.end_lineno
-                text = textwrap.dedent("".join(lines[start:end]))
-                split = len("".join(text.splitlines(keepends=True)[: middle - start]))
-                yield Function(text[:split], text[split:])
+                text = textwrap.dedent("".join(lines[start:end])).splitlines()
+                prompt, body = text[: middle - start], text[middle - start :]
+                yield Function("\n".join(prompt), "".join(f"\n{line}" for line in body))
         else:
             yield from functions_of(node, lines)
 
 
 def split_words(text: str) -> list[str]:
-    """Names and numbers with the space in front of them, line ends with the indentation behind them, signs."""
-    return re.findall(r"\n *| ?[^\W\d]\w*| ?\d| ?[^\w\s]|\s", text)
+    """The words of names with what is in front of them, digits, signs, and line ends with the indentation behind."""
+    return re.findall(r"\n *| ?_*[A-Z]?[a-z]+| ?_*[A-Z]+| ?\d| ?[^\w\s]|\w|\s", text)
 
 
 class Vocabulary:
@@ -190,7 +190,7 @@ class Decoder(nnx.Module):
     """From tokens to what the output layer sees of each, and the kernel of that layer."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
-        small = nnx.initializers.normal(0.05)
+        small = nnx.initializers.normal(0.02)
         self.embed = nnx.Embed(config.vocabulary, config.width, embedding_init=small, rngs=rngs)
         self.place = nnx.Embed(config.length, config.width, embedding_init=small, rngs=rngs)
         self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
@@ -259,7 +259,7 @@ class Trainer:
 
         return jax.jit(step).lower(self.initial_state(), batch).compile()
 
-    def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.3) -> list[int]:
+    def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.6) -> list[int]:
         """The prompt and up to `number` tokens that the model puts behind it."""
         length = self.config.length
         tokens = prompt[: length - number]
@@ -375,7 +375,7 @@ def plot(history: History, name: str, path: Path) -> None:
 def show_completions(
     trainer: Trainer, params: Any, functions: list[Function], vocabulary: Vocabulary, console: Console
 ) -> None:
-    short = [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:2]
+    short = [f for f in functions if '"""' in f.prompt and len(f.prompt) < 200][:3]
     for function in short:
         console.rule("a held-out prompt and what the model makes of it")
         text = vocabulary.decode(trainer.complete(params, vocabulary.encode(function.prompt), 60))

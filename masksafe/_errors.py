@@ -66,6 +66,8 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
 
 def as_number(op: str, argument: str, value: Any) -> float:
     """`value` as a number that is known when JAX traces."""
+    if isinstance(value, str):
+        raise TypeError(message(op, argument, "type str", "a number"))
     try:
         return float(value)
     except (TypeError, ValueError) as error:  # JAX's complaint about a traced value is a TypeError

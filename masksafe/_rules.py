@@ -102,6 +102,12 @@ def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
+def varying_with(tree: Any, others: Any) -> Any:
+    """The arrays of `tree`, which inside `jax.shard_map` vary over all mesh axes over which one of `others` does."""
+    zero = nothing_of([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+
+
 def nothing_of(arrays: list[jax.Array]) -> jax.Array:
     """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
     plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._errors import message
-from masksafe._rules import nothing_of
 from masksafe._typing import Array
 
 AxisName = str | None
@@ -48,13 +47,9 @@ def any_of(axis_name: AxisName, x: Array) -> Array:
     return x if axis_name is None else lax.pmax(x.astype(jnp.int32), axis_name) > 0
 
 
-# Every device has the whole loss. A rule's loss is that of its own device to JAX, which is told behind the rule that
-# all are alike; and to each comes its part of the cotangent.
-
-
-def of_this_device(axis_name: AxisName, loss: Array, x: Array) -> Array:
-    """The loss as one that may differ from device to device, as `x` does."""
-    return loss if axis_name is None else loss + nothing_of([x]).astype(loss.dtype)
+# Every device computes the whole loss. To JAX the loss of a rule may vary from device to device; behind the rule it is
+# told that all are alike, by their mean, whose derivative hands each device its part of the cotangent; and the rule's
+# reverse pass adds the parts up again.
 
 
 def alike(axis_name: AxisName, loss: Array) -> Array:

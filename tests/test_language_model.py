@@ -45,7 +45,7 @@ def trainer():
 def test_a_function_is_a_prompt_and_a_body(functions):
     source = 'class A:\n    def f(x,\n          y):\n        """Adds."""\n        return x + y\n    def g(self): pass\n'
     (function,) = language_model.functions_of(ast.parse(source), source.splitlines(keepends=True))
-    assert function == ('def f(x,\n      y):\n    """Adds."""\n', "    return x + y\n")
+    assert function == ('def f(x,\n      y):\n    """Adds."""', "\n    return x + y")
     assert {"def _check_methods", "def __ior__", "def popitem"} <= {f.prompt.split("(")[0] for f in functions}
 
 
@@ -105,7 +105,7 @@ def test_costs_of_both_and_the_picture(trainer, data, tmp_path):
 
 
 def test_completion_begins_with_the_prompt(trainer, vocabulary):
-    prompt = vocabulary.encode("def wrap(text):\n")
+    prompt = vocabulary.encode("def wrap(text):")
     tokens = trainer.complete(trainer.params, prompt, 4)
     assert tokens[: len(prompt)] == prompt
     assert len(prompt) < len(tokens) <= len(prompt) + 4

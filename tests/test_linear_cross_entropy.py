@@ -215,6 +215,105 @@ def test_no_alarm_of_debug_nans():
         assert all(np.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.parametrize("offset", [1e3, 1e5, 1e7])
+def test_a_common_offset_of_the_logits_costs_no_digits(offset):
+    bias, smoothing = jnp.full(CLASSES, offset, jnp.float32), 0.1
+    for kernel in (np.zeros_like(KERNEL), np.round(KERNEL) * 2):  # logits that are exact with the offset
+        features = np.round(FEATURES)
+
+        def gradients(loss, bias, features=features, kernel=kernel):
+            return jax.value_and_grad(loss, (0, 1, 2))(*(jnp.asarray(a, bias.dtype) for a in (features, kernel, bias)))
+
+        actual = gradients(scalar(linear_softmax_cross_entropy, reduction="none", label_smoothing=smoothing), bias)
+        with jax.enable_x64(True):
+            exact = scalar(unfused, reduction="none", label_smoothing=smoothing)
+            desired = gradients(exact, jnp.zeros(CLASSES, "float64"))
+        assert_trees_close(actual, desired, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("form", ["reverse", "forward mode", "explicit mesh"])
+def test_a_bad_label_makes_the_gradient_of_its_token_nan(form):
+    labels = jnp.asarray(LABELS).at[3].set(-1)
+
+    def gradient(features, labels):
+        return jax.grad(scalar(linear_softmax_cross_entropy, reduction="none"))(features, KERNEL, labels=labels)
+
+    features = jnp.asarray(FEATURES)
+    if form == "reverse":
+        actual = gradient(features, labels)
+    elif form == "forward mode":
+        with masksafe.forward_mode():
+            actual = gradient(features, labels)
+    else:
+        with jax.set_mesh(jax.make_mesh((8,), ("tokens",), axis_types=(AxisType.Explicit,))):
+            args = [jax.device_put(a, PartitionSpec("tokens")) for a in (features, labels)]
+            actual = np.asarray(jax.jit(gradient)(*args))
+    assert np.isnan(actual[3]).all()
+    assert np.isfinite(np.delete(actual, 3, 0)).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"label_smoothing": 1.0}], ids=str)
+def test_a_label_at_a_forbidden_class_costs_infinity(options):
+    bias = jnp.asarray(BIAS).at[LABELS[0]].set(-jnp.inf)
+    losses = linear_softmax_cross_entropy(FEATURES, KERNEL, LABELS, bias=bias, reduction="none", **options)
+    assert losses[0] == jnp.inf
+    if not options:
+        np.testing.assert_array_equal(losses == jnp.inf, LABELS[0] == LABELS)
+        assert np.isfinite(losses[LABELS[0] != LABELS]).all()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float16_gradients_survive_a_scaled_loss(reduction):
+    features, kernel, scale = jnp.array([[17.0, 0.0]], "float16"), jnp.eye(2, dtype="float16"), 4096
+
+    def loss(features):
+        total = linear_softmax_cross_entropy(features, kernel, jnp.array([0]), reduction=reduction)
+        return jnp.sum(scale * total.astype("float32"))
+
+    probability = scale / (1 + np.exp(17.0))
+    np.testing.assert_allclose(np.float64(jax.grad(loss)(features))[0], [-probability, probability], rtol=2e-3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_that_is_selected_away_has_no_gradient(reduction):
+    features = jnp.asarray(FEATURES).at[0].set(jnp.nan)
+
+    def loss(features):
+        return jnp.sum(jnp.where(False, linear_softmax_cross_entropy(features, KERNEL, LABELS, reduction=reduction), 0))
+
+    np.testing.assert_array_equal(jax.grad(loss)(features), 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strict_promotion(dtype):
+    args = [jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS)]
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for reduction in ("mean", "sum", "none"):
+            loss = scalar(linear_softmax_cross_entropy, where=MASK, reduction=reduction, **OPTIONS)
+            assert np.isfinite(np.float32(jax.grad(lambda f, k, b, loss=loss: loss(f, k, b).sum())(*args))).all()
+
+
+def test_symbolic_sizes_can_be_exported():
+    t, d, v = jax.export.symbolic_shape("t, d, v")
+    shapes = [jax.ShapeDtypeStruct(s, x) for s, x in (((t, d), "float32"), ((d, v), "float32"), ((t,), "int32"))]
+    step = jax.jit(jax.value_and_grad(lambda f, k, y: linear_softmax_cross_entropy(f, k, y), (0, 1)))
+    args = *(jnp.asarray(a, "float32") for a in (FEATURES, KERNEL)), jnp.asarray(LABELS, "int32")
+    assert_trees_close(jax.export.export(step)(*shapes).call(*args), step(*args), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hidden", ["kernel", "bias"])
+def test_nothing_unmasked_has_gradients_of_zero_in_forward_mode_too(hidden):
+    args = {"kernel": jnp.asarray(KERNEL), "bias": jnp.asarray(BIAS)}
+    args[hidden] = args[hidden] * jnp.nan
+
+    def loss(args):
+        return linear_softmax_cross_entropy(FEATURES, labels=LABELS, where=np.zeros(TOKENS, bool), **args)
+
+    for context in (masksafe.forward_mode(), masksafe.label_checks("off")):
+        with context:
+            jax.tree.map(lambda g: np.testing.assert_array_equal(g, 0), jax.grad(loss)(args))
+
+
 def test_mixed_dtypes():
     loss = scalar(linear_softmax_cross_entropy, where=MASK)
     args = jnp.asarray(FEATURES, "bfloat16"), jnp.asarray(KERNEL, "float32"), jnp.asarray(BIAS, "float32")
@@ -293,6 +392,30 @@ def test_classes_split_in_a_shard_map(reduction, outside):
     assert_trees_close(actual, jax.value_and_grad(plain, (0, 1, 2))(*args), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_second_derivatives_and_forward_mode_with_split_classes(reduction):
+    def local(features, kernel, bias):
+        kwargs = {"where": MASK, "reduction": reduction, "axis_name": "classes", "block_size": 9, **OPTIONS}
+        return jnp.sum(linear_softmax_cross_entropy(features, kernel, LABELS, bias=bias, **kwargs))
+
+    mesh = jax.make_mesh((4,), ("classes",), axis_types=(AxisType.Auto,))
+    specs = PartitionSpec(), PartitionSpec(None, "classes"), PartitionSpec("classes")
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    def derivatives(fn):
+        args = tuple(jnp.asarray(a, jnp.float32) for a in (FEATURES, KERNEL, BIAS))
+        directions = jax.tree.map(jnp.cos, args)
+        gradient = jax.grad(fn, (0, 1, 2))
+        forward_over_reverse = jax.jvp(gradient, args, directions)[1]
+        along = lambda *args: sum(map(jnp.vdot, gradient(*args), directions))  # noqa: E731
+        with masksafe.forward_mode():
+            slope = jax.jvp(fn, args, directions)[1]
+        return forward_over_reverse, jax.grad(along, (0, 1, 2))(*args), slope
+
+    plain = lambda *args: unfused(*args[:2], LABELS, bias=args[2], where=MASK, reduction="sum", **OPTIONS)  # noqa: E731
+    assert_trees_close(jax.jit(lambda: derivatives(split))(), derivatives(plain), rtol=1e-3, atol=1e-4)
+
+
 def test_batch_axes():
     shape = (2, 4, 5)
     losses = linear_softmax_cross_entropy(
@@ -340,6 +463,8 @@ def test_memory_is_that_of_a_block_of_tokens():
         ({"where": np.ones(3, bool)}, ValueError, "where has shape"),
         ({"reduction": "median"}, ValueError, "reduction has value 'median'"),
         ({"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap has value 0"),
+        ({"logit_soft_cap": np.inf}, ValueError, "logit_soft_cap has value inf"),
+        ({"z_loss": "0.1"}, TypeError, "z_loss has type str"),
         ({"label_smoothing": 1.5}, ValueError, "label_smoothing has value 1.5"),
         ({"z_loss": -1.0}, ValueError, "z_loss has value -1"),
         ({"block_size": 0}, ValueError, "block_size has value 0"),

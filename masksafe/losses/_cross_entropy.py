@@ -12,13 +12,11 @@ from masksafe._errors import (
     as_array,
     as_float_array,
     as_label_array,
-    as_mask,
-    at_rank_of,
     broadcast_shapes,
     canonical_axes,
     message,
 )
-from masksafe._rules import differentiable
+from masksafe._rules import differentiable, varying_with
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_distributions, check_integer_labels, spoiled
 from masksafe.losses._cross_entropy_rows import (
@@ -30,6 +28,7 @@ from masksafe.losses._cross_entropy_rows import (
     probs_minus_targets,
     target_costs,
 )
+from masksafe.losses._where import classes_or_rows, without
 
 # The public functions: check the arguments, call the core.
 
@@ -214,9 +213,9 @@ def softmax_cross_entropy_with_integer_labels(
     if labels.ndim != logits.ndim - len(axes):
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
-    rows = broadcast_shapes(op, logits=_without(axes, logits.shape), labels=labels.shape)
+    rows = broadcast_shapes(op, logits=without(axes, logits.shape), labels=labels.shape)
     shape = _with(axes, rows, logits.shape)
-    where = _canonical_where(op, where, axes, shape, logits.ndim)
+    where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, rows)
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
     layout = _Layout(axes, logits.dtype, axis_name)
@@ -237,30 +236,10 @@ def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, wher
     if any(classes[a] != shape[a] for a in axes):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
-    where = _canonical_where(op, where, axes, shape, logits.ndim)
+    where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
     return spoiled(_cross_entropy(_Layout(axes, dtype), _broadcast(logits, shape), labels, where), bad_rows)
-
-
-def _canonical_where(
-    op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...], logits_ndim: int
-) -> Array | None:
-    """The mask at the rank of `shape`. Of the logits' rank it masks classes, else whole rows (optax's rule).
-
-    Where the logits broadcast to labels of a higher rank, a mask of that rank masks classes as well.
-    """
-    if where is None:
-        return None
-    where = as_mask(op, "where", where)
-    if where.ndim in (logits_ndim, len(shape)):
-        return at_rank_of(op, "where", where, shape, "logits")
-    of_rows = "a mask of rows; a mask of classes has the rank of logits"
-    return jnp.expand_dims(at_rank_of(op, "where", where, _without(axes, shape), of_rows), axes)
-
-
-def _without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
 def _with(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -308,7 +287,8 @@ def _cross_entropy(layout: _Layout, logits: Array, labels: Array, where: Array |
 
 
 def _finish(layout: _Layout, logits: Array, rows: Rows) -> Array:
-    return _shards.of_this_device(layout.axis_name, rows.loss.squeeze(-1).astype(layout.dtype), logits)
+    loss: Array = rows.loss.squeeze(-1).astype(layout.dtype)
+    return loss if layout.axis_name is None else varying_with(loss, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -344,7 +324,7 @@ def _as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> t
     labels = _classes_last(axes, labels) if is_soft(labels) else labels[..., None]
     if where is not None:
         if any(where.shape[a] > 1 for a in axes):
-            where = jnp.broadcast_to(where, _with(axes, _without(axes, where.shape), logits.shape))
+            where = jnp.broadcast_to(where, _with(axes, without(axes, where.shape), logits.shape))
         where = _classes_last(axes, where)
     return _classes_last(axes, logits), labels, where
 

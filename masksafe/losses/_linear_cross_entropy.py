@@ -3,7 +3,7 @@
 import functools
 import math
 import numbers
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,8 @@ from jax import lax
 from masksafe import _shards
 from masksafe._blocks import is_sharded
 from masksafe._errors import as_float_array, as_label_array, as_mask, as_number, at_rank_of, message
-from masksafe._moments import selected
-from masksafe._rules import differentiable, differentiated_as
+from masksafe._moments import selected, widened
+from masksafe._rules import differentiable, differentiated_as, varying_with
 from masksafe._typing import Array, ArrayLike
 from masksafe.checks import check_integer_labels, spoiled
 from masksafe.losses._linear_cross_entropy_blocks import (
@@ -77,7 +77,8 @@ def linear_softmax_cross_entropy(
       and touch nothing, whatever they hold.
 
       A label out of range makes the loss NaN, and with it the gradients that the token takes part in; see
-      `masksafe.label_checks`.
+      `masksafe.label_checks`. A class may be forbidden by a bias of -inf; it costs +inf as a label. Where the
+      cotangent of the loss is 0, so are the gradients, whatever the loss is.
 
       Where the tokens or the classes are split over the devices by an explicit mesh, and for symbolic sizes, all
       tokens are computed in one pass, logits and all; `jax.shard_map` keeps the blocks.
@@ -118,8 +119,8 @@ def linear_softmax_cross_entropy(
         return spoiled(losses.astype(dtype), bad_rows)
     total = _shards.alike(axis_name, _total(config, features, labels, where, kernel, bias))
     if reduction == "mean":
-        count = labels.size if where is None else jnp.sum(where)
-        total = total / jnp.maximum(count, 1)
+        count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
+        total = total / jnp.maximum(count, 1).astype(total.dtype)
     return spoiled(total.astype(dtype), None if bad_rows is None else jnp.any(bad_rows))
 
 
@@ -161,23 +162,23 @@ def _configure(
     axis_name: str | None,
 ) -> Config:
     if soft_cap is not None:
-        soft_cap = as_number(_OP, "logit_soft_cap", soft_cap)
-        if not soft_cap > 0:
-            raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive number or None"))
+        soft_cap, most = as_number(_OP, "logit_soft_cap", soft_cap), float(jnp.finfo(jnp.float32).max)
+        if not 0 < soft_cap <= most:
+            raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive float32, or None"))
     label_smoothing = as_number(_OP, "label_smoothing", label_smoothing)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(message(_OP, "label_smoothing", f"value {label_smoothing}", "a number in [0, 1]"))
     z_loss = as_number(_OP, "z_loss", z_loss)
     if not 0 <= z_loss < math.inf:
         raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite number, 0 or more"))
-    if block_size is None:
-        block_size = default_token_block(kernel.shape[1])
-    elif not isinstance(block_size, numbers.Integral) or block_size < 1:
+    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
-    number = math.prod(features.shape[:-1])
-    block_size = max(1, min(int(block_size), number)) if isinstance(number, int) else int(block_size)
-    class_block = default_class_block(kernel.shape[0], block_size)
-    return Config(soft_cap, label_smoothing, z_loss, block_size, class_block, axis_name)
+    token_block = class_block = 1
+    if _is_static(features, kernel):
+        chosen = default_token_block(kernel.shape[1]) if block_size is None else int(block_size)
+        token_block = max(1, min(chosen, math.prod(features.shape[:-1])))
+        class_block = default_class_block(kernel.shape[0], token_block)
+    return Config(soft_cap, label_smoothing, z_loss, token_block, class_block, axis_name)
 
 
 # The two forms of it: a sum, whose gradients are computed with it, and one loss for each token. They take the arguments
@@ -186,25 +187,35 @@ def _configure(
 
 def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     features, labels, live, kernel, bias = args
-    d_losses = jnp.ones(labels.shape, _wide(args))
+    d_losses = jnp.full(labels.shape, _unit(features, kernel), _wide(features, kernel))
     losses, gradients = _evaluate(config, *args, d_losses)
-    dtypes = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
-    return jnp.sum(losses), (gradients, live, dtypes)
+    empty = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
+    return jnp.sum(losses), (gradients, live, empty)
 
 
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
-    gradients, live, dtypes = residuals
-    d_total = _shards.whole(config.axis_name, d_total)
+    gradients, live, empty = residuals  # the empty arrays tell the dtypes of the arguments
+    d_features, d_kernel, _ = empty
+    d_total = _shards.whole(config.axis_name, d_total) / _unit(d_features, d_kernel)
+    used = d_total != 0  # a NaN that is selected away behind the op takes no part
 
-    def scaled(gradient: Array | None, like: Array | None, where: Array | None) -> Array | None:
+    def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
         if gradient is None or like is None:
             return None
         # Selected behind the product: the cotangent may be infinite, as that of sqrt(0) is.
-        return selected(gradient.astype(d_total.dtype) * d_total, where).astype(like.dtype)
+        return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
 
-    of_each, of_any = (None, None) if live is None else (live[..., None], jnp.any(live))
-    d_features, d_kernel, d_bias = map(scaled, gradients, dtypes, (of_each, of_any, of_any))
+    of_each, of_any = (used, used) if live is None else (used & live[..., None], used & jnp.any(live))
+    d_features, d_kernel, d_bias = map(scaled, gradients, empty, (of_each, of_any, of_any))
     return d_features, None, None, d_kernel, d_bias
+
+
+def _unit(features: Array, kernel: Array) -> float:
+    """The cotangent with which the gradients of a sum are computed, before the real one is known.
+
+    Cotangents of the logits are rounded to the dtype of the kernel: those of float16 are to lie in its range.
+    """
+    return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
 
 
 @differentiable(_total_forward, _total_reverse, static_argnums=(0,))
@@ -227,7 +238,7 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
     d_losses = jnp.where(used, d_losses, 0)
     _, gradients = _evaluate(config, *args, d_losses)
     d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
-    return gradients.features, None, None, gradients.kernel.astype(kernel.dtype), d_bias
+    return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
 
 @differentiable(_losses_forward, _losses_reverse, static_argnums=(0,))
@@ -240,9 +251,14 @@ def _losses(
 # The kernels, and what they are differentiated as.
 
 
-def _wide(args: Any) -> Any:
-    features, _, _, kernel, _ = args
-    return jnp.promote_types(jnp.promote_types(features.dtype, kernel.dtype), jnp.float32)
+def _wide(features: Array, kernel: Array) -> Any:
+    """The dtype of the sums."""
+    return widened(jnp.zeros(0, jnp.promote_types(features.dtype, kernel.dtype))).dtype
+
+
+def _is_static(*arrays: Array) -> bool:
+    """False if one of the sizes is a symbol, as `jax.export` gives."""
+    return all(isinstance(n, int) for x in arrays for n in x.shape)
 
 
 def _flat(
@@ -258,9 +274,8 @@ def _flat(
 
 def _is_in_one_pass(args: Any) -> bool:
     """Whether a loop over the tokens is refused by JAX, or there are none."""
-    sizes = [n for x in jax.tree.leaves(args) for n in x.shape]
-    is_static = all(isinstance(n, int) for n in sizes)
-    return not is_static or 0 in sizes or any(map(is_sharded, jax.tree.leaves(args)))
+    arrays = jax.tree.leaves(args)
+    return not _is_static(*arrays) or any(x.size == 0 for x in arrays) or any(map(is_sharded, arrays))
 
 
 def _losses_plainly(
@@ -271,15 +286,18 @@ def _losses_plainly(
     tokens, layer = _flat(*args)
 
     def of_tokens(tokens: Tokens) -> Array:
-        labels = selected(tokens.labels, tokens.live)
-        logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_wide(args))
-        logits = logits if bias is None else logits + bias.astype(logits.dtype)
-        return selected(losses_of_logits(config, layer, logits, labels[..., None])[..., 0], tokens.live)
+        labels, live = tokens.labels[..., None], None if tokens.live is None else tokens.live[..., None]
+        logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_wide(features, kernel))
+        if layer.bias is not None:
+            logits += jnp.expand_dims(layer.bias, range(logits.ndim - 1)).astype(logits.dtype)
+        losses = losses_of_logits(config, layer, selected(logits, live), selected(labels, live))
+        return selected(losses, live)[..., 0]
 
     if _is_in_one_pass(args):
-        return of_tokens(tokens).reshape(labels.shape)
-    losses: Array = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
-    return losses.reshape(labels.shape)
+        losses = of_tokens(tokens)
+    else:
+        losses = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
+    return cast(Array, varying_with(losses.reshape(labels.shape), args))
 
 
 @differentiated_as(_losses_plainly)
@@ -296,12 +314,15 @@ def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, G
     features, labels, live, kernel, bias, d_losses = args_and_d_losses
 
     def of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
-        return _losses_plainly(config, features, labels, live, kernel, bias)
+        return _shards.alike(config.axis_name, _losses_plainly(config, features, labels, live, kernel, bias))
 
-    losses, reverse = jax.vjp(of_floats, features, kernel, bias)
-    d_features, d_kernel, d_bias = reverse(d_losses * jnp.ones_like(losses))  # split over the devices as the losses are
-    wide = losses.dtype
-    return losses, Gradients(d_features, d_kernel.astype(wide), None if bias is None else d_bias.astype(wide))
+    floats = features, kernel, bias
+    if _unit(features, kernel) != 1:  # cotangents of float16 would be float16, too narrow for such a unit
+        floats = jax.tree.map(widened, floats)
+    losses, reverse = jax.vjp(of_floats, *floats)
+    d_losses = _shards.alike(config.axis_name, d_losses) * jnp.ones_like(losses)  # split over devices as the losses are
+    gradients = jax.tree.map(widened, Gradients(*reverse(d_losses)))
+    return cast(tuple[Array, Gradients], varying_with((losses, gradients), args_and_d_losses))
 
 
 @differentiated_as(_evaluate_plainly)
@@ -311,8 +332,7 @@ def _evaluate_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array,
     losses, gradients = solve(config, *_flat(*args), d_losses.reshape(-1))
     assert gradients is not None
     features, labels, *_ = args
-    d_features = gradients.features.reshape(features.shape).astype(features.dtype)
-    return losses.reshape(labels.shape), gradients._replace(features=d_features)
+    return losses.reshape(labels.shape), gradients._replace(features=gradients.features.reshape(features.shape))
 
 
 def _evaluate(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:

@@ -14,7 +14,8 @@ and with the cotangent :math:`\dot \ell_t`
   \frac{\varepsilon}{V} \right) \left( 1 - \frac{x_{tc}^2}{\kappa^2} \right), \qquad
   \dot f_t = \dot a_t W^T, \qquad \dot W = \sum_t f_t \dot a_t, \qquad \dot b = \sum_t \dot a_t.
 
-The sum of exponentials leaves the label out, so that the loss keeps its digits where the model is sure: with
+The largest logit :math:`m_t` is taken off all others of the token, so that a common offset costs no digits, and the sum
+of exponentials leaves the label out, so that the loss keeps its digits where the model is sure: with
 :math:`s_t = \sum_{c \neq y_t} e^{x_{tc} - m_t}` and :math:`\tau_t = x_{t y_t} - m_t`, it is
 :math:`\lambda_t - x_{t y_t} = \log(s_t + e^{\tau_t}) - \tau_t`.
 
@@ -55,7 +56,7 @@ class Config(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of features, kernel and bias; those that are sums over tokens widened."""
+    """Cotangents of features, kernel and bias, widened."""
 
     features: Array
     kernel: Array
@@ -86,11 +87,12 @@ class _Rows(NamedTuple):
     largest: Array
     others: Array  # of exp(x - largest), without the label
     label: Array  # x there
-    total: Array  # of x
+    number: Array  # of classes
+    total: Array  # of x - largest
 
 
 def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
-    """`[..., 1]`; NaN for a label out of range. It is safe to be differentiated."""
+    """`[..., 1]`; NaN, with NaN derivatives, for a label out of range. JAX may differentiate it."""
     columns = divide(logits.shape[-1], logits.shape[-1]).span(0)
     return _losses(config, layer, _combined(config, _of_columns(config, layer, logits, labels, columns)), labels)
 
@@ -103,24 +105,34 @@ def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, colu
     is_label = index == _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if own is None else is_label & own
     largest = lax.stop_gradient(jnp.max(selected(x, own, -jnp.inf), -1, keepdims=True))
-    shift = jnp.where(largest == -jnp.inf, 0, largest)
+    shift = _shift(largest)
     is_other = ~is_label if own is None else ~is_label & own
+    number = jnp.zeros_like(largest) + (x.shape[-1] if own is None else jnp.sum(own))
     return _Rows(
         largest,
         jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
         jnp.sum(jnp.where(is_label, x, 0), -1, keepdims=True),
-        jnp.sum(selected(x, own), -1, keepdims=True) if config.label_smoothing else jnp.zeros_like(largest),
+        number,
+        jnp.sum(selected(x - shift, own), -1, keepdims=True) if config.label_smoothing else jnp.zeros_like(largest),
     )
 
 
 def _added(a: _Rows, b: _Rows) -> _Rows:
     largest = jnp.maximum(a.largest, b.largest)
-    others = a.others * _decay(a.largest, largest) + b.others * _decay(b.largest, largest)
-    return _Rows(largest, others, a.label + b.label, a.total + b.total)
+    a, b = _relative_to(largest, a), _relative_to(largest, b)
+    return _Rows(largest, a.others + b.others, a.label + b.label, a.number + b.number, a.total + b.total)
 
 
-def _decay(before: Array, largest: Array) -> Array:
-    return jnp.where(before == -jnp.inf, 0, jnp.exp(before - jnp.where(largest == -jnp.inf, 0, largest)))
+def _relative_to(largest: Array, rows: _Rows) -> _Rows:
+    """The same sums with a larger logit taken off."""
+    step = _shift(rows.largest) - _shift(largest)
+    others = jnp.where(rows.largest == -jnp.inf, 0, rows.others * jnp.exp(step))
+    return rows._replace(largest=largest, others=others, total=rows.total + rows.number * step)
+
+
+def _shift(largest: Array) -> Array:
+    """What is taken off the logits: the largest, or 0 where there is none."""
+    return jnp.where(largest == -jnp.inf, 0, largest)
 
 
 def _combined(config: Config, rows: _Rows) -> _Rows:
@@ -129,45 +141,48 @@ def _combined(config: Config, rows: _Rows) -> _Rows:
         return rows
     total = functools.partial(_shards.total, config.axis_name)
     largest = _shards.largest(config.axis_name, lax.stop_gradient(rows.largest))
-    others = rows.others * _decay(rows.largest, largest)
-    return _Rows(largest, total(others), total(rows.label), total(rows.total))
-
-
-def _shifted(rows: _Rows) -> tuple[Array, Array]:
-    """The largest logit, 0 where there is none, and the label's logit less it."""
-    shift = jnp.where(rows.largest == -jnp.inf, 0, rows.largest)
-    return shift, rows.label - shift
+    rows = _relative_to(largest, rows)
+    return _Rows(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
 
 
 def _logsumexp(rows: _Rows) -> Array:
-    shift, label = _shifted(rows)
-    return shift + jnp.log(rows.others + jnp.exp(label))
+    shift = _shift(rows.largest)
+    return shift + jnp.log(rows.others + jnp.exp(rows.label - shift))
 
 
 def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
-    _, label = _shifted(rows)
-    loss = jnp.log1p(rows.others + jnp.expm1(label)) - label
-    classes = _shards.of_all(config.axis_name, layer.kernel.shape[1])
-    if config.label_smoothing:
-        loss += config.label_smoothing * (rows.label - rows.total / classes)
+    smoothing, classes = config.label_smoothing, _shards.of_all(config.axis_name, layer.kernel.shape[1])
+    label = rows.label - _shift(rows.largest)
+    loss = jnp.log1p(rows.others + jnp.expm1(label))
+    if smoothing < 1:
+        loss -= (1 - smoothing) * label
+    if smoothing:
+        loss -= smoothing / classes * rows.total
     if config.z_loss:
         loss += config.z_loss * jnp.square(_logsumexp(rows))
-    return jnp.where((labels >= 0) & (labels < classes), loss, jnp.nan)
+    # A product, so that the derivatives are NaN as well.
+    return loss * _sound(labels, classes, loss.dtype)
+
+
+def _sound(labels: Array, classes: int, dtype: Any) -> Array:
+    """1, and NaN for a label out of range."""
+    return jnp.where((labels >= 0) & (labels < classes), 1, jnp.nan).astype(dtype)
 
 
 def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
     """Of the logits."""
     classes = _shards.of_all(config.axis_name, layer.kernel.shape[1])
-    x, lse = _capped(config, logits), _logsumexp(rows)
-    of_label = jnp.exp(_shifted(rows)[1])
+    x, shift = _capped(config, logits), _shift(rows.largest)
+    of_label = jnp.exp(rows.label - shift)
     of_all = rows.others + of_label
-    smoothing, z_factor = config.label_smoothing, 1 + 2 * config.z_loss * lse
+    smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0
     # The probability of the label less 1 is kept in full.
-    at_label = (z_factor - 1) * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
-    d_loss = jnp.where((labels >= 0) & (labels < classes), d_loss, jnp.nan)
+    at_label = z_term * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
+    d_loss = d_loss * _sound(labels, classes, d_loss.dtype)
     own = _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == own
-    d_x = jnp.where(is_label, at_label * d_loss, jnp.exp(x - lse) * (z_factor * d_loss) - smoothing / classes * d_loss)
+    of_others = jnp.exp(x - shift) * ((1 + z_term) / of_all * d_loss) - smoothing / classes * d_loss
+    d_x = jnp.where(is_label, at_label * d_loss, of_others)
     return d_x if config.soft_cap is None else d_x * (1 - jnp.square(x / config.soft_cap))
 
 
@@ -198,7 +213,7 @@ def solve(config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None) 
         labels = jnp.where(live, tokens.labels[chosen], 0)[:, None]
         logits = _product(features, layer.kernel, 1, 0)
         if layer.bias is not None:
-            logits += layer.bias.astype(logits.dtype)
+            logits += layer.bias[None].astype(logits.dtype)
         rows = _rows_of_block(config, layer, logits, labels)
         new = jnp.where(live, _losses(config, layer, rows, labels)[:, 0], 0)
         losses = lax.dynamic_update_slice_in_dim(state.losses, new, start, 0)
@@ -209,9 +224,10 @@ def solve(config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None) 
         return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, start))
 
     done: Any = 0
-    for size in _block_sizes(config):
-        number = (count - done) // size if size > _block_sizes(config)[-1] else -(-(count - done) // size)
-        first = done
+    *whole_sizes, last_size = _block_sizes(config)
+    for size in (*whole_sizes, last_size):
+        rest = count - done
+        number, first = rest // size if size > last_size else -(-rest // size), done
         state = lax.fori_loop(
             0, number, lambda i, state, n=size, first=first: one_block(first + i * n, n, state), state
         )
@@ -233,12 +249,12 @@ def _nothing_yet(tokens: Tokens, layer: Layer, d_losses: Array | None, length: i
     zero = nothing_of([x for x in jax.tree.leaves((tokens, layer, d_losses)) if isinstance(x, jax.Array)])
     wide = widened(tokens.features[:0]).dtype
 
-    def no_sum(shape: tuple[int, ...], dtype: Any = wide) -> Array:
-        return jnp.zeros(shape, dtype) + zero.astype(dtype)
+    def no_sum(shape: tuple[int, ...]) -> Array:
+        return jnp.zeros(shape, wide) + zero.astype(wide)
 
     if d_losses is None:
         return _State(no_sum((length,)), None)
-    d_features = no_sum((length, layer.kernel.shape[0]), tokens.features.dtype)
+    d_features = no_sum((length, layer.kernel.shape[0]))
     d_bias = None if layer.bias is None else no_sum(layer.bias.shape)
     return _State(no_sum((length,)), Gradients(d_features, no_sum(layer.kernel.shape), d_bias))
 
@@ -273,7 +289,7 @@ def _rows_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -
     def add(j: Any, rows: _Rows) -> _Rows:
         return _added(rows, _of_columns(config, layer, logits, labels, classes.span(j)))
 
-    return _combined(config, lax.fori_loop(0, classes.number, add, _Rows(zero - jnp.inf, zero, zero, zero)))
+    return _combined(config, lax.fori_loop(0, classes.number, add, _Rows(zero - jnp.inf, *[zero] * 4)))
 
 
 def _add_gradients(
@@ -284,7 +300,7 @@ def _add_gradients(
     if d_bias is not None:
         d_bias += jnp.sum(d_logits, 0)
     d_logits = d_logits.astype(layer.kernel.dtype)
-    d_features = _product(d_logits, layer.kernel, 1, 1).astype(gradients.features.dtype)
+    d_features = _product(d_logits, layer.kernel, 1, 1)
     # A product along the rows of both is a third slower than this one. The barrier keeps XLA from undoing it.
     columns_of_features = lax.optimization_barrier(features.T)
 
@@ -292,7 +308,7 @@ def _add_gradients(
         span = classes.span(j)
         part = take(d_logits, 1, span)
         if span.is_ragged:
-            part = jnp.where(span.start + jnp.arange(span.size) >= span.first, part, 0)
+            part = jnp.where((span.start + jnp.arange(span.size) >= span.first)[None], part, 0)
         added = take(d_kernel, 1, span) + _product(columns_of_features, part, 1, 0)
         return lax.dynamic_update_slice_in_dim(d_kernel, added, span.start, 1)
 
