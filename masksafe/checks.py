@@ -7,7 +7,7 @@ A loss calls one function here, on its checked and broadcast arguments, outside 
 import functools
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,28 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
         _Finding(strange, jnp.any(unmasked, axes), sums, "rows of labels sum to neither 1 nor 0"),
     ]
     return _report(op, findings, [~is_sound, strange])
+
+
+def check_elements(
+    op: str, labels: Array, where: Array | None, is_valid: Callable[[Array], Array], otherwise: str
+) -> Array | None:
+    """Reports unmasked labels that are not valid.
+
+    Args:
+      op: the name of the loss.
+      labels: numbers of the shape of the loss.
+      where: booleans that broadcast to it, at its rank; or None.
+      is_valid: tells of each label whether it is.
+      otherwise: what labels are that are not, such as "outside [0, 1]".
+
+    Returns:
+      The elements to be spoiled, for `spoiled`.
+    """
+    if label_check_mode() == "off":
+        return None
+    unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
+    bad = unmasked & ~is_valid(labels)
+    return _report(op, [_Finding(bad, unmasked, labels, f"labels are {otherwise}")], [bad])
 
 
 def spoiled(loss: Array, bad_rows: Array | None) -> Array:

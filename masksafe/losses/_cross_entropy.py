@@ -88,7 +88,7 @@ def softmax_cross_entropy(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.softmax_cross_entropy>`_, which it
       replaces.
     """
-    return _soft("softmax_cross_entropy", logits, labels, axis, where)
+    return soft_cross_entropy("softmax_cross_entropy", logits, labels, axis, where)
 
 
 def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
@@ -119,7 +119,7 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
       `optax.losses.safe_softmax_cross_entropy
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.safe_softmax_cross_entropy>`_.
     """
-    return _soft("safe_softmax_cross_entropy", logits, labels, -1, None)
+    return soft_cross_entropy("safe_softmax_cross_entropy", logits, labels, -1, None)
 
 
 def softmax_cross_entropy_with_integer_labels(
@@ -197,8 +197,10 @@ def softmax_cross_entropy_with_integer_labels(
       ...     return loss(logits, jnp.array([0, 7]), axis_name="vocabulary")
       >>> with jax.set_mesh(jax.make_mesh((jax.device_count(),), ("vocabulary",))):
       ...     logits = jax.device_put(jnp.zeros((2, 8)), PartitionSpec(None, "vocabulary"))
-      ...     print(jax.shard_map(local, out_specs=PartitionSpec())(logits))
-      [2.0794415 2.0794415]
+      ...     split = jax.shard_map(local, out_specs=PartitionSpec())(logits)
+      >>> with jnp.printoptions(precision=4):
+      ...     print(split)
+      [2.0794 2.0794]
 
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
@@ -223,7 +225,15 @@ def softmax_cross_entropy_with_integer_labels(
     return spoiled(loss, bad_rows)
 
 
-def _soft(op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> Array:
+def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
+    """The loss of targets of one shape with the logits that need not be distributions: nothing is checked."""
+    return _cross_entropy(_Layout((logits.ndim - 1,), logits.dtype), logits, targets, where)
+
+
+def soft_cross_entropy(
+    op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
+) -> Array:
+    """`softmax_cross_entropy` by the name of `op`."""
     logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
     if jnp.issubdtype(labels.dtype, jnp.complexfloating):
         raise TypeError(message(op, "labels", f"dtype {labels.dtype}", "a real dtype"))

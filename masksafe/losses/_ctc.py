@@ -1,0 +1,215 @@
+"""Connectionist temporal classification: the loss of a label sequence whose alignment to the frames is unknown."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._errors import as_array, as_float_array, as_label_array, message
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike
+from masksafe.checks import check_integer_labels, spoiled
+from masksafe.losses._where import elements_or_rows, wide_selected
+from masksafe.softmax import log_softmax
+
+
+def ctc_loss(
+    logits: ArrayLike,
+    logit_paddings: ArrayLike,
+    labels: ArrayLike,
+    label_paddings: ArrayLike,
+    *,
+    blank_id: int = 0,
+    log_epsilon: ArrayLike = -1e5,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The CTC loss of each sequence.
+
+    .. math:: \ell = -\log \sum_{\pi \in \mathcal{B}^{-1}(y)} \prod_t p_t(\pi_t)
+
+    over the alignments :math:`\pi` that give the labels :math:`y` when repetitions are merged and blanks removed.
+
+    Args:
+      logits: floats `[batch, time, num_classes]`, of which one class is the blank.
+      logit_paddings: `[batch, time]`, 1 for a padded frame and 0 for one that counts.
+      labels: integers `[batch, length]` in [0, num_classes).
+      label_paddings: `[batch, length]`, 1 for a padded label and 0 for one that counts; padding is on the right.
+      blank_id: the class of the blank.
+      log_epsilon: what stands for log 0. A sequence whose labels do not fit into its frames has about the loss
+        `-log_epsilon`, or +inf with `log_epsilon=-jnp.inf`; its gradient is finite either way.
+      where: booleans, False is masked. Of shape `[batch]` they mask sequences, of the rank of `logits` elements of
+        these: a frame of which no class is left is a padded one.
+
+    Returns:
+      `[batch]`, in float32 at least. A sequence of which no frame is left has loss 0. What is padded or masked, frames
+      and labels alike, touches nothing and has a gradient of exactly 0. A label out of range that counts makes the loss
+      and the gradient of its sequence NaN.
+
+    Raises:
+      TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
+      ValueError: if the shapes do not fit or `blank_id` is no class. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits = jnp.zeros((2, 3, 4)).at[1].set(jnp.nan)
+      >>> frames, labels = jnp.array([[0, 0, 1], [1, 1, 1]]), jnp.array([[2, -1], [-1, -1]])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.ctc_loss(logits, frames, labels, labels < 0))
+      [1.674 0.   ]
+
+    References:
+      `optax.losses.ctc_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss>`_; Graves et
+      al., "Connectionist temporal classification", 2006.
+    """
+    arrays = logits, logit_paddings, labels, label_paddings
+    return _solve("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
+
+
+def ctc_loss_with_forward_probs(
+    logits: ArrayLike,
+    logit_paddings: ArrayLike,
+    labels: ArrayLike,
+    label_paddings: ArrayLike,
+    *,
+    blank_id: int = 0,
+    log_epsilon: ArrayLike = -1e5,
+    where: ArrayLike | None = None,
+) -> tuple[Array, Array, Array]:
+    r"""The CTC loss of each sequence, and the probabilities of the forward pass.
+
+    .. math::
+      \alpha_{\text{blank}}(t, n) = \sum p(\pi_t = \phi \mid \pi_{1:t-1}, y_{1:n-1}), \qquad
+      \alpha_{\text{label}}(t, n) = \sum p(\pi_t = y_n \mid \pi_{1:t-1}, y_{1:n-1})
+
+    Args:
+      logits: as in `ctc_loss`, and so are all others.
+      logit_paddings: `[batch, time]`.
+      labels: `[batch, length]`.
+      label_paddings: `[batch, length]`.
+      blank_id: the class of the blank.
+      log_epsilon: what stands for log 0.
+      where: booleans; False is masked.
+
+    Returns:
+      The loss `[batch]`, the logarithms of :math:`\alpha_{\text{blank}}` `[time, batch, length + 1]` and those of
+      :math:`\alpha_{\text{label}}` `[time, batch, length]`; at a padded frame they are those of the frame before.
+
+    Raises:
+      TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
+      ValueError: if the shapes do not fit or `blank_id` is no class. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits, labels, unpadded = jnp.zeros((1, 2, 3)), jnp.array([[2]]), jnp.zeros((1, 2))
+      >>> ctc = masksafe.losses.ctc_loss_with_forward_probs
+      >>> loss, of_blank, of_label = ctc(logits, unpadded, labels, labels < 0)
+      >>> print(loss.shape, of_blank.shape, of_label.shape)
+      (1,) (2, 1, 2) (2, 1, 1)
+
+    References:
+      `optax.losses.ctc_loss_with_forward_probs
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss_with_forward_probs>`_.
+    """
+    arrays = logits, logit_paddings, labels, label_paddings
+    return _solve("ctc_loss_with_forward_probs", *arrays, blank_id, log_epsilon, where)
+
+
+class _State(NamedTuple):
+    """Log probabilities of all prefixes of the labels after some frames."""
+
+    blank: Array  # [batch, length + 1], the last frame being a blank
+    label: Array  # [batch, length], the last frame being the last label of the prefix
+
+
+def _solve(
+    op: str,
+    logits: ArrayLike,
+    logit_paddings: ArrayLike,
+    labels: ArrayLike,
+    label_paddings: ArrayLike,
+    blank_id: int,
+    log_epsilon: ArrayLike,
+    where: ArrayLike | None,
+) -> tuple[Array, Array, Array]:
+    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
+    frame_paddings = as_array(op, "logit_paddings", logit_paddings)
+    label_paddings = as_array(op, "label_paddings", label_paddings)
+    _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
+    mask = elements_or_rows(op, where, logits.shape, (1, 2))
+
+    live = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
+    live = live if mask is None else live & mask
+    frames = jnp.any(live, -1)
+    counts = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
+    bad_labels = check_integer_labels(op, labels, counts[..., None], (2,), (*labels.shape, logits.shape[-1]), None)
+
+    log_probs = log_softmax(wide_selected(logits, live), -1, live)
+    log_probs = jnp.moveaxis(log_probs, 1, 0).astype(jnp.promote_types(log_probs.dtype, float))  # time first
+    state, states = _run(log_probs, frames.T, labels, counts, blank_id, jnp.asarray(log_epsilon, log_probs.dtype))
+
+    # The last label may be followed by a blank or not.
+    of_blank = _blank_after(state.blank, state.label)
+    loss = -jnp.take_along_axis(of_blank, jnp.sum(counts, 1, keepdims=True), 1)[:, 0]
+    is_valid = (labels >= 0) & (labels < logits.shape[-1])
+    loss *= jnp.where(jnp.all(is_valid | ~counts, 1), 1, jnp.nan)
+    loss = spoiled(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
+    return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
+
+
+def _run(
+    log_probs: Array, frames: Array, labels: Array, counts: Array, blank_id: int, log_epsilon: Array
+) -> tuple[_State, _State]:
+    """The states after the last and after every frame."""
+    batch, length = labels.shape
+    labels = jnp.where(counts & (labels >= 0) & (labels < log_probs.shape[-1]), labels, 0)
+    # Between two equal labels there has to be a blank.
+    repeats = (labels[:, :-1] == labels[:, 1:]) & counts[:, 1:]
+    repeats = jnp.pad(repeats, ((0, 0), (0, 1)))[:, :length]
+    if_repeated, if_not = jnp.where(repeats, log_epsilon, 0), jnp.where(repeats, 0, log_epsilon)
+
+    def step(state: _State, frame: tuple[Array, Array, Array]) -> tuple[_State, _State]:
+        of_blank, of_label, is_live = frame
+        ready = _blank_after(state.blank, state.label + if_repeated)
+        label = _log_add(ready[:, :-1], state.label) + of_label
+        blank = _blank_after(ready + of_blank, state.label + of_blank + if_not)
+        is_live = is_live[:, None]
+        new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
+        return new, new
+
+    of_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (len(log_probs), batch, length)), -1)
+    # What is not live is not used; its -inf would make derivatives NaN.
+    of_labels, of_blanks = (selected(x, frames[..., None]) for x in (of_labels, log_probs[..., blank_id, None]))
+    nothing = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon
+    first_blank = jnp.where(jnp.arange(length + 1) == 0, 0, jnp.broadcast_to(nothing, (batch, length + 1)))
+    first = _State(first_blank, jnp.broadcast_to(nothing, (batch, length)))
+    return lax.scan(step, first, (of_blanks, of_labels, frames))
+
+
+def _blank_after(blank: Array, label: Array) -> Array:
+    """The blank's probabilities with those of a label in front of it added."""
+    return jnp.concatenate([blank[:, :1], _log_add(blank[:, 1:], label)], -1)
+
+
+def _log_add(a: Array, b: Array) -> Array:
+    """log(e^a + e^b), whose derivatives are 0 where both are -inf."""
+    is_nothing = (a == -jnp.inf) & (b == -jnp.inf)
+    return jnp.where(is_nothing, -jnp.inf, jnp.logaddexp(jnp.where(is_nothing, 0, a), jnp.where(is_nothing, 0, b)))
+
+
+def _check_shapes(
+    op: str, logits: Array, logit_paddings: Array, labels: Array, label_paddings: Array, blank_id: int
+) -> None:
+    if logits.ndim != 3:
+        raise ValueError(message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
+    if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
+        expected = f"[batch, length], the batch being the {logits.shape[0]} of logits {logits.shape}"
+        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
+    for name, paddings, shape in (
+        ("logit_paddings", logit_paddings, logits.shape[:2]),
+        ("label_paddings", label_paddings, labels.shape),
+    ):
+        if paddings.shape != shape:
+            raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    if not -logits.shape[-1] <= blank_id < logits.shape[-1]:
+        expected = f"a class of logits {logits.shape}"
+        raise ValueError(message(op, "blank_id", f"value {blank_id}", expected))

@@ -1,0 +1,183 @@
+"""Kullback-Leibler divergences between distributions."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_float_array, as_mask, at_rank_of, broadcast_shapes, canonical_axes
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe.checks import check_elements, spoiled
+from masksafe.losses._where import wide_selected
+
+
+def kl_divergence(
+    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> Array:
+    r"""The Kullback-Leibler divergence of predictions from targets.
+
+    .. math:: \ell = \sum_j t_j (\log t_j - \log p_j)
+
+    with :math:`0 \log 0 = 0`: a class whose target is 0 adds nothing, whatever its prediction is.
+
+    Args:
+      log_predictions: logarithms of probabilities, floats `[..., dim]`.
+      targets: probabilities that broadcast with them.
+      axis: the axis or axes of the classes; None is all of them.
+      where: booleans that broadcast to the shape of both together; False masks a class. (A mask of rows is
+        `where=mask[..., None]`.)
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
+      exactly 0, and so has a target of 0, at which the divergence has no derivative.
+
+    Raises:
+      TypeError: if the arguments are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, for an unmasked
+        target that is negative or not finite.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> log_p, t = jnp.log(jnp.array([0.5, 0.5, 0.0])), jnp.array([0.25, 0.75, 0.0])
+      >>> print(f"{masksafe.losses.kl_divergence(log_p, t):.4f}")
+      0.1308
+
+    References:
+      `optax.losses.kl_divergence
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence>`_; Kullback and Leibler, "On
+      Information and Sufficiency", 1951.
+    """
+    return _of_targets("kl_divergence", log_predictions, targets, axis, where, _divergence)
+
+
+def generalized_kl_divergence(
+    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> Array:
+    r"""The Kullback-Leibler divergence of positive vectors that need not sum to 1.
+
+    .. math:: \ell = \sum_j \bigl( t_j (\log t_j - \log p_j) + p_j - t_j \bigr)
+
+    Args:
+      log_predictions: logarithms of positive numbers, floats `[..., dim]`.
+      targets: numbers that are not negative and broadcast with them.
+      axis: the axis or axes of the classes; None is all of them.
+      where: booleans that broadcast to the shape of both together; False masks a class.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
+      exactly 0.
+
+    Raises:
+      TypeError: if the arguments are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, for an unmasked
+        target that is negative or not finite.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> log_p, t = jnp.log(jnp.array([1.0, 2.0, 4.0])), jnp.array([1.0, 4.0, jnp.nan])
+      >>> print(f"{masksafe.losses.generalized_kl_divergence(log_p, t, where=jnp.array([True, True, False])):.4f}")
+      0.7726
+
+    References:
+      `optax.losses.generalized_kl_divergence
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.generalized_kl_divergence>`_; Bregman, "The
+      relaxation method of finding the common point of convex sets", 1967.
+    """
+    return _of_targets("generalized_kl_divergence", log_predictions, targets, axis, where, _generalized)
+
+
+def convex_kl_divergence(
+    log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> Array:
+    """The former name of `generalized_kl_divergence`, which optax keeps.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> log_p, t = jnp.log(jnp.array([1.0, 2.0])), jnp.array([1.0, 4.0])
+      >>> print(f"{masksafe.losses.convex_kl_divergence(log_p, t):.4f}")
+      0.7726
+    """
+    return _of_targets("convex_kl_divergence", log_predictions, targets, axis, where, _generalized)
+
+
+def kl_divergence_with_log_targets(
+    log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> Array:
+    r"""The Kullback-Leibler divergence of predictions from targets, both given as logarithms.
+
+    .. math:: \ell = \sum_j t_j (\log t_j - \log p_j)
+
+    with :math:`0 \log 0 = 0`: a class whose log target is -inf adds nothing, whatever its prediction is.
+
+    Args:
+      log_predictions: logarithms of probabilities, floats `[..., dim]`.
+      log_targets: logarithms of probabilities that broadcast with them.
+      axis: the axis or axes of the classes; None is all of them.
+      where: booleans that broadcast to the shape of both together; False masks a class.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
+      exactly 0, and so has a log target of -inf.
+
+    Raises:
+      TypeError: if the arguments are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, for an unmasked
+        log target that is NaN or +inf.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> log_p, log_t = jnp.log(jnp.array([0.5, 0.5, 0.0])), jnp.log(jnp.array([0.25, 0.75, 0.0]))
+      >>> print(f"{masksafe.losses.kl_divergence_with_log_targets(log_p, log_t):.4f}")
+      0.1308
+
+    References:
+      `optax.losses.kl_divergence_with_log_targets
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence_with_log_targets>`_.
+    """
+    op = "kl_divergence_with_log_targets"
+    log_p, log_t = (
+        as_float_array(op, "log_predictions", log_predictions),
+        as_float_array(op, "log_targets", log_targets),
+    )
+    shape, axes, mask = _layout(op, log_p, log_t, "log_targets", axis, where)
+    log_t = jnp.broadcast_to(log_t, shape)
+    bad = check_elements(op, log_t, mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
+    mask = log_t != -jnp.inf if mask is None else mask & (log_t != -jnp.inf)
+    dtype = jnp.result_type(log_p, log_t)
+    log_p, log_t = wide_selected(log_p, mask), wide_selected(log_t, mask)
+    loss = jnp.sum(jnp.exp(log_t) * (log_t - log_p), axes).astype(dtype)
+    return spoiled(loss, None if bad is None else jnp.any(bad, axes))
+
+
+def _of_targets(
+    op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Any
+) -> Array:
+    """The sum of the unmasked `terms(log_predictions, targets)`; at masked places both are 0."""
+    log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
+    shape, axes, mask = _layout(op, log_p, t, "targets", axis, where)
+    t = jnp.broadcast_to(t, shape)
+    bad = check_elements(op, t, mask, lambda t: (t >= 0) & (t < jnp.inf), "negative or not finite")
+    dtype = jnp.result_type(log_p, t)
+    log_p, t = wide_selected(jnp.broadcast_to(log_p, shape), mask), wide_selected(t, mask)
+    loss = jnp.sum(selected(terms(log_p, t), mask), axes).astype(dtype)
+    return spoiled(loss, None if bad is None else jnp.any(bad, axes))
+
+
+def _layout(
+    op: str, log_p: Array, t: Array, name: str, axis: Axis | None, where: ArrayLike | None
+) -> tuple[tuple[int, ...], Axes, Array | None]:
+    """The common shape, the axes of the classes, and the mask at the rank of the shape."""
+    shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
+    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "log_predictions")
+    return shape, canonical_axes(op, axis, len(shape)), mask
+
+
+def _divergence(log_p: Array, t: Array) -> Array:
+    """Where t is 0, neither factor is looked at."""
+    is_zero = t == 0
+    positive = jnp.where(is_zero, 1, t)
+    return jnp.where(is_zero, 0, positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
+
+
+def _generalized(log_p: Array, t: Array) -> Array:
+    return _divergence(log_p, t) + jnp.exp(log_p) - t

@@ -1,0 +1,63 @@
+"""Fenchel-Young losses, made from a maximum function."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, broadcast_shapes
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike
+from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
+
+
+def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]:
+    r"""Makes the Fenchel-Young loss of a maximum function.
+
+    .. math:: \ell(s, t) = f(s) - \sum_j t_j s_j
+
+    Args:
+      max_fun: :math:`f`, a function of a vector `[dim]`, and maybe other arguments, that returns a scalar. To be used
+        with masked elements it has to take `where`, as `masksafe.logsumexp` does.
+
+    Returns:
+      A function `loss(scores, targets, *args, where=None, **kwargs)` of scores and targets `[..., dim]` that broadcast
+      together; all else is handed to `max_fun`. It returns `[...]`, of the dtype to which JAX promotes the scores'
+      maximum and the targets. `where` are booleans: of the scores' rank they mask elements, of that of the loss rows;
+      the loss of a row with nothing left is 0, and masked elements have gradients of exactly 0. It raises a ValueError
+      for shapes that do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> loss = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
+      >>> scores, targets = jnp.array([[1.0, 0.0, jnp.nan], [jnp.nan] * 3]), jnp.array([[1.0, 0.0, 0.0]] * 2)
+      >>> with jnp.printoptions(precision=4):
+      ...     print(loss(scores, targets, where=~jnp.isnan(scores)))
+      [0.3133 0.    ]
+
+    References:
+      `optax.losses.make_fenchel_young_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.make_fenchel_young_loss>`_; Blondel et al.,
+      "Learning with Fenchel-Young Losses", 2020.
+    """
+
+    def fenchel_young_loss(
+        scores: ArrayLike, targets: ArrayLike, *args: Any, where: ArrayLike | None = None, **kwargs: Any
+    ) -> Array:
+        op = "fenchel_young_loss"
+        scores, targets = as_array(op, "scores", scores), as_array(op, "targets", targets)
+        shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
+        axes = (len(shape) - 1,)
+        mask = elements_or_rows(op, where, shape, axes)
+        dtype = jnp.result_type(scores, targets)
+        s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
+
+        if mask is None or mask.shape[-1] == 1:  # whole rows: max_fun needs to know of no mask
+            largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)
+        else:
+            of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
+            largest = jnp.vectorize(of_row, signature="(n),(n)->()")(s, jnp.broadcast_to(mask, shape))
+        loss = selected(largest - jnp.sum(t * s, -1), anything_left(mask, axes))
+        return jnp.broadcast_to(loss, shape[:-1]).astype(dtype)
+
+    return fenchel_young_loss

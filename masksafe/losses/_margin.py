@@ -1,0 +1,304 @@
+"""Losses that are 0 once the right answer leads by enough: hinge, perceptron, sparsemax, binary and multiclass."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, as_label_array, broadcast_shapes, message
+from masksafe._moments import selected, widened
+from masksafe._typing import Array, ArrayLike
+from masksafe.checks import check_elements, check_integer_labels, spoiled
+from masksafe.losses._where import elements_or_rows, of_elements
+
+# Of binary targets, element by element.
+
+
+def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The hinge loss of binary targets, element by element.
+
+    .. math:: \ell = \max(0, 1 - s t)
+
+    Args:
+      predictor_outputs: scores :math:`s` `[...]`.
+      targets: -1 or 1; they broadcast with the scores.
+      where: booleans of the rank of the loss; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `where` is not boolean.
+      ValueError: if the shapes do not broadcast, or `where` is of another rank. While label checks are on, for an
+        unmasked target that is neither -1 nor 1.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, targets = jnp.array([0.5, 2.0, jnp.nan]), jnp.array([1, -1, 0])
+      >>> print(masksafe.losses.hinge_loss(scores, targets, where=targets != 0))
+      [0.5 3.  0. ]
+
+    References:
+      `optax.losses.hinge_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.hinge_loss>`_.
+    """
+    return _of_signs("hinge_loss", predictor_outputs, targets, where, 1)
+
+
+def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The perceptron loss of binary targets, element by element.
+
+    .. math:: \ell = \max(0, -s t)
+
+    Args:
+      predictor_outputs: scores :math:`s` `[...]`.
+      targets: -1 or 1, of the same shape.
+      where: booleans of the rank of the loss; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `where` is not boolean.
+      ValueError: if the shapes differ, or `where` is of another rank. While label checks are on, for an unmasked
+        target that is neither -1 nor 1.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, targets = jnp.array([0.5, 2.0, jnp.nan]), jnp.array([1, -1, 0])
+      >>> print(masksafe.losses.perceptron_loss(scores, targets, where=targets != 0))
+      [0. 2. 0.]
+
+    References:
+      `optax.losses.perceptron_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.perceptron_loss>`_.
+    """
+    op = "perceptron_loss"
+    scores, targets = as_array(op, "predictor_outputs", predictor_outputs), as_array(op, "targets", targets)
+    if scores.shape != targets.shape:
+        raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
+    return _of_signs(op, scores, targets, where, 0)
+
+
+def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The binary sparsemax loss, element by element.
+
+    .. math::
+      \ell = f(x (1 - 2 y)), \qquad
+      f(z) = \begin{cases} 0 & z \le -1 \\ (z + 1)^2 / 4 & -1 < z < 1 \\ z & z \ge 1 \end{cases}
+
+    Args:
+      logits: scores :math:`x`, floats `[...]`.
+      labels: :math:`y`, 0 or 1; they broadcast with the logits.
+      where: booleans of the rank of the loss; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype of `logits`; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `logits` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast, or `where` is of another rank. While label checks are on, for an
+        unmasked label that is neither 0 nor 1.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits, labels = jnp.array([0.0, 2.0, jnp.nan]), jnp.array([1, 0, -100])
+      >>> print(masksafe.losses.sparsemax_loss(logits, labels, where=labels >= 0))
+      [0.25 2.   0.  ]
+
+    References:
+      `optax.losses.sparsemax_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sparsemax_loss>`_; Blondel et al.,
+      "Learning with Fenchel-Young Losses", 2020, section 4.4.
+    """
+    op = "sparsemax_loss"
+    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
+    bad = _bad_targets(op, logits, labels, where, (0, 1))
+
+    def loss(x: Array, y: Array) -> Array:
+        return jax.nn.sparse_plus(jnp.where(y != 0, -x, x))
+
+    return spoiled(of_elements(op, where, logits.dtype, loss, logits=logits, labels=labels), bad)
+
+
+def _of_signs(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
+    """The hinge loss with a margin of 1, and the perceptron's with 0."""
+    scores, targets = as_array(op, "predictor_outputs", scores), as_array(op, "targets", targets)
+    bad = _bad_targets(op, scores, targets, where, (-1, 1))
+    dtype = jnp.result_type(scores, targets)
+    loss = lambda s, t: jnp.maximum(0, margin - s * t)  # noqa: E731
+    return spoiled(of_elements(op, where, dtype, loss, predictor_outputs=scores, targets=targets), bad)
+
+
+def _bad_targets(
+    op: str, scores: Array, targets: Array, where: ArrayLike | None, values: tuple[int, int]
+) -> Array | None:
+    shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
+    mask = elements_or_rows(op, where, shape, ())
+    is_valid = lambda t: (t == values[0]) | (t == values[1])  # noqa: E731
+    expected = f"neither {values[0]} nor {values[1]}"
+    return check_elements(op, jnp.broadcast_to(targets, shape), mask, is_valid, expected)
+
+
+# Of integer labels, row by row.
+
+
+def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The hinge loss of integer labels.
+
+    .. math:: \ell = \max_j (s_j + [j \ne y]) - s_y
+
+    with scores :math:`s`, label :math:`y` and the maximum over the unmasked classes.
+
+    Args:
+      scores: floats `[..., num_classes]`.
+      labels: integers `[...]` in [0, num_classes).
+      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
+      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
+      ValueError: if the shapes do not fit. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, labels = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
+      >>> print(masksafe.losses.multiclass_hinge_loss(scores, labels, where=labels >= 0))
+      [2. 0.]
+
+    References:
+      `optax.losses.multiclass_hinge_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_hinge_loss>`_.
+    """
+
+    def loss(scores: Array, is_label: Array, live: Array) -> Array:
+        return jnp.max(jnp.where(live, scores + ~is_label, -jnp.inf), -1) - _of_label(scores, is_label, live)
+
+    return _of_classes("multiclass_hinge_loss", scores, labels, where, loss)
+
+
+def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The perceptron loss of integer labels.
+
+    .. math:: \ell = \max_j s_j - s_y
+
+    with scores :math:`s`, label :math:`y` and the maximum over the unmasked classes.
+
+    Args:
+      scores: floats `[..., num_classes]`.
+      labels: integers `[...]` in [0, num_classes).
+      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
+      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
+      ValueError: if the shapes do not fit. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, labels = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
+      >>> print(masksafe.losses.multiclass_perceptron_loss(scores, labels, where=labels >= 0))
+      [1. 0.]
+
+    References:
+      `optax.losses.multiclass_perceptron_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_perceptron_loss>`_; Collins,
+      "Discriminative training methods for Hidden Markov Models", 2002.
+    """
+
+    def loss(scores: Array, is_label: Array, live: Array) -> Array:
+        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _of_label(scores, is_label, live)
+
+    return _of_classes("multiclass_perceptron_loss", scores, labels, where, loss)
+
+
+def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
+    r"""The sparsemax loss of integer labels.
+
+    .. math::
+      \ell = \sum_j p_j (s_j - s_y) + \frac{1}{2} \Bigl(1 - \sum_j p_j^2\Bigr), \qquad
+      p_j = \max(s_j - \tau, 0), \qquad \sum_j p_j = 1
+
+    with scores :math:`s`, label :math:`y` and the sums over the unmasked classes; :math:`p` is the sparsemax, the point
+    of the simplex next to the scores.
+
+    Args:
+      scores: floats `[..., num_classes]`.
+      labels: integers `[...]` in [0, num_classes).
+      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
+      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
+      ValueError: if the shapes do not fit. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, labels = jnp.array([[0.5, 0.0, -2.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
+      >>> print(masksafe.losses.multiclass_sparsemax_loss(scores, labels, where=labels >= 0))
+      [0.0625 0.    ]
+
+    References:
+      `optax.losses.multiclass_sparsemax_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_sparsemax_loss>`_; Martins and
+      Astudillo, "From Softmax to Sparsemax", 2016.
+    """
+
+    def loss(scores: Array, is_label: Array, live: Array) -> Array:
+        p = _sparsemax(scores, live)
+        ahead = scores - _of_label(scores, is_label, live)[..., None]
+        return jnp.sum(jnp.where(p > 0, p * ahead, 0), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
+
+    return _of_classes("multiclass_sparsemax_loss", scores, labels, where, loss)
+
+
+def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Any) -> Array:
+    """`loss(scores, is_label, live)` of every row, 0 where nothing is left; all arguments `[..., num_classes]`."""
+    scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
+    if scores.ndim == 0 or scores.shape[-1] == 0:
+        raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
+    rows = broadcast_shapes(op, scores=scores.shape[:-1], labels=labels.shape)
+    shape, axes, num_classes = (*rows, scores.shape[-1]), (len(rows),), scores.shape[-1]
+    labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
+    mask = elements_or_rows(op, where, shape, axes)
+    bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
+
+    live = jnp.broadcast_to(True if mask is None else mask, shape)
+    alive = jnp.any(live, axes)
+    scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, alive)
+    is_label = jnp.arange(num_classes) == labels[..., None]
+    # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
+    losses = loss(scores, is_label, live | ~alive[..., None])
+    losses *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan)
+    return spoiled(selected(losses, alive).astype(dtype), bad_rows)
+
+
+def _of_label(scores: Array, is_label: Array, live: Array) -> Array:
+    """The score of the label, -inf where its class is masked."""
+    score = jnp.sum(jnp.where(is_label, scores, 0), -1)
+    return jnp.where(jnp.any(is_label & ~live, -1), -jnp.inf, score)
+
+
+def _sparsemax(scores: Array, live: Array) -> Array:
+    """The point of the simplex of the live classes that is next to the scores."""
+    falling = -jnp.sort(jnp.where(live, -jax.lax.stop_gradient(scores), jnp.inf), -1)
+    count = jnp.arange(1, scores.shape[-1] + 1)
+    is_finite = falling > -jnp.inf
+    above = is_finite & (1 + count * falling > jnp.cumsum(jnp.where(is_finite, falling, 0), -1))
+    size = jnp.maximum(jnp.sum(above, -1, keepdims=True), 1)
+    least = jnp.take_along_axis(falling, size - 1, -1)
+    # The same threshold again from the classes that are above it: a formula without a sort in its derivatives.
+    support = live & ~(scores < least)  # and a NaN, which is to show
+    threshold = (jnp.sum(jnp.where(support, scores, 0), -1, keepdims=True) - 1) / jnp.sum(support, -1, keepdims=True)
+    return jnp.where(support, scores - threshold, 0)

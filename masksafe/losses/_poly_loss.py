@@ -1,0 +1,65 @@
+"""PolyLoss: the softmax cross-entropy with another weight on the first term of its series."""
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, broadcast_shapes, canonical_axes
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike, Axis
+from masksafe.losses._cross_entropy import soft_cross_entropy
+from masksafe.losses._where import classes_or_rows, wide_selected
+from masksafe.softmax import softmax
+
+
+def poly_loss_cross_entropy(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    epsilon: ArrayLike = 2.0,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The PolyLoss with one changed coefficient.
+
+    .. math:: \ell = -\sum_j t_j \log p_j + \epsilon \sum_j t_j (1 - p_j)
+
+    with labels :math:`t`, the softmax :math:`p` of the logits, and all sums over the unmasked classes.
+
+    Args:
+      logits: unnormalised log probabilities, floats `[..., num_classes]`.
+      labels: a distribution over the classes for every row, floats that broadcast with `logits`.
+      epsilon: the weight of the second sum.
+      axis: the axis or axes of the classes; None is all of them.
+      where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape; of a
+        lower rank they mask rows, in both sums.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes `logits`, `labels` and `epsilon`. It is 0 for a row with nothing left;
+      masked elements have gradients of exactly 0. For infinite logits and bad labels see `softmax_cross_entropy`.
+
+    Raises:
+      TypeError: if `logits` or `labels` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits, labels = jnp.array([[0.0, 0.0], [jnp.nan, 0.0]]), jnp.array([[1.0, 0.0], [0.0, 1.0]])
+      >>> print(masksafe.losses.poly_loss_cross_entropy(logits, labels, where=jnp.array([True, False])))
+      [1.6931472 0.       ]
+
+    References:
+      `optax.losses.poly_loss_cross_entropy
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.poly_loss_cross_entropy>`_; Leng et al.,
+      "PolyLoss: A Polynomial Expansion Perspective of Classification Loss Functions", 2022.
+    """
+    op = "poly_loss_cross_entropy"
+    logits, labels = as_float_array(op, "logits", logits), as_float_array(op, "labels", labels)
+    epsilon = as_array(op, "epsilon", epsilon)
+    dtype = jnp.result_type(logits, labels, epsilon)
+    shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
+    axes = canonical_axes(op, axis, len(shape))
+    mask = classes_or_rows(op, where, axes, shape, logits.ndim)
+
+    logits, labels = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (logits, labels))
+    cross_entropy = soft_cross_entropy(op, logits, labels, axes, mask)
+    missing = jnp.sum(selected(labels * (1 - softmax(logits, axes, mask)), mask), axes)
+    return (cross_entropy + epsilon * missing).astype(dtype)

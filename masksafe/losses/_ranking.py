@@ -1,0 +1,76 @@
+"""Losses of a list of items, of which some are relevant."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, broadcast_shapes
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike
+from masksafe.losses._cross_entropy import weighted_cross_entropy
+from masksafe.losses._where import anything_left, wide_selected
+from masksafe.select import mean
+
+
+def ranking_softmax_loss(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    reduce_fn: Callable[..., ArrayLike] | None = jnp.mean,
+) -> Array:
+    r"""The softmax cross-entropy of relevances and scores of the items of a list.
+
+    .. math:: \ell = -\sum_i w_i y_i \log \frac{e^{s_i}}{\sum_j e^{s_j}}
+
+    with scores :math:`s`, relevances :math:`y`, weights :math:`w` and the sums over the unmasked items.
+
+    Args:
+      logits: scores, floats `[..., list_size]`.
+      labels: relevances that broadcast with them; they need not sum to 1.
+      where: booleans that broadcast to the shape of both together; False masks an item. (A mask of lists is
+        `where=mask[..., None]`.)
+      weights: of the items; they broadcast with the labels.
+      reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and, if there is a mask, of `where`, which is
+        False for lists with nothing left; None keeps the losses apart.
+
+    Returns:
+      The reduced loss, or `[...]`, of the dtype of `logits` and `weights` together. Lists with nothing left have loss 0
+      and count in no mean; the mean of no list at all is 0. Masked elements have gradients of exactly 0, labels and
+      weights included.
+
+    Raises:
+      TypeError: if `logits` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> scores, labels = jnp.array([[2.0, 1.0, jnp.nan], [1.0, 0.5, 1.5]]), jnp.array([[1, 0, 0], [0, 0, 1]])
+      >>> print(f"{masksafe.losses.ranking_softmax_loss(scores, labels, where=~jnp.isnan(scores)):.4f}")
+      0.4968
+
+    References:
+      `optax.losses.ranking_softmax_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ranking_softmax_loss>`_.
+    """
+    op = "ranking_softmax_loss"
+    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
+    weights = None if weights is None else as_array(op, "weights", weights)
+    shapes = {"logits": logits.shape, "labels": labels.shape}
+    shape = broadcast_shapes(op, **shapes, **({} if weights is None else {"weights": weights.shape}))
+    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "logits")
+    dtype = logits.dtype if weights is None else jnp.result_type(logits, weights)
+
+    targets = wide_selected(jnp.broadcast_to(labels, shape), mask)
+    if weights is not None:
+        targets *= wide_selected(weights, mask)
+    losses = weighted_cross_entropy(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
+    alive = anything_left(mask, (len(shape) - 1,))
+    alive = None if alive is None else jnp.broadcast_to(alive, losses.shape)
+    losses = selected(losses, alive).astype(dtype)
+    if reduce_fn is None:
+        return losses
+    if reduce_fn is jnp.mean:
+        return mean(losses, where=alive)
+    return jnp.asarray(reduce_fn(losses, where=alive))

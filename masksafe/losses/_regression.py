@@ -1,0 +1,293 @@
+"""Losses of real-valued predictions, and the cosine of two vectors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, broadcast_shapes, canonical_axes, message
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._where import anything_left, of_elements, wide_selected
+
+
+def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
+    r"""The squared error of each prediction.
+
+    .. math:: \ell = (p - t)^2
+
+    Args:
+      predictions: floats `[...]`.
+      targets: of the same shape; None is 0 everywhere.
+      where: booleans of the rank of `predictions`; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where masked. Masked elements have gradients of exactly 0,
+      whatever they hold.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes differ, or `where` is of another rank.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> predictions, mask = jnp.array([3.0, jnp.nan]), jnp.array([True, False])
+      >>> print(masksafe.losses.squared_error(predictions, jnp.ones(2), where=mask))
+      [4. 0.]
+
+    References:
+      `optax.losses.squared_error
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.squared_error>`_.
+    """
+    op = "squared_error"
+    predictions, targets = _operands(op, predictions, targets)
+    _check_same_shape(op, predictions, targets)
+    return _of_errors(op, predictions, targets, where, jnp.square)
+
+
+def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
+    r"""Half of the squared error of each prediction.
+
+    .. math:: \ell = \frac{1}{2} (p - t)^2
+
+    Args:
+      predictions: floats `[...]`.
+      targets: of the same shape; None is 0 everywhere.
+      where: booleans of the rank of `predictions`; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes differ, or `where` is of another rank.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> print(masksafe.losses.l2_loss(jnp.array([3.0, jnp.nan]), where=jnp.array([True, False])))
+      [4.5 0. ]
+
+    References:
+      `optax.losses.l2_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.l2_loss>`_.
+    """
+    op = "l2_loss"
+    predictions, targets = _operands(op, predictions, targets)
+    _check_same_shape(op, predictions, targets)
+    return _of_errors(op, predictions, targets, where, lambda error: 0.5 * jnp.square(error))
+
+
+def huber_loss(
+    predictions: ArrayLike,
+    targets: ArrayLike | None = None,
+    *,
+    delta: ArrayLike = 1.0,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The Huber loss of each prediction: quadratic for small errors, linear for large ones.
+
+    .. math::
+      \ell = \begin{cases} e^2 / 2 & |e| \le \delta \\ \delta (|e| - \delta / 2) & \text{otherwise} \end{cases},
+      \qquad e = p - t
+
+    Args:
+      predictions: floats `[...]`.
+      targets: they broadcast with `predictions`; None is 0 everywhere.
+      delta: where the linear part begins; a number, or an array that broadcasts with `predictions`.
+      where: booleans of the rank of the loss; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes all of them; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast, or `where` is of another rank.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> print(masksafe.losses.huber_loss(jnp.array([0.5, 3.0, jnp.nan]), where=jnp.array([True, True, False])))
+      [0.125 2.5   0.   ]
+
+    References:
+      `optax.losses.huber_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.huber_loss>`_.
+    """
+    op = "huber_loss"
+    predictions, targets = _operands(op, predictions, targets)
+
+    def loss(error: Array, delta: Array) -> Array:
+        size = jnp.abs(error)
+        quadratic = jnp.minimum(size, delta)
+        return 0.5 * jnp.square(quadratic) + delta * (size - quadratic)
+
+    return _of_errors(op, predictions, targets, where, loss, delta=as_array(op, "delta", delta))
+
+
+def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
+    r"""The logarithm of the hyperbolic cosine of each error: about :math:`e^2/2`, and :math:`|e| - \log 2` if large.
+
+    .. math:: \ell = \log \cosh (p - t)
+
+    Args:
+      predictions: floats `[...]`.
+      targets: they broadcast with `predictions`; None is 0 everywhere.
+      where: booleans of the rank of the loss; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast, or `where` is of another rank.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.log_cosh(jnp.array([1.0, jnp.nan]), where=jnp.array([True, False])))
+      [0.4338 0.    ]
+
+    References:
+      `optax.losses.log_cosh <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.log_cosh>`_; Chen et
+      al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
+    """
+    op = "log_cosh"
+    predictions, targets = _operands(op, predictions, targets)
+    return _of_errors(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
+
+
+def cosine_similarity(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    *,
+    epsilon: ArrayLike = 0.0,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The cosine of the angle between two vectors.
+
+    .. math:: \cos = \sum_i \frac{p_i}{\lVert p \rVert} \frac{t_i}{\lVert t \rVert}, \qquad
+      \lVert x \rVert = \sqrt{\max(\textstyle\sum_i x_i^2, \epsilon)}
+
+    Args:
+      predictions: floats `[..., dim]`.
+      targets: floats that broadcast with `predictions`.
+      epsilon: the least squared norm.
+      axis: the axis or axes of the vectors; None is all of them.
+      where: booleans that broadcast to the shape of both together; False masks an element. (A mask of vectors is
+        `where=mask[..., None]`.)
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and for a vector of zeros, whose
+      direction is no direction: its gradient is 0 if `epsilon` is. Masked elements have gradients of exactly 0.
+
+    Raises:
+      TypeError: if the vectors are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> a, b = jnp.array([[3.0, 4.0], [0.0, 0.0]]), jnp.array([[4.0, 3.0], [1.0, 0.0]])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.cosine_similarity(a, b))
+      [0.96 0.  ]
+
+    References:
+      `optax.losses.cosine_similarity
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_similarity>`_.
+    """
+    similarity, _, dtype = _cosine("cosine_similarity", predictions, targets, epsilon, axis, where)
+    return similarity.astype(dtype)
+
+
+def cosine_distance(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    *,
+    epsilon: ArrayLike = 0.0,
+    axis: Axis | None = -1,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""One less the cosine of the angle between two vectors.
+
+    .. math:: \ell = 1 - \cos(p, t)
+
+    Args:
+      predictions: floats `[..., dim]`.
+      targets: floats that broadcast with `predictions`.
+      epsilon: the least squared norm.
+      axis: the axis or axes of the vectors; None is all of them.
+      where: booleans that broadcast to the shape of both together; False masks an element.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and 1 for a vector of zeros.
+      Masked elements have gradients of exactly 0.
+
+    Raises:
+      TypeError: if the vectors are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> a, b = jnp.array([[3.0, 4.0], [jnp.nan, 0.0]]), jnp.array([[-4.0, 3.0], [1.0, 0.0]])
+      >>> print(masksafe.losses.cosine_distance(a, b, where=jnp.array([[True], [False]])))
+      [1. 0.]
+
+    References:
+      `optax.losses.cosine_distance
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_distance>`_.
+    """
+    similarity, alive, dtype = _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
+    return selected(1 - similarity, alive).astype(dtype)
+
+
+def _operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
+    return (
+        as_float_array(op, "predictions", predictions),
+        None if targets is None else as_array(op, "targets", targets),
+    )
+
+
+def _check_same_shape(op: str, predictions: Array, targets: Array | None) -> None:
+    if targets is not None and targets.shape != predictions.shape:
+        expected = f"{predictions.shape}, that of predictions"
+        raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
+
+
+def _of_errors(
+    op: str,
+    predictions: Array,
+    targets: Array | None,
+    where: ArrayLike | None,
+    loss: Callable[..., Array],
+    **others: Array,
+) -> Array:
+    """`loss` of each error and of the other arguments."""
+    if targets is None:
+        dtype = jnp.result_type(predictions, *others.values())
+        return of_elements(op, where, dtype, loss, predictions=predictions, **others)
+
+    def of_both(predictions: Array, targets: Array, *others: Array) -> Array:
+        return loss(predictions - targets, *others)
+
+    dtype = jnp.result_type(predictions, targets, *others.values())
+    return of_elements(op, where, dtype, of_both, predictions=predictions, targets=targets, **others)
+
+
+def _cosine(
+    op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
+) -> tuple[Array, Array | None, Any]:
+    """The similarity, in float32 at least, which of the vectors have anything left, and the dtype of the result."""
+    a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
+    shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
+    axes = canonical_axes(op, axis, len(shape))
+    where = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "predictions")
+    a, b, dtype = jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape), jnp.result_type(a, b, epsilon)
+    units = (unit(wide_selected(x, where), axes, epsilon) for x in (a, b))
+    alive = anything_left(where, axes)
+    return jnp.sum(next(units) * next(units), axes), alive, dtype
+
+
+def unit(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
+    """`x` divided by its norm; 0, with a gradient of 0, where that is 0."""
+    square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), epsilon)
+    is_zero = square == 0
+    divided: Array = jnp.where(is_zero, 0, x) / jnp.sqrt(jnp.where(is_zero, 1, square))
+    return divided

@@ -1,0 +1,256 @@
+"""Dice losses: how much of what is predicted and what is true overlaps."""
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, canonical_axes, message
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._where import elements_or_rows, wide_selected
+from masksafe.select import mean
+from masksafe.softmax import softmax
+
+
+def dice_loss(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    *,
+    class_weights: ArrayLike | None = None,
+    smooth: ArrayLike = 1.0,
+    alpha: ArrayLike = 0.5,
+    beta: ArrayLike = 0.5,
+    apply_softmax: bool = True,
+    reduction: str = "mean",
+    ignore_background: bool = False,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The Dice loss of a segmentation, or the Tversky loss with other weights of the two errors.
+
+    .. math::
+      \ell_c = w_c \Bigl( 1 - \frac{I_c + \sigma}{I_c + \alpha (P_c - I_c) + \beta (T_c - I_c) + \sigma} \Bigr), \qquad
+      I_c = \sum_i p_{ic} t_{ic}, \quad P_c = \sum_i p_{ic}, \quad T_c = \sum_i t_{ic}
+
+    with probabilities :math:`p`, targets :math:`t` and the sums over the unmasked pixels.
+
+    Args:
+      predictions: logits, floats `[batch, ..., num_classes]`; of one class, or without the axis of the classes, they
+        are those of a binary segmentation.
+      targets: one-hot or binary, of the same shape; the axis of a single class may be left out of either.
+      class_weights: `[num_classes]`, or None.
+      smooth: :math:`\sigma`.
+      alpha: the weight of false positives.
+      beta: the weight of false negatives.
+      apply_softmax: False says that `predictions` are probabilities.
+      reduction: over the classes: "mean", "sum" or "none".
+      ignore_background: leave out class 0, if it is not the only one.
+      axis: the axes of the pixels; None is all but the first and the last.
+      where: booleans, False is masked. Of the rank of `predictions` they mask elements: of shape `[batch, ..., 1]`
+        pixels, whose classes are gone. Of the rank of the loss they mask samples, or their classes.
+
+    Returns:
+      The loss of every sample `[batch]`, or with "none" of its classes too, of the dtype to which JAX promotes
+      predictions, targets and weights. A class with nothing left has loss 0 and counts in no mean. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not fit or `reduction` is unknown; outside of jit, if `predictions` are said to be
+        probabilities and are none: they sum to 1 over the classes, or lie in [0, 1] if there is one.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits, targets = jnp.array([[4.0, -4.0, jnp.nan]]), jnp.array([[1.0, 0.0, 0.0]])
+      >>> loss = masksafe.losses.dice_loss(logits[..., None], targets[..., None], where=~jnp.isnan(logits)[..., None])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(loss)
+      [0.009]
+
+    References:
+      `optax.losses.dice_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.dice_loss>`_;
+      Milletari et al., "V-Net", 2016; Salehi et al., "Tversky loss function for image segmentation", 2017.
+    """
+    op = "dice_loss"
+    p, t = _operands(op, predictions, targets)
+    dtype = jnp.result_type(p, t, *([] if class_weights is None else [class_weights]), smooth, alpha, beta)
+    if p.ndim == 0:
+        raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
+    axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
+    if p.ndim - 1 in axes:
+        raise ValueError(message(op, "axis", f"value {axis}", "axes of pixels, without that of the classes"))
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(message(op, "reduction", f"value {reduction!r}", "one of mean, sum, none"))
+    of_classes = axes if reduction == "none" else (*axes, p.ndim - 1)
+    mask = elements_or_rows(op, where, p.shape, of_classes)
+    losses, alive = _dice(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
+
+    if class_weights is not None:
+        class_weights = as_array(op, "class_weights", class_weights)
+        if class_weights.shape != p.shape[-1:]:
+            raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
+        losses = selected(losses * class_weights, alive)
+    if ignore_background and p.shape[-1] > 1:
+        losses, alive = losses[..., 1:], alive[..., 1:]
+    if reduction == "mean":
+        losses = mean(losses, -1, alive)
+    elif reduction == "sum":
+        losses = jnp.sum(losses, -1)
+    return losses.astype(dtype)
+
+
+def multiclass_generalized_dice_loss(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    *,
+    smooth: ArrayLike = 1.0,
+    apply_softmax: bool = True,
+    ignore_background: bool = False,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The mean Dice loss of classes that are weighted by the inverse squares of their frequencies.
+
+    .. math:: w_c = \frac{C v_c}{\sum_k v_k}, \qquad v_c = \frac{1}{\bigl(\sum_i t_{ic}\bigr)^2 + 10^{-7}}
+
+    with the sums over all unmasked pixels of the batch and the :math:`C` classes that have any.
+
+    Args:
+      predictions: logits, floats `[batch, ..., num_classes]`.
+      targets: one-hot, of the same shape.
+      smooth: as in `dice_loss`.
+      apply_softmax: False says that `predictions` are probabilities.
+      ignore_background: leave out class 0, if it is not the only one; it still has its weight.
+      where: booleans of the rank of `predictions`; False masks an element. `[batch, ..., 1]` masks pixels. Or a scalar:
+        of everything.
+
+    Returns:
+      A scalar of the dtype to which JAX promotes both; 0 if nothing is left. Masked elements have gradients of
+      exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes differ; for probabilities that are none, as in `dice_loss`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> targets = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
+      >>> mask = jnp.array([[[True], [True], [False]]])
+      >>> loss = masksafe.losses.multiclass_generalized_dice_loss(8 * targets, targets, where=mask)
+      >>> print(loss.round(5))
+      0.00034
+
+    References:
+      `optax.losses.multiclass_generalized_dice_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_generalized_dice_loss>`_; Sudre et
+      al., "Generalised Dice overlap as a deep learning loss function for highly unbalanced segmentations", 2017.
+    """
+    op = "multiclass_generalized_dice_loss"
+    p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
+    if p.shape != t.shape or p.ndim < 2:
+        raise ValueError(message(op, "targets", f"shape {t.shape}", f"{p.shape}, [batch, ..., num_classes]"))
+    dtype = jnp.result_type(p, t, smooth)
+    mask = elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
+    losses, alive = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
+
+    frequencies = jnp.sum(wide_selected(t, mask), range(p.ndim - 1))
+    is_present = jnp.any(alive, range(alive.ndim - 1))
+    weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
+    weights *= jnp.sum(is_present) / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
+    losses = selected(losses * weights, alive)
+    if ignore_background and p.shape[-1] > 1:
+        losses, alive = losses[..., 1:], alive[..., 1:]
+    return mean(losses, where=alive).astype(dtype)
+
+
+def binary_dice_loss(
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    *,
+    smooth: ArrayLike = 1.0,
+    apply_sigmoid: bool = True,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The Dice loss of a binary segmentation: `dice_loss` of one class.
+
+    Args:
+      predictions: logits, floats `[batch, ...]` or `[batch, ..., 1]`.
+      targets: 0 or 1, of the same shape.
+      smooth: as in `dice_loss`.
+      apply_sigmoid: False says that `predictions` are probabilities.
+      where: booleans, False is masked. Of the rank of `predictions` they mask pixels, of that of the loss samples.
+
+    Returns:
+      `[batch]`, of the dtype to which JAX promotes both; 0 for a sample with nothing left. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `predictions` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not fit; outside of jit, for probabilities outside of [0, 1].
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits, targets = jnp.array([[4.0, -4.0, jnp.nan]]), jnp.array([[1.0, 0.0, 0.0]])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.binary_dice_loss(logits, targets, where=~jnp.isnan(logits)))
+      [0.009]
+
+    References:
+      `optax.losses.binary_dice_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.binary_dice_loss>`_.
+    """
+    op = "binary_dice_loss"
+    p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
+    if p.shape == t.shape and p.shape[-1:] != (1,):
+        mask = elements_or_rows(op, where, p.shape, tuple(range(1, p.ndim)))
+        p, t = (selected(x, mask)[..., None] for x in (p, t))
+        where = None if mask is None else mask[..., None]
+    return dice_loss(p, t, smooth=smooth, apply_softmax=apply_sigmoid, where=where)
+
+
+def _operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
+    """Both with an axis of the classes."""
+    p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
+    if p.ndim == t.ndim - 1:
+        p = p[..., None]
+    if t.ndim == p.ndim - 1:
+        t = t[..., None]
+    if p.shape != t.shape:
+        raise ValueError(message(op, "targets", f"shape {t.shape}", f"{p.shape}, that of predictions"))
+    return p, t
+
+
+def _dice(
+    op: str,
+    p: Array,
+    t: Array,
+    mask: Array | None,
+    axes: Axes,
+    smooth: ArrayLike,
+    alpha: ArrayLike,
+    beta: ArrayLike,
+    apply_softmax: bool,
+) -> tuple[Array, Array]:
+    """The losses `[batch, num_classes]`, 0 where nothing is left, and where anything is."""
+    live = jnp.broadcast_to(True if mask is None else mask, p.shape)
+    p, t = wide_selected(p, live), wide_selected(t, live)
+    if apply_softmax:
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, live)
+    else:
+        _check_probabilities(op, p, live)
+    p = selected(p, live)
+    overlap, of_p, of_t = (jnp.sum(x, axes) for x in (p * t, p, t))
+    union = overlap + alpha * (of_p - overlap) + beta * (of_t - overlap) + smooth
+    alive = jnp.any(live, axes)
+    return selected(1 - (overlap + smooth) / jnp.where(alive, union, 1), alive), alive
+
+
+def _check_probabilities(op: str, p: Array, live: Array) -> None:
+    """Refuses what is no distribution; a traced array cannot be looked at."""
+    if isinstance(p, jax.core.Tracer) or isinstance(live, jax.core.Tracer):
+        return
+    if p.shape[-1] == 1:
+        sound, expected = (p >= 0) & (p <= 1), "probabilities in [0, 1]"
+    else:
+        is_one = jnp.abs(jnp.sum(p, -1) - 1) <= 1e-5
+        sound, expected = is_one | ~jnp.all(live, -1), "probabilities that sum to 1 over the classes"
+    if not jnp.all(sound):
+        raise ValueError(message(op, "predictions", "other values", expected, "Logits want apply_softmax=True."))

@@ -1,0 +1,155 @@
+"""Losses of embeddings that are to be near to some others and far from the rest."""
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._errors import (
+    as_array,
+    as_float_array,
+    as_mask,
+    broadcast_shapes,
+    canonical_axes,
+    check_broadcasts_to,
+    message,
+)
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike
+from masksafe.losses._regression import unit
+from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
+from masksafe.select import mean
+from masksafe.softmax import logsumexp
+
+
+def ntxent(
+    embeddings: ArrayLike, labels: ArrayLike, temperature: ArrayLike = 0.07, *, where: ArrayLike | None = None
+) -> Array:
+    r"""The normalised temperature-scaled cross-entropy (NT-Xent) of the pairs of a batch.
+
+    .. math::
+      \ell = -\frac{1}{|P|} \sum_{(i, j) \in P} \log \frac{e^{x_{ij}}}{e^{x_{ij}} + \sum_{k : y_k \ne y_i} e^{x_{ik}}},
+      \qquad x_{ij} = \frac{1}{\tau} \cos(z_i, z_j)
+
+    over the pairs :math:`P` of different samples with the same label.
+
+    Args:
+      embeddings: :math:`z`, floats `[batch, dim]`.
+      labels: :math:`y` `[batch]`: samples with equal labels are to be near.
+      temperature: :math:`\tau`.
+      where: booleans, False is masked. Of shape `[batch]`, that of the labels, they mask samples; of the rank of the
+        embeddings elements of these.
+
+    Returns:
+      A scalar of the dtype of the embeddings and the temperature together; 0 if no pair is left. Masked elements have
+      gradients of exactly 0.
+
+    Raises:
+      TypeError: if `embeddings` are not floats or `where` is not boolean.
+      ValueError: if the shapes do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> embeddings = jnp.array([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [jnp.nan, 0.0]])
+      >>> labels, mask = jnp.array([0, 0, 1, 1]), jnp.array([True, True, True, False])
+      >>> print(f"{masksafe.losses.ntxent(embeddings, labels, 1.0, where=mask):.4f}")
+      0.4846
+
+    References:
+      `optax.losses.ntxent <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ntxent>`_; Chen et al.,
+      "A Simple Framework for Contrastive Learning of Visual Representations", 2020.
+    """
+    op = "ntxent"
+    z, labels = as_float_array(op, "embeddings", embeddings), as_array(op, "labels", labels)
+    temperature = as_array(op, "temperature", temperature)
+    if z.ndim != 2:
+        raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
+    if labels.shape != z.shape[:1]:
+        raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
+    mask = _samples_or_elements(op, where, z.shape)
+    dtype = jnp.result_type(z, temperature)
+
+    alive = anything_left(mask, (1,))
+    both = jnp.ones((len(labels),) * 2, bool) if alive is None else alive[:, None] & alive
+    same = labels[:, None] == labels
+    units = unit(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
+    x = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST) / temperature
+    others = logsumexp(x, where=both & ~same, keepdims=True)  # -inf if there are none
+    pairs = both & same & ~jnp.eye(len(labels), dtype=bool)
+    return mean(jax.nn.softplus(others - x), where=pairs).astype(dtype)
+
+
+def _samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
+    """The mask at rank 2."""
+    if where is None:
+        return None
+    where = as_mask(op, "where", where)
+    if where.ndim == 1:
+        check_broadcasts_to(op, "where", where.shape, shape[:1], "labels")
+        return jnp.broadcast_to(where, shape[:1])[:, None]
+    if where.ndim != 2:
+        expected = f"rank 1, to mask samples, or rank 2, to mask elements of embeddings {shape}"
+        raise ValueError(message(op, "where", f"shape {where.shape}", expected))
+    check_broadcasts_to(op, "where", where.shape, shape, "embeddings")
+    return jnp.broadcast_to(where, shape)
+
+
+def triplet_margin_loss(
+    anchors: ArrayLike,
+    positives: ArrayLike,
+    negatives: ArrayLike,
+    axis: int = -1,
+    norm_degree: ArrayLike = 2,
+    margin: ArrayLike = 1.0,
+    eps: ArrayLike = 1e-6,
+    *,
+    where: ArrayLike | None = None,
+) -> Array:
+    r"""The triplet loss: how much farther than a margin the negative is not.
+
+    .. math:: \ell = \max(0, d(a, p) - d(a, n) + m), \qquad
+      d(u, v) = \Bigl(\sum_i (u_i - v_i)^q + \epsilon\Bigr)^{1/q}
+
+    Args:
+      anchors: :math:`a`, floats `[..., dim]`.
+      positives: :math:`p`, that broadcast with them.
+      negatives: :math:`n`, that broadcast with them.
+      axis: the axis of the vectors.
+      norm_degree: :math:`q`. As in optax, differences are raised to it with their signs: for a norm it is even.
+      margin: :math:`m`.
+      eps: :math:`\epsilon`, which keeps the derivative finite where two vectors are equal.
+      where: booleans, False is masked. Of the rank of the vectors they mask elements, of that of the loss rows.
+
+    Returns:
+      `[...]`, of the dtype to which JAX promotes all of them; 0 where nothing is left. Masked elements have gradients
+      of exactly 0.
+
+    Raises:
+      TypeError: if the vectors are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast, `axis` is out of range, or `where` is of another rank.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> anchors, positives = jnp.array([[0.0, 0.0], [jnp.nan, 1.0]]), jnp.array([[0.1, 0.1], [1.1, 1.1]])
+      >>> negatives, mask = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([True, False])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.triplet_margin_loss(anchors, positives, negatives, where=mask))
+      [0.1414 0.    ]
+
+    References:
+      `optax.losses.triplet_margin_loss
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.triplet_margin_loss>`_; Balntas et al.,
+      "Learning shallow convolutional feature descriptors with triplet losses", 2016.
+    """
+    op = "triplet_margin_loss"
+    named = {"anchors": anchors, "positives": positives, "negatives": negatives}
+    arrays = {name: as_float_array(op, name, x) for name, x in named.items()}
+    shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
+    axes = canonical_axes(op, axis, len(shape))
+    mask = elements_or_rows(op, where, shape, axes)
+    dtype = jnp.result_type(*arrays.values(), norm_degree, margin, eps)
+    a, p, n = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in arrays.values())
+
+    def distance(x: Array, y: Array) -> Array:
+        return jnp.power(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, 1 / jnp.asarray(norm_degree))
+
+    loss = jnp.maximum(distance(a, p) - distance(a, n) + margin, 0)
+    return selected(loss, anything_left(mask, axes)).astype(dtype)

@@ -1,0 +1,56 @@
+"""Label smoothing."""
+
+import math
+
+import jax.numpy as jnp
+
+from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, canonical_axes
+from masksafe._moments import selected
+from masksafe._typing import Array, ArrayLike, Axis
+from masksafe.losses._where import wide_selected
+
+
+def smooth_labels(
+    labels: ArrayLike, alpha: ArrayLike, *, axis: Axis | None = -1, where: ArrayLike | None = None
+) -> Array:
+    r"""Labels of which a part is shared evenly by the unmasked classes.
+
+    .. math:: s_j = (1 - \alpha) t_j + \frac{\alpha}{n}, \qquad n = |\{j : \text{where}_j\}|
+
+    Args:
+      labels: one-hot rows or distributions, floats `[..., num_classes]`.
+      alpha: the part that is shared, in [0, 1].
+      axis: the axis or axes of the classes; None is all of them.
+      where: booleans that broadcast to the shape of `labels`; False masks a class. (A mask of rows is
+        `where=mask[..., None]`.)
+
+    Returns:
+      An array of the shape of `labels`, of the dtype to which JAX promotes `labels` and `alpha`, with 0 at masked
+      classes: a distribution stays one. Masked elements have gradients of exactly 0.
+
+    Raises:
+      TypeError: if `labels` are not floats or `where` is not boolean.
+      ValueError: if `where` does not broadcast to the shape of `labels`, or `axis` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> labels, mask = jnp.array([1.0, 0.0, jnp.nan]), jnp.array([True, True, False])
+      >>> print(masksafe.losses.smooth_labels(labels, 0.1, where=mask))
+      [0.95 0.05 0.  ]
+
+    References:
+      `optax.losses.smooth_labels
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.smooth_labels>`_; Müller et al., "When does
+      label smoothing help?", 2019.
+    """
+    op = "smooth_labels"
+    labels, alpha = as_float_array(op, "labels", labels), as_array(op, "alpha", alpha)
+    axes = canonical_axes(op, axis, labels.ndim)
+    dtype = jnp.result_type(labels, alpha)
+    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), labels.shape, "labels")
+    if mask is None:
+        number: Array | int = math.prod(labels.shape[a] for a in axes)
+    else:
+        number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
+    smoothed = (1 - alpha) * wide_selected(labels, mask) + alpha / jnp.maximum(number, 1)
+    return selected(smoothed, mask).astype(dtype)
