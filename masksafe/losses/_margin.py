@@ -277,10 +277,11 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     live = jnp.broadcast_to(True if mask is None else mask, shape)
     alive = jnp.any(live, axes)
     scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, alive)
+    # A product, so that the whole row is NaN, in the gradient too, if the label is bad.
+    scores *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan)[..., None]
     is_label = jnp.arange(num_classes) == labels[..., None]
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
     losses = loss(scores, is_label, live | ~alive[..., None])
-    losses *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan)
     return spoiled(selected(losses, alive).astype(dtype), bad_rows)
 
 

@@ -1,0 +1,114 @@
+"""CTC against the sum over all alignments, and what padding must not do to it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe.losses import ctc_loss
+
+RNG = np.random.default_rng(0)
+TIME, CLASSES = 5, 3
+LOGITS = RNG.normal(size=(4, TIME, CLASSES)).astype(np.float32)
+LABELS = np.array([[1, 2], [1, 1], [2, 0], [1, 2]])
+FRAMES, COUNTS = np.array([5, 4, 3, 5]), np.array([2, 2, 1, 0])
+FRAME_PADDING = (np.arange(TIME) >= FRAMES[:, None]).astype(np.float32)
+LABEL_PADDING = (np.arange(2) >= COUNTS[:, None]).astype(np.float32)
+
+
+def by_enumeration(logits, labels, blank=0):
+    """The sum over all alignments, in float64."""
+    log_p = np.float64(logits) - np.log(np.exp(np.float64(logits)).sum(-1, keepdims=True))
+    total = 0.0
+    for path in itertools.product(range(logits.shape[-1]), repeat=len(logits)):
+        merged = [c for c, _ in itertools.groupby(path) if c != blank]
+        if merged == list(labels):
+            total += np.exp(sum(log_p[t, c] for t, c in enumerate(path)))
+    return -np.log(total)
+
+
+def loss(logits, labels=LABELS, frame_padding=FRAME_PADDING, label_padding=LABEL_PADDING, **kwargs):
+    return ctc_loss(logits, frame_padding, labels, label_padding, **kwargs)
+
+
+@pytest.mark.parametrize("log_epsilon", [-1e5, -np.inf])
+def test_equals_the_sum_over_all_alignments(log_epsilon):
+    expected = [by_enumeration(LOGITS[i, : FRAMES[i]], LABELS[i, : COUNTS[i]]) for i in range(4)]
+    np.testing.assert_allclose(loss(LOGITS, log_epsilon=log_epsilon), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -np.inf, 1e38])
+def test_padded_frames_and_labels_are_gone(garbage):
+    dirty = np.where(FRAME_PADDING[..., None] > 0, np.float32(garbage), LOGITS)
+    for other in (-100, 1, 2, CLASSES):
+        labels = np.where(LABEL_PADDING > 0, other, LABELS)
+        np.testing.assert_array_equal(loss(dirty, labels), loss(LOGITS))
+        gradient = jax.grad(lambda x, labels=labels: loss(x, labels).sum())(jnp.asarray(dirty))
+        np.testing.assert_array_equal(gradient, jax.grad(lambda x: loss(x).sum())(jnp.asarray(LOGITS)))
+        np.testing.assert_array_equal(np.asarray(gradient)[FRAME_PADDING > 0], 0)
+
+
+@pytest.mark.parametrize("label_padding", [0.0, 1.0])
+def test_a_sequence_of_nothing_but_padding_has_loss_zero(label_padding):
+    args = np.ones((1, TIME)), np.array([[1, -100]]), np.full((1, 2), label_padding)
+    value, gradient = jax.value_and_grad(lambda x: ctc_loss(x, *args)[0])(jnp.full((1, TIME, CLASSES), jnp.nan))
+    assert value == 0
+    np.testing.assert_array_equal(gradient, 0)
+    assert ctc_loss(np.zeros((1, 0, CLASSES)), np.zeros((1, 0)), args[1], args[2])[0] == 0
+
+
+@pytest.mark.parametrize("log_epsilon", [-1e5, -np.inf])
+def test_more_labels_than_frames(log_epsilon):
+    padding = np.zeros((1, 2)), np.zeros((1, 4))
+    labels = np.array([[1, 1, 2, 1]])
+
+    def of(x):
+        return ctc_loss(x, padding[0], labels, padding[1], log_epsilon=log_epsilon)[0]
+
+    value, gradient = jax.value_and_grad(of)(jnp.asarray(LOGITS[:1, :2]))
+    assert value >= 1e5
+    assert np.isposinf(value) == np.isinf(log_epsilon)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(jax.hessian(of)(jnp.asarray(LOGITS[:1, :2]))).all()
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES])
+def test_a_label_out_of_range_is_nan_in_its_sequence(label):
+    labels = LABELS.copy()
+    labels[1, 0] = label
+    value, gradient = loss(LOGITS, labels), jax.grad(lambda x: loss(x, labels).sum())(jnp.asarray(LOGITS))
+    np.testing.assert_array_equal(np.isnan(value), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(gradient).any((1, 2)), [False, True, False, False])
+    with masksafe.label_checks("raise"):
+        with pytest.raises(ValueError, match=r"ctc_loss: 1 of 5 labels are outside \[0, 3\); first at \(1, 0\)"):
+            loss(LOGITS, labels)
+        loss(LOGITS, labels, where=np.array([True, False, True, True]))
+
+
+def test_masked_classes_are_taken_out():
+    wide = np.insert(LOGITS, 2, np.nan, -1)
+    labels = np.where(LABELS == 2, 3, LABELS)
+    mask = np.broadcast_to(np.arange(4) != 2, wide.shape)
+    np.testing.assert_allclose(loss(wide, labels, where=mask), loss(LOGITS), rtol=1e-6)
+    gradient = jax.grad(lambda x: loss(x, labels, where=mask).sum())(jnp.asarray(wide))
+    np.testing.assert_array_equal(gradient[..., 2], 0)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"logits": np.zeros((4, TIME), np.float32)}, "logits has shape"),
+        ({"labels": np.zeros((3, 2), int)}, "labels has shape"),
+        ({"frame_padding": np.zeros((4, 3))}, "logit_paddings has shape"),
+        ({"label_padding": np.zeros((4, 3))}, "label_paddings has shape"),
+        ({"blank_id": 3}, "blank_id has value 3"),
+        ({"where": np.ones((4, TIME), bool)}, "where has shape"),
+    ],
+)
+def test_bad_arguments_are_refused(change, text):
+    with pytest.raises(ValueError, match=f"ctc_loss: {text}"):
+        loss(**{"logits": LOGITS} | change)

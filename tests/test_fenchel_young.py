@@ -1,0 +1,54 @@
+"""Fenchel-Young losses: with the logsumexp they are the softmax cross-entropy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import masksafe
+from masksafe.testing import assert_mask_safe
+
+RNG = np.random.default_rng(0)
+SCORES = jnp.asarray(RNG.normal(size=(2, 3, 4)), jnp.float32)
+TARGETS = jax.nn.softmax(jnp.asarray(RNG.normal(size=(2, 3, 4)), jnp.float32))
+ELEMENTS = jnp.asarray(RNG.random((2, 3, 4)) < 0.6).at[0, 1].set(False)
+ROWS = jnp.asarray(RNG.random((2, 3)) < 0.6)
+loss = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
+
+
+def test_equals_optax():
+    theirs = optax.losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
+    ours = masksafe.losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
+    np.testing.assert_allclose(ours(SCORES, TARGETS), theirs(SCORES, TARGETS), rtol=1e-6)
+
+
+def test_other_arguments_reach_the_maximum():
+    ours = masksafe.losses.make_fenchel_young_loss(lambda s, scale, *, shift: jnp.max(s) * scale + shift)
+    expected = 2 * jnp.max(SCORES, -1) + 5 - jnp.sum(SCORES * TARGETS, -1)
+    np.testing.assert_allclose(ours(SCORES, TARGETS, 2.0, shift=5.0), expected, rtol=1e-6)
+
+
+def test_masked_elements_are_taken_out():
+    masked = jnp.where(ELEMENTS, TARGETS, 0)
+    masked = masked / jnp.maximum(masked.sum(-1, keepdims=True), 1e-9)
+    expected = masksafe.losses.softmax_cross_entropy(SCORES, masked, where=ELEMENTS)
+    np.testing.assert_allclose(loss(SCORES, masked, where=ELEMENTS), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [ELEMENTS, ROWS], ids=["elements", "rows"])
+def test_masked_elements_are_gone(mask):
+    hidden = np.broadcast_to(~np.asarray(mask).reshape(2, 3, -1), SCORES.shape)
+    assert_mask_safe(
+        lambda s, t: loss(s, t, where=mask), SCORES, TARGETS, masked={0: hidden, 1: hidden}, transforms=("jit",)
+    )
+
+
+def test_masked_rows_need_nothing_of_the_maximum():
+    ours = masksafe.losses.make_fenchel_young_loss(lambda s: jnp.max(s))
+    np.testing.assert_allclose(ours(SCORES, TARGETS, where=ROWS), jnp.where(ROWS, ours(SCORES, TARGETS), 0), rtol=1e-6)
+
+
+def test_a_mask_of_another_rank_is_refused():
+    with pytest.raises(ValueError, match="fenchel_young_loss: where has shape"):
+        loss(SCORES, TARGETS, where=np.ones(4, bool))

@@ -1,0 +1,93 @@
+"""Hinge, perceptron and sparsemax losses with bad labels and masked classes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe import losses
+from masksafe.testing import assert_gradients
+
+MULTICLASS = [losses.multiclass_hinge_loss, losses.multiclass_perceptron_loss, losses.multiclass_sparsemax_loss]
+BINARY = [losses.hinge_loss, losses.perceptron_loss, losses.sparsemax_loss]
+SCORES = jnp.asarray(np.random.default_rng(0).normal(size=(4, 5)), jnp.float32)
+
+
+@pytest.mark.parametrize("loss", MULTICLASS)
+@pytest.mark.parametrize("label", [-1, 5, -100, np.int64(2**40), np.uint8(255)])
+def test_a_label_out_of_range_is_nan_in_its_row(loss, label):
+    labels = np.array([0, label, 3, 4], getattr(label, "dtype", np.int32))
+    value, gradient = loss(SCORES, labels), jax.grad(lambda x: loss(x, labels).sum())(SCORES)
+    np.testing.assert_array_equal(np.isnan(value), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(gradient).all(1), [False, True, False, False])
+    np.testing.assert_array_equal(np.isnan(gradient).any(1), [False, True, False, False])
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(ValueError, match=rf"{loss.__name__}: 1 of 4 labels are outside"),
+    ):
+        loss(SCORES, labels)
+
+
+@pytest.mark.parametrize("loss", MULTICLASS)
+def test_a_label_at_a_masked_class_costs_infinity(loss):
+    mask = np.ones((4, 5), bool)
+    mask[1, 2] = False
+    labels = np.array([0, 2, 3, 4])
+    value, gradient = loss(SCORES, labels, where=mask), jax.grad(lambda x: loss(x, labels, where=mask).sum())(SCORES)
+    np.testing.assert_array_equal(value == jnp.inf, [False, True, False, False])
+    assert gradient[1, 2] == 0
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match="1 of 4 labels are at a masked class"):
+        loss(SCORES, labels, where=mask)
+
+
+@pytest.mark.parametrize("loss", MULTICLASS)
+def test_labels_of_masked_rows_do_not_matter(loss):
+    labels = np.array([0, -100, 3, 99])
+    mask = np.array([True, False, True, False])
+    value, gradient = loss(SCORES, labels, where=mask), jax.grad(lambda x: loss(x, labels, where=mask).sum())(SCORES)
+    np.testing.assert_array_equal(value[~mask], 0)
+    np.testing.assert_array_equal(gradient[~mask], 0)
+    assert np.isfinite(gradient).all()
+
+
+def test_sparsemax_with_forbidden_classes_and_ties():
+    scores = jnp.array([[1.0, 1.0, -jnp.inf], [0.2, 0.2, 0.2], [9.0, 0.0, 0.0]])
+    labels = jnp.array([0, 1, 0])
+    np.testing.assert_allclose(losses.multiclass_sparsemax_loss(scores, labels), [0.25, 1 / 3, 0.0], atol=1e-6)
+    gradient = jax.grad(lambda x: losses.multiclass_sparsemax_loss(x, labels).sum())(scores)
+    expected = [[-0.5, 0.5, 0.0], [1 / 3, -2 / 3, 1 / 3], [0.0, 0.0, 0.0]]
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+
+
+def test_sparsemax_has_right_second_derivatives():
+    labels = jnp.array([0, 1, 2, 3])
+    assert_gradients(lambda x: losses.multiclass_sparsemax_loss(x, labels), 0.5 * SCORES)
+    p = losses.multiclass_sparsemax_loss
+    hessian = jax.hessian(lambda x: p(x, 0))(jnp.array([0.5, 0.2, -3.0]))
+    np.testing.assert_allclose(hessian, [[0.5, -0.5, 0.0], [-0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", BINARY)
+def test_label_checks_of_binary_targets(loss):
+    good, bad = ([0, 1, 1], 2) if loss is losses.sparsemax_loss else ([-1, 1, 1], 0)
+    scores, targets = jnp.zeros(4), jnp.array([*good, bad])
+    with masksafe.label_checks("raise"):
+        loss(scores, targets, where=np.array([True, True, True, False]))
+        with pytest.raises(ValueError, match=rf"{loss.__name__}: 1 of 4 labels are neither .*; first at \(3,\): {bad}"):
+            loss(scores, targets)
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels", "error", "text"),
+    [
+        (np.zeros((2, 0), np.float32), np.zeros(2, int), ValueError, "scores has shape"),
+        (np.zeros((2, 3), np.float32), np.zeros(2), TypeError, "labels has dtype float"),
+        (np.zeros((2, 3), np.float32), np.zeros(3, int), ValueError, "scores and labels"),
+        (np.zeros((2, 3), int), np.zeros(2, int), TypeError, "scores has dtype"),
+    ],
+)
+@pytest.mark.parametrize("loss", MULTICLASS)
+def test_bad_arguments_are_refused(loss, scores, labels, error, text):
+    with pytest.raises(error, match=f"{loss.__name__}: {text}"):
+        loss(scores, labels)

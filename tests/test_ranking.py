@@ -1,0 +1,50 @@
+"""The ranking loss: what is reduced when lists are masked."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from masksafe.losses import ranking_softmax_loss
+
+SCORES = jnp.array([[2.0, 1.0, 0.0], [1.0, 0.5, 1.5], [3.0, 1.0, 2.0]])
+LABELS = jnp.array([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.0, 1.0, 0.0]])
+LISTS = np.array([[True], [False], [True]])
+
+
+@pytest.mark.parametrize("reduce_fn", [jnp.mean, jnp.sum, jnp.max, None])
+def test_masked_lists_are_not_counted(reduce_fn):
+    if reduce_fn is jnp.max:
+        reduce_fn = lambda x, where: jnp.max(x, where=where, initial=0)  # noqa: E731
+    actual = ranking_softmax_loss(SCORES, LABELS, where=LISTS, reduce_fn=reduce_fn)
+    losses = ranking_softmax_loss(SCORES, LABELS, reduce_fn=None)
+    expected = jnp.where(LISTS[:, 0], losses, 0) if reduce_fn is None else reduce_fn(losses, where=LISTS[:, 0])
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+def test_the_mean_of_no_list_is_zero():
+    value, gradient = jax.value_and_grad(lambda x: ranking_softmax_loss(x, LABELS, where=np.zeros((3, 3), bool)))(
+        SCORES
+    )
+    assert value == 0
+    np.testing.assert_array_equal(gradient, 0)
+    assert ranking_softmax_loss(SCORES[:0], LABELS[:0]) == 0
+
+
+def test_masked_weights_and_labels_are_gone():
+    mask = np.array([[True, True, False]] * 3)
+    dirty = [jnp.where(mask, x, jnp.nan) for x in (SCORES, LABELS, jnp.ones((3, 3)))]
+
+    def loss(scores, labels, weights):
+        return ranking_softmax_loss(scores, labels, weights=weights, where=mask)
+
+    value, gradients = jax.value_and_grad(loss, (0, 1, 2))(*dirty)
+    np.testing.assert_allclose(value, ranking_softmax_loss(SCORES[:, :2], LABELS[:, :2]), rtol=1e-6)
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient[:, 2], 0)
+
+
+def test_an_item_that_is_ruled_out_costs_nothing():
+    scores = SCORES.at[0, 2].set(-jnp.inf)
+    assert np.isfinite(ranking_softmax_loss(scores, LABELS))
+    assert np.isfinite(jax.grad(lambda x: ranking_softmax_loss(x, LABELS))(scores)).all()

@@ -1,0 +1,40 @@
+"""Losses of real-valued predictions: what the comparison with optax does not cover."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from masksafe.losses import cosine_distance, cosine_similarity, huber_loss, l2_loss, squared_error
+
+
+@pytest.mark.parametrize("loss", [cosine_similarity, cosine_distance])
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+def test_a_vector_of_zeros_has_a_finite_gradient(loss, epsilon):
+    a, b = jnp.zeros((1, 3)), jnp.ones((1, 3))
+    assert loss(a, b, epsilon=epsilon)[0] == (1 if loss is cosine_distance else 0)
+    for gradient in jax.grad(lambda a, b: loss(a, b, epsilon=epsilon).sum(), (0, 1))(a, b):
+        assert np.isfinite(gradient).all()
+    assert np.isfinite(jax.hessian(lambda a: loss(a, b, epsilon=epsilon).sum())(a)).all()
+
+
+def test_the_distance_of_nothing_is_zero():
+    x = jnp.full((2, 3), jnp.nan)
+    np.testing.assert_array_equal(cosine_distance(x, x, where=np.zeros((2, 1), bool)), 0)
+
+
+@pytest.mark.parametrize("loss", [squared_error, l2_loss])
+def test_shapes_that_differ_are_refused(loss):
+    with pytest.raises(ValueError, match=f"{loss.__name__}: targets has shape"):
+        loss(np.zeros((3, 1)), np.zeros(3))
+
+
+def test_delta_may_be_an_array():
+    errors, delta = np.array([[0.5, 2.0], [3.0, 0.1]]), np.array([[1.0], [2.0]])
+    expected = np.where(abs(errors) <= delta, errors**2 / 2, delta * (abs(errors) - delta / 2))
+    np.testing.assert_allclose(huber_loss(errors, delta=delta), expected, rtol=1e-6)
+
+
+def test_integers_are_refused():
+    with pytest.raises(TypeError, match="huber_loss: predictions has dtype int32"):
+        huber_loss(np.array([1, 2], np.int32))
