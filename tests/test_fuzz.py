@@ -247,6 +247,14 @@ def mask_of(style, shape, rng):
 STYLES = ["empty", "full", "sparse", "half", "dense", "dead rows"]
 
 
+@pytest.fixture(autouse=True)
+def no_programs_left():
+    """Thousands of compiled programs in a process are more than the memory maps that Linux grants it."""
+    yield
+    compiled.cache_clear()
+    jax.clear_caches()
+
+
 @pytest.mark.parametrize("name", MAKERS)
 def test_masked_elements_are_gone_and_nothing_else_is_nan(name):
     @hypothesis.settings(max_examples=EXAMPLES, derandomize=False, database=None, print_blob=True)

@@ -37,6 +37,10 @@ def test_a_label_at_a_masked_class_costs_infinity(loss):
     value, gradient = loss(SCORES, labels, where=mask), jax.grad(lambda x: loss(x, labels, where=mask).sum())(SCORES)
     np.testing.assert_array_equal(value == jnp.inf, [False, True, False, False])
     assert gradient[1, 2] == 0
+    assert np.isfinite(gradient).all()
+    forbidden = SCORES.at[1, 2].set(-jnp.inf)
+    np.testing.assert_array_equal(loss(forbidden, labels) == jnp.inf, [False, True, False, False])
+    assert np.isfinite(jax.grad(lambda x: loss(x, labels).sum())(forbidden)).all()
     with masksafe.label_checks("raise"), pytest.raises(ValueError, match="1 of 4 labels are at a masked class"):
         loss(SCORES, labels, where=mask)
 

@@ -175,7 +175,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        return jnp.max(jnp.where(live, scores + ~is_label, -jnp.inf), -1) - _of_label(scores, is_label, live)
+        return jnp.max(jnp.where(live, scores + ~is_label, -jnp.inf), -1) - _of_label(scores, is_label)
 
     return _of_classes("multiclass_hinge_loss", scores, labels, where, loss)
 
@@ -214,7 +214,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _of_label(scores, is_label, live)
+        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _of_label(scores, is_label)
 
     return _of_classes("multiclass_perceptron_loss", scores, labels, where, loss)
 
@@ -257,7 +257,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
         p = _sparsemax(scores, live)
-        ahead = scores - _of_label(scores, is_label, live)[..., None]
+        ahead = scores - _of_label(scores, is_label)[..., None]
         return jnp.sum(jnp.where(p > 0, p * ahead, 0), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
 
     return _of_classes("multiclass_sparsemax_loss", scores, labels, where, loss)
@@ -282,13 +282,15 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     is_label = jnp.arange(num_classes) == labels[..., None]
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
     losses = loss(scores, is_label, live | ~alive[..., None])
+    # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
+    is_ruled_out = jnp.any(is_label & (~live | (scores == -jnp.inf)), -1)
+    losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
     return spoiled(selected(losses, alive).astype(dtype), bad_rows)
 
 
-def _of_label(scores: Array, is_label: Array, live: Array) -> Array:
-    """The score of the label, -inf where its class is masked."""
-    score = jnp.sum(jnp.where(is_label, scores, 0), -1)
-    return jnp.where(jnp.any(is_label & ~live, -1), -jnp.inf, score)
+def _of_label(scores: Array, is_label: Array) -> Array:
+    """The score of the label; 0 if it is -inf, which `_of_classes` accounts for."""
+    return jnp.sum(jnp.where(is_label & (scores != -jnp.inf), scores, 0), -1)
 
 
 def _sparsemax(scores: Array, live: Array) -> Array:

@@ -1,0 +1,140 @@
+"""Tells what runs here, whether masksafe keeps its contract on it, and what the installed peers make of the same cases.
+
+Every case is run with harmless values and with garbage under the mask, its output and its gradients are looked at:
+
+  right    as the contract has it
+  NaN      a NaN or an infinity where a number belongs, in the output or in a gradient
+  leaks    what is under the mask changes something, or has a gradient that is not 0
+  wrong    another value, or a bad label that goes unnoticed
+  refused  an error
+  -        there is no such function
+
+The exit status is 0 if masksafe is right everywhere, 1 otherwise.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from masksafe._report import _show
+from masksafe._report._cases import Case, all_cases
+from masksafe._report._libraries import PEERS, is_installed, runner
+from masksafe._report._verdict import Verdict, judge, worst
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    cases = [case for case in all_cases() if any(part in case.op for part in options.ops)]
+    if not cases:
+        print(f"No op has any of {', '.join(options.ops)} in its name.", file=sys.stderr)
+        return 2
+    peers = _chosen_peers(options.peers)
+    versions = _versions(peers)
+    _show.table("What runs here", ["", "version"], list(versions.items()))
+
+    verdicts: dict[str, list[Verdict]] = {}
+    for device, own_cases in _devices(cases):
+        name = f"masksafe on {device}"
+        with jax.default_device(device):
+            verdicts[name] = _verdicts("masksafe", cases, own_cases, name)
+    for peer in peers:
+        verdicts[peer] = _verdicts(peer, cases, cases, peer)
+    on_devices = [of for name, of in verdicts.items() if name not in peers]
+    columns = {"masksafe": list(map(worst, zip(*on_devices, strict=True)))} | {peer: verdicts[peer] for peer in peers}
+    _show.table("Masked means gone", ["op and case", *columns], _rows(cases, columns))
+    keeps = all(verdict == Verdict.RIGHT for verdict in columns["masksafe"])
+    _summarise(verdicts, keeps)
+    if options.json:
+        options.json.write_text(json.dumps(_as_json(versions, cases, verdicts, keeps), indent=1) + "\n")
+    return 0 if keeps else 1
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m masksafe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peers", default="all", help=f"none, all, or some of {','.join(PEERS)}; default: %(default)s")
+    parser.add_argument("--ops", type=lambda text: text.split(","), default=[""], help="parts of names of ops to run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
+    options = parser.parse_args(arguments)
+    unknown = set(options.peers.split(",")) - {"none", "all", *PEERS}
+    if unknown:
+        parser.error(f"argument --peers: {', '.join(sorted(unknown))} is none of none, all, {', '.join(PEERS)}")
+    return options
+
+
+def _chosen_peers(text: str) -> list[str]:
+    chosen = {"none": [], "all": list(PEERS)}.get(text, text.split(","))
+    return [peer for peer in PEERS if peer in chosen and is_installed(peer)]
+
+
+def _versions(peers: list[str]) -> dict[str, str]:
+    versions = {"Python": platform.python_version()}
+    for package in ("masksafe", "jax", "jaxlib", *(peer for peer in peers if peer != "jax.nn")):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed as a package"
+    kinds = [f"{device.id}: {device.device_kind} ({device.platform})" for device in jax.local_devices()]
+    return versions | {"devices": ", ".join(kinds)}
+
+
+def _devices(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
+    """Each device with the cases to run on it: all on the first of its kind, one for each op on the others."""
+    one_each = list({case.op: case for case in reversed(cases)}.values())
+    seen: set[str] = set()
+    found = []
+    for device in jax.local_devices():
+        found.append((device, one_each if device.device_kind in seen else cases))
+        seen.add(device.device_kind)
+    return found
+
+
+def _verdicts(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
+    """The verdict on each of the cases; those that are not chosen are absent."""
+    verdicts = []
+    for number, case in enumerate(cases):
+        if sys.stderr.isatty():
+            print(f"\033[K{name}: {number} of {len(cases)}, {case.op}", end="\r", file=sys.stderr, flush=True)
+        run = runner(library, case) if any(case is other for other in chosen) else None
+        verdicts.append(Verdict.ABSENT if run is None else judge(case, run))
+    if sys.stderr.isatty():
+        print("\033[K", end="", file=sys.stderr, flush=True)
+    return verdicts
+
+
+def _rows(cases: list[Case], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
+    """A line for each op, and below it one for each of its cases."""
+    rows = []
+    for op in dict.fromkeys(case.op for case in cases):
+        rows.append([op, *[""] * len(verdicts)])
+        own = [i for i, case in enumerate(cases) if case.op == op]
+        rows += [[f"  {cases[i].what}", *(of[i] for of in verdicts.values())] for i in own]
+    return rows
+
+
+def _summarise(verdicts: dict[str, list[Verdict]], keeps: bool) -> None:
+    for name, of in verdicts.items():
+        run = [verdict for verdict in of if verdict != Verdict.ABSENT]
+        print(f"{name}: {sum(verdict == Verdict.RIGHT for verdict in run)} of {len(run)} right")
+    print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
+
+
+def _as_json(
+    versions: dict[str, str], cases: list[Case], verdicts: dict[str, list[Verdict]], keeps: bool
+) -> dict[str, Any]:
+    rows = [
+        {"op": case.op, "case": case.what, "verdicts": {name: of[i] for name, of in verdicts.items()}}
+        for i, case in enumerate(cases)
+    ]
+    return {"versions": versions, "keeps_contract": keeps, "cases": rows}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What `python -m masksafe` runs and prints: the contract, case by case, for masksafe and for its peers."""

@@ -1,0 +1,239 @@
+"""The cases: for each op inputs with something under the mask, or at its edge, and what has to come out.
+
+Names of ops are those of masksafe's functions. What has to come out is computed by NumPy in float64.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Inputs = dict[str, Any]
+
+
+class Case(NamedTuple):
+    """A call of an op."""
+
+    op: str
+    what: str
+    inputs: Inputs
+    hidden: dict[str, np.ndarray]  # which elements of the inputs are masked
+    expected: np.ndarray | None  # None: what the same call gives with harmless values under the mask
+
+
+def all_cases() -> list[Case]:
+    return [*_garbage_cases(), *_loss_cases(), *_attention_cases(), *_normalization_cases(), *_reduction_cases()]
+
+
+_RNG = np.random.default_rng(0)
+_ROWS, _CLASSES = 4, 5
+
+
+def _floats(*shape: int) -> np.ndarray:
+    return _RNG.normal(size=shape).astype(np.float32)
+
+
+def _softmax(x: np.ndarray) -> np.ndarray:
+    e = np.exp(np.float64(x) - np.max(x, -1, keepdims=True))
+    return np.asarray(e / e.sum(-1, keepdims=True))
+
+
+def _cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Of integer labels."""
+    x = np.float64(logits)
+    others = x - np.take_along_axis(x, labels[:, None], -1)
+    return np.asarray(np.log1p(np.exp(others).sum(-1) - 1))
+
+
+_X, _Y, _P = _floats(_ROWS, _CLASSES), _floats(_ROWS, _CLASSES), _softmax(_floats(_ROWS, _CLASSES)).astype(np.float32)
+_LABELS = np.array([1, 4, 0, 2])
+_ELEMENTS = _RNG.random((_ROWS, _CLASSES)) < 0.6
+_ELEMENTS[np.arange(_ROWS), _LABELS] = True
+_SOME_ROWS = np.array([True, False, True, True])
+_ELEMENTS[1] = False
+_BITS = (_RNG.random((_ROWS, _CLASSES)) < 0.5).astype(np.float32)
+
+
+# Garbage under the mask, for every op.
+
+
+def _garbage_cases() -> list[Case]:
+    def case(op: str, hidden: tuple[str, ...], mask: np.ndarray = _ELEMENTS, **inputs: Any) -> Case:
+        masked = {name: ~np.broadcast_to(_at_rank(mask, inputs[name]), inputs[name].shape) for name in hidden}
+        return Case(op, "garbage under the mask", inputs | {"where": mask}, masked, None)
+
+    two = ("predictions", "targets")
+    elementwise = [
+        case(op, two, predictions=_X, targets=_Y) for op in ("squared_error", "l2_loss", "huber_loss", "log_cosh")
+    ]
+    signs = 2 * _BITS - 1
+    elementwise += [
+        case(op, ("predictor_outputs", "targets"), predictor_outputs=_X, targets=signs)
+        for op in ("hinge_loss", "perceptron_loss")
+    ]
+    elementwise += [
+        case(op, ("logits",), logits=_X, labels=_BITS)
+        for op in ("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss")
+    ]
+    soft = [
+        case(op, ("logits", "labels"), logits=_X, labels=_P)
+        for op in ("softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss")
+    ]
+    divergences = [
+        case(op, ("log_predictions", "targets"), log_predictions=np.log(_P), targets=_P[::-1].copy())
+        for op in ("kl_divergence", "generalized_kl_divergence")
+    ]
+    log_targets = {"log_predictions": np.log(_P), "log_targets": np.log(_P[::-1])}
+    divergences += [case("kl_divergence_with_log_targets", tuple(log_targets), **log_targets)]
+    cosines = [case(op, two, predictions=_X, targets=_Y) for op in ("cosine_similarity", "cosine_distance")]
+    of_labels = [
+        case(op, ("scores", "labels"), _SOME_ROWS, scores=_X, labels=_LABELS)
+        for op in ("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss")
+    ]
+    pixels = np.broadcast_to(np.array([True, True, False])[:, None], (2, 3, 1))
+    truth = np.eye(4, dtype=np.float32)[_RNG.integers(4, size=(2, 3))]
+    dice = [
+        case(op, two, pixels, predictions=_floats(2, 3, 4), targets=truth)
+        for op in ("dice_loss", "multiclass_generalized_dice_loss")
+    ]
+    embeddings = {"anchors": _X, "positives": _Y, "negatives": _P}
+    kernel = _floats(_CLASSES, 7)
+    return [
+        *elementwise,
+        *soft,
+        case("softmax_cross_entropy_with_integer_labels", ("logits", "labels"), _SOME_ROWS, logits=_X, labels=_LABELS),
+        case("linear_softmax_cross_entropy", ("features",), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS),
+        *divergences,
+        *cosines,
+        *of_labels,
+        *dice,
+        case("binary_dice_loss", ("predictions",), predictions=_X, targets=_BITS),
+        case("smooth_labels", ("labels",), labels=_P, alpha=0.1),
+        case("triplet_margin_loss", tuple(embeddings), **embeddings),
+        case("ntxent", ("embeddings",), _SOME_ROWS, embeddings=_X, labels=np.array([0, 1, 0, 1])),
+        *(case(op, ("x",), x=_X) for op in ("logsumexp", "softmax", "log_softmax")),
+        *(case(op, ("x",), x=_X) for op in ("layer_norm", "rms_norm", "standardize")),
+        *(case(op, ("x",), x=_X) for op in ("sum", "mean", "var")),
+    ]
+
+
+def _at_rank(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+
+
+# The edges.
+
+
+def _edge(op: str, what: str, expected: np.ndarray, hidden: dict[str, np.ndarray] | None = None, **inputs: Any) -> Case:
+    return Case(op, what, inputs, hidden or {}, expected)
+
+
+def _loss_cases() -> list[Case]:
+    return [*_integer_label_cases(), *_soft_label_cases(), *_other_loss_cases()]
+
+
+def _integer_label_cases() -> list[Case]:
+    op, losses = "softmax_cross_entropy_with_integer_labels", _cross_entropy(_X, _LABELS)
+    behind = np.max(_X, 1) - _X[np.arange(_ROWS), _LABELS]
+
+    def bad_label(label: int) -> tuple[np.ndarray, np.ndarray]:
+        """Labels of which one is bad, and what is to be added to the losses."""
+        is_bad = np.arange(_ROWS) == 2
+        return np.where(is_bad, label, _LABELS), np.where(is_bad, np.nan, 0)
+
+    classes = np.ones(_X.shape, bool)
+    classes[0, _LABELS[0]] = False
+    remaining = np.where(np.arange(_ROWS) == 0, np.inf, losses)
+    whole = np.round(_X)
+    sure, zero = np.array([[15.0, 0.0]], np.float32), np.zeros(1, int)
+    below, above = bad_label(-1), bad_label(_CLASSES)
+    too_large = f"label {_CLASSES} of {_CLASSES} classes"
+    return [
+        _edge(op, f"label -1 of {_CLASSES} classes", losses + below[1], logits=_X, labels=below[0]),
+        _edge(op, too_large, losses + above[1], logits=_X, labels=above[0]),
+        _edge("multiclass_perceptron_loss", too_large, behind + above[1], scores=_X, labels=above[0]),
+        _edge(op, "label at a masked class", remaining, {"logits": ~classes}, logits=_X, labels=_LABELS, where=classes),
+        _edge(op, "offset of 1e5", _cross_entropy(whole, _LABELS), logits=whole + np.float32(1e5), labels=_LABELS),
+        _edge(op, "a sure model: logits 15, 0", np.log1p(np.exp([-15.0])), logits=sure, labels=zero),
+    ]
+
+
+def _soft_label_cases() -> list[Case]:
+    logits, labels = _floats(4, 4), _softmax(_floats(4, 4)).astype(np.float32)  # as many rows as classes
+    p = _softmax(logits)
+    poly = np.where(_SOME_ROWS, np.sum(labels * (2 * (1 - p) - np.log(p)), 1), 0)
+    dead = {"logits": ~np.broadcast_to(_SOME_ROWS[:, None], (4, 4))}
+    of_poly = {"logits": logits, "labels": labels, "where": _SOME_ROWS}
+    one, three = np.eye(_CLASSES, dtype=np.float32)[:1], np.eye(3, dtype=np.float32)[:1]
+    soft, ruled_out = "softmax_cross_entropy", np.array([[2.0, -np.inf, 1.0]], np.float32)
+    two_left, smoothed = np.array([[True, True, False]]), np.array([[0.9, 0.1, 0.0]])
+    nothing, all_hidden = np.zeros(_X.shape, bool), {"logits": np.ones(_X.shape, bool)}
+    return [
+        _edge(soft, "logit -inf with label 0", np.log1p(np.exp([-1.0])), logits=ruled_out, labels=three),
+        _edge("poly_loss_cross_entropy", "a mask of as many rows as classes", poly, dead, **of_poly),
+        _edge("kl_divergence", "a target of 0", -np.log(_P[:1, 0]), log_predictions=np.log(_P[:1]), targets=one),
+        _edge("smooth_labels", "sums to 1", smoothed, {"labels": ~two_left}, labels=three, alpha=0.2, where=two_left),
+        _edge("ranking_softmax_loss", "no list left", np.zeros(()), all_hidden, logits=_X, labels=_P, where=nothing),
+    ]
+
+
+def _other_loss_cases() -> list[Case]:
+    zeros, ones = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
+    frames = np.array([[False] * 3, [False, True, True]])
+    ctc = {"logit_paddings": frames, "labels": np.array([[2], [1]]), "label_paddings": np.zeros((2, 1), bool)}
+    logits = np.zeros((2, 3, 4), np.float32)
+    paths = -np.log([6 / 4**3, 1 / 4])  # how many of the alignments give the label
+    padded = {"logits": np.broadcast_to(frames[..., None], logits.shape)}
+    return [
+        _edge("cosine_similarity", "a vector of zeros", np.zeros(1), predictions=zeros, targets=ones),
+        _edge("ctc_loss", "garbage in padded frames", paths, padded, logits=logits, **ctc),
+    ]
+
+
+def _attention_cases() -> list[Case]:
+    query, key, value = (_floats(1, 3, 1, 4) for _ in range(3))
+
+    def expected(mask: np.ndarray) -> np.ndarray:
+        scores = np.where(mask[0, 0], np.float64(query[0, :, 0] @ key[0, :, 0].T) / 2, -np.inf)
+        with np.errstate(invalid="ignore"):
+            p = np.nan_to_num(_softmax(scores))
+        return np.asarray((p @ value[0, :, 0])[None, :, None])
+
+    def case(what: str, mask: np.ndarray, **hidden: np.ndarray) -> Case:
+        inputs = {"query": query, "key": key, "value": value, "mask": mask}
+        return Case("dot_product_attention", what, inputs, hidden, expected(mask))
+
+    padded = np.broadcast_to(np.array([True, True, False]), (1, 1, 3, 3))
+    one_dead = np.ones((1, 1, 3, 3), bool)
+    one_dead[0, 0, 1] = False
+    last = np.broadcast_to(np.array([False, False, True])[None, :, None, None], (1, 3, 1, 4))
+    everything = np.ones((1, 3, 1, 4), bool)
+    return [
+        case("garbage in a masked key", padded, key=last),
+        case("garbage in a masked value", padded, value=last),
+        case("a query with every key masked", one_dead),
+        case("a context that is all padding", np.zeros((1, 1, 3, 3), bool), key=everything, value=everything),
+    ]
+
+
+def _normalization_cases() -> list[Case]:
+    x = np.float32(1e4) + _floats(2, 64)
+    wide = np.float64(x)
+    standard = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-6)
+    nothing = np.zeros(_X.shape, bool)
+    return [
+        *(Case(op, "mean 1e4, deviation 1", {"x": x}, {}, standard) for op in ("layer_norm", "standardize")),
+        *(
+            Case(op, "nothing left in a slice", {"x": _X, "where": nothing}, {"x": ~nothing}, np.zeros(_X.shape))
+            for op in ("layer_norm", "rms_norm", "standardize")
+        ),
+    ]
+
+
+def _reduction_cases() -> list[Case]:
+    nothing = np.zeros(_X.shape, bool)
+    zeros = np.zeros(_ROWS)
+    expected = {"mean": zeros, "var": zeros, "sum": zeros, "softmax": np.zeros(_X.shape), "logsumexp": zeros - np.inf}
+    return [
+        Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, value)
+        for op, value in expected.items()
+    ]

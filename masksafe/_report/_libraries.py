@@ -1,0 +1,210 @@
+"""How each library is asked to do what a case wants, as one writes it with that library.
+
+A table for each: from the name of an op to a function of the case's inputs. A library that has no mask for an op gets
+its output selected behind it, `jnp.where(mask, loss, 0)`, which is what its users do.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import masksafe
+from masksafe._report._cases import Case, Inputs
+from masksafe._report._verdict import Result, Run
+
+Ops = dict[str, Callable[..., Any]]
+PEERS = ("optax", "jax.nn", "flax", "equinox", "torch")
+
+
+def is_installed(library: str) -> bool:
+    return importlib.util.find_spec(library.partition(".")[0]) is not None
+
+
+def runner(library: str, case: Case) -> Run | None:
+    """What runs the case with the library, or None if that has no such op."""
+    op = _ops(library).get(case.op)
+    if op is None:
+        return None
+    return functools.partial(_run_torch if library == "torch" else _run_jax, op, library)
+
+
+@functools.cache
+def _ops(library: str) -> Ops:
+    tables = {
+        "masksafe": _of_masksafe,
+        "optax": _of_optax,
+        "jax.nn": _of_jax,
+        "flax": _of_flax,
+        "equinox": _of_equinox,
+        "torch": _of_torch,
+    }
+    return tables[library]()
+
+
+def _run_jax(op: Callable[..., Any], library: str, inputs: Inputs) -> Result:
+    floats = {name: jnp.asarray(x) for name, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
+
+    def call(floats: dict[str, jax.Array]) -> jax.Array:
+        return jnp.asarray(op(**{**inputs, **floats}))
+
+    output, reverse = jax.vjp(jax.jit(call), floats)
+    weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
+    (gradients,) = reverse(weights)
+    return Result(np.asarray(output, np.float64), {name: np.asarray(g, np.float64) for name, g in gradients.items()})
+
+
+# masksafe, and JAX itself.
+
+
+def _of_masksafe() -> Ops:
+    ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
+    for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "standardize", "dot_product_attention"):
+        ops[name] = getattr(masksafe, name)
+    return ops | {name: _along_rows(getattr(masksafe, name)) for name in ("logsumexp", "sum", "mean", "var")}
+
+
+def _of_jax() -> Ops:
+    ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
+    ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
+    reductions: Ops = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
+    return ops | {name: _along_rows(fn) for name, fn in reductions.items()}
+
+
+def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, where: fn(x, axis=-1, where=where)
+
+
+# The peers.
+
+
+def _of_optax() -> Ops:
+    import inspect
+
+    import optax
+
+    def selected(loss: Callable[..., Any], *, where: Any = None, **inputs: Any) -> Any:
+        out = loss(**inputs)
+        return out if where is None else jnp.where(where, out, 0)
+
+    ops: Ops = {}
+    for name in dir(optax.losses):
+        loss = getattr(optax.losses, name)
+        if callable(loss) and not name.startswith("_"):
+            has_mask = "where" in inspect.signature(loss).parameters
+            ops[name] = loss if has_mask else functools.partial(selected, loss)
+    return ops
+
+
+def _of_flax() -> Ops:
+    from flax import linen, nnx
+
+    def normalised(layer: Any, x: Any, where: Any = None) -> Any:
+        made = layer(x.shape[-1], rngs=nnx.Rngs(0), epsilon=1e-6)
+        return made(x, mask=None if where is None else jnp.broadcast_to(where, x.shape))
+
+    return {
+        "layer_norm": functools.partial(normalised, nnx.LayerNorm),
+        "rms_norm": functools.partial(normalised, nnx.RMSNorm),
+        "dot_product_attention": linen.dot_product_attention,
+    }
+
+
+def _of_equinox() -> Ops:
+    import equinox
+
+    def layer_norm(x: Any, where: Any = None) -> Any:
+        made = equinox.nn.LayerNorm(x.shape[-1], eps=1e-6)
+        out = jax.vmap(made)(x)
+        return out if where is None else jnp.where(where, out, 0)
+
+    def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        width = query.shape[-1]
+        made = equinox.nn.MultiheadAttention(1, width, key=jax.random.key(0))
+        parts = ("query_proj", "key_proj", "value_proj", "output_proj")
+        of = lambda layer: [getattr(layer, part).weight for part in parts]  # noqa: E731
+        made = equinox.tree_at(of, made, [jnp.eye(width)] * len(parts))
+        return made(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
+
+    return {"layer_norm": layer_norm, "dot_product_attention": attention}
+
+
+def _run_torch(op: Callable[..., Any], library: str, inputs: Inputs) -> Result:
+    import torch
+
+    tensors = {name: torch.tensor(np.asarray(x)) for name, x in inputs.items()}
+    floats = {name: x.requires_grad_(True) for name, x in tensors.items() if x.is_floating_point()}
+    output = op(**tensors)
+    weights = torch.cos(torch.arange(output.numel(), dtype=output.dtype)).reshape(output.shape)
+    gradients = torch.autograd.grad(output, list(floats.values()), weights, allow_unused=True)
+    found = zip(floats.items(), gradients, strict=True)
+    zeros = {name: np.zeros(x.shape) if g is None else g.double().numpy() for (name, x), g in found}
+    return Result(output.detach().double().numpy(), zeros)
+
+
+def _of_torch() -> Ops:
+    import torch
+    from torch.nn import functional
+
+    def selected(loss: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*, where: Any = None, **inputs: Any) -> Any:
+            out = loss(**inputs)
+            return out if where is None else torch.where(where, out, 0)
+
+        return call
+
+    def cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
+        if where is not None and where.ndim == logits.ndim:
+            logits, where = logits.masked_fill(~where, -torch.inf), None
+        labels = labels if where is None else torch.where(where, labels, -100)
+        return functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
+
+    def soft_cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
+        logits = logits if where is None else logits.masked_fill(~where, -torch.inf)
+        return functional.cross_entropy(logits, labels, reduction="none")
+
+    def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
+        heads_first = (x.transpose(1, 2) for x in (query, key, value))
+        return functional.scaled_dot_product_attention(*heads_first, attn_mask=mask).transpose(1, 2)
+
+    def filled(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda x, where=None: fn(x if where is None else x.masked_fill(~where, -torch.inf), -1)
+
+    def ctc(logits: Any, logit_paddings: Any, labels: Any, label_paddings: Any) -> Any:
+        log_probs = functional.log_softmax(logits, -1).transpose(0, 1)
+        lengths = (~logit_paddings).sum(1), (~label_paddings).sum(1)
+        return functional.ctc_loss(log_probs, labels, *lengths, reduction="none")
+
+    def norm(x: Any) -> Any:
+        return functional.layer_norm(x, x.shape[-1:], eps=1e-6)
+
+    errors = {"predictions": "input", "targets": "target"}
+
+    def of_errors(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return selected(lambda **inputs: loss(**{errors[name]: x for name, x in inputs.items()}, reduction="none"))
+
+    def divergence(log_predictions: Any, targets: Any, where: Any = None) -> Any:
+        terms = functional.kl_div(log_predictions, targets, reduction="none")
+        return (terms if where is None else torch.where(where, terms, 0)).sum(-1)
+
+    return {
+        "squared_error": of_errors(functional.mse_loss),
+        "huber_loss": of_errors(functional.huber_loss),
+        "sigmoid_binary_cross_entropy": selected(
+            lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        ),
+        "softmax_cross_entropy_with_integer_labels": cross_entropy,
+        "softmax_cross_entropy": soft_cross_entropy,
+        "kl_divergence": divergence,
+        "ctc_loss": ctc,
+        "dot_product_attention": attention,
+        "softmax": filled(torch.softmax),
+        "log_softmax": filled(torch.log_softmax),
+        "logsumexp": filled(torch.logsumexp),
+        "layer_norm": selected(norm),
+        "rms_norm": selected(lambda x: functional.rms_norm(x, x.shape[-1:], eps=1e-6)),
+    }

@@ -1,0 +1,32 @@
+"""The report as text: tables of rich if that is installed, plain ones if not."""
+
+import importlib.util
+from collections.abc import Sequence
+
+Row = Sequence[str]
+
+_BAD = "bold red"
+_STYLES = {"right": "green", "NaN": _BAD, "leaks": _BAD, "wrong": _BAD, "refused": "yellow", "-": "dim"}
+
+
+def table(title: str, header: Row, rows: Sequence[Row]) -> None:
+    """Prints a table; verdicts are coloured where colours are."""
+    if importlib.util.find_spec("rich") is not None:
+        _rich_table(title, header, rows)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for row in (header, ["-" * width for width in widths], *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
+
+
+def _rich_table(title: str, header: Row, rows: Sequence[Row]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    made = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        made.add_row(*(f"[{_STYLES[cell]}]{cell}[/]" if cell in _STYLES else escape(cell) for cell in row))
+    Console().print(made)

@@ -1,0 +1,97 @@
+"""Whether a function does in a case what it has to."""
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from masksafe._report._cases import Case, Inputs
+
+
+class Verdict(enum.StrEnum):
+    """In the order in which they are looked for, the worst first."""
+
+    REFUSED = "refused"  # an error
+    NAN = "NaN"  # in the output or a gradient, where none belongs
+    LEAKS = "leaks"  # what is under the mask changes something, or has a gradient
+    WRONG = "wrong"
+    RIGHT = "right"
+    ABSENT = "-"  # there is no such function
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    return min(verdicts, key=list(Verdict).index)
+
+
+class Result(NamedTuple):
+    """The output of a call and its gradients with respect to the float inputs."""
+
+    output: np.ndarray
+    gradients: dict[str, np.ndarray]
+
+
+Run = Callable[[Inputs], Result]
+
+_GARBAGE = {"f": (np.nan, np.inf, -3e4), "i": (-100, 2**31 - 1), "b": (True,)}
+_TOLERANCE = 2e-3
+
+
+def judge(case: Case, run: Run) -> Verdict:
+    """The verdict on a function that is run on the inputs of a case, with harmless values and with garbage."""
+    try:
+        clean, *dirty = [run(inputs) for inputs in _filled(case)]
+    except Exception:  # whatever a peer raises, it refuses
+        return Verdict.REFUSED
+    # What a call gives without garbage may be infinite, as the logarithm of nothing, but not NaN.
+    expected = np.where(np.isnan(clean.output), 0, clean.output) if case.expected is None else case.expected
+    if any(_has_stray_nan(result, expected) for result in (clean, *dirty)):
+        return Verdict.NAN
+    if any(_differ(clean, other) for other in dirty) or any(_has_hidden_gradient(case, r) for r in (clean, *dirty)):
+        return Verdict.LEAKS
+    return Verdict.RIGHT if _is_right(clean, expected) else Verdict.WRONG
+
+
+def _filled(case: Case) -> list[Inputs]:
+    """The inputs with 0 under the mask, and with each kind of garbage."""
+
+    def fill(number: int | None) -> Inputs:
+        inputs = dict(case.inputs)
+        for name, hidden in case.hidden.items():
+            kinds = _GARBAGE[inputs[name].dtype.kind]
+            value = 0 if number is None else kinds[number % len(kinds)]
+            inputs[name] = np.where(hidden, np.asarray(value, inputs[name].dtype), inputs[name])
+        return inputs
+
+    return [fill(None), *(fill(i) for i in range(3 if case.hidden else 0))]
+
+
+def _has_stray_nan(result: Result, expected: np.ndarray) -> bool:
+    """A NaN, or an infinity, where the output has to be a number; a NaN in a gradient where the output has none."""
+    finite = np.isfinite(expected)
+    if not np.isfinite(result.output[finite] if result.output.shape == expected.shape else result.output).all():
+        return True
+    return not np.isnan(expected).any() and any(np.isnan(g).any() for g in result.gradients.values())
+
+
+def _differ(a: Result, b: Result) -> bool:
+    pairs = [(a.output, b.output), *((a.gradients[name], b.gradients[name]) for name in a.gradients)]
+    return any(not np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+
+
+def _has_hidden_gradient(case: Case, result: Result) -> bool:
+    return any(result.gradients[name][hidden].any() for name, hidden in case.hidden.items() if name in result.gradients)
+
+
+def _is_right(result: Result, expected: np.ndarray) -> bool:
+    """The right values; and where they are NaN, as for a bad label, a gradient of NaN in that row and no other."""
+    if result.output.shape != expected.shape:
+        return False
+    finite = np.abs(expected[np.isfinite(expected)])
+    error = _TOLERANCE * np.max(finite, initial=0) + np.finfo(np.float32).tiny
+    if not np.allclose(result.output, expected, rtol=0, atol=error, equal_nan=True):
+        return False
+    if not np.isnan(expected).any():
+        return True
+    gradient = next(iter(result.gradients.values()))
+    return np.array_equal(np.isnan(gradient).any(-1), np.isnan(expected))

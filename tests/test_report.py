@@ -1,0 +1,124 @@
+"""`python -m masksafe`: what it finds, prints, writes and returns."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe.__main__ import main
+from masksafe._report import _show
+from masksafe._report._cases import Case, all_cases
+from masksafe._report._libraries import PEERS, _ops, is_installed, runner
+from masksafe._report._verdict import Verdict, judge
+
+X = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], np.float32)
+MASK = np.array([[True, True, False], [True, True, True]])
+SUM = Case("sum", "garbage under the mask", {"x": X, "where": MASK}, {"x": ~MASK}, None)
+
+
+@pytest.fixture
+def verdict_on(monkeypatch):
+    """The verdict on a function that stands in for an op of masksafe."""
+
+    def of(fn, case):
+        monkeypatch.setitem(_ops("masksafe"), case.op, fn)
+        return judge(case, runner("masksafe", case))
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, where: masksafe.sum(x, -1, where), Verdict.RIGHT),
+        (lambda x, where: jnp.where(where, jnp.sqrt(jnp.abs(x)), 0).sum(-1), Verdict.NAN),
+        (lambda x, where: jnp.sum(jnp.nan_to_num(x, posinf=9, neginf=7), -1), Verdict.LEAKS),
+        (lambda x, where: (x * where).sum(-1), Verdict.NAN),
+        (lambda x: x, Verdict.REFUSED),
+    ],
+)
+def test_verdicts_on_garbage(verdict_on, fn, expected):
+    assert verdict_on(fn, SUM) == expected
+
+
+def test_a_gradient_of_what_is_masked_is_a_leak(verdict_on):
+    constant = lambda x: x - jax.lax.stop_gradient(x)  # noqa: E731
+    leak = lambda x, where: jnp.where(where, x, constant(jnp.clip(jnp.nan_to_num(x), -1, 1))).sum(-1)  # noqa: E731
+    assert verdict_on(leak, SUM) == Verdict.LEAKS
+
+
+def test_a_wrong_value_is_wrong(verdict_on):
+    case = SUM._replace(expected=np.array([3.0, 15.0]))
+    assert verdict_on(lambda x, where: masksafe.sum(x, -1, where), case) == Verdict.RIGHT
+    assert verdict_on(lambda x, where: 1.01 * masksafe.sum(x, -1, where), case) == Verdict.WRONG
+
+
+def test_a_bad_label_has_to_be_nan_in_value_and_gradient(verdict_on):
+    case = next(case for case in all_cases() if "label -1 of" in case.what)
+    ours = masksafe.losses.softmax_cross_entropy_with_integer_labels
+    assert verdict_on(ours, case) == Verdict.RIGHT
+    assert verdict_on(lambda logits, labels: ours(logits, labels % logits.shape[-1]), case) == Verdict.WRONG
+    only_value = lambda logits, labels: jnp.where(labels < 0, jnp.nan, ours(logits, jnp.abs(labels)))  # noqa: E731
+    assert verdict_on(only_value, case) == Verdict.WRONG
+
+
+def test_every_public_op_is_in_a_case():
+    ops = {case.op for case in all_cases()}
+    missing = {name for name in dir(masksafe.losses) if not name.startswith("_")} - ops
+    assert missing == {
+        "make_fenchel_young_loss",  # makes a loss
+        "convex_kl_divergence",  # other names
+        "safe_softmax_cross_entropy",
+        "ctc_loss_with_forward_probs",
+    }
+
+
+def test_report_of_masksafe_alone(capsys, tmp_path):
+    assert main(["--peers", "none", "--ops", "smooth,ranking", "--json", str(tmp_path / "report.json")]) == 0
+    out = capsys.readouterr().out
+    assert "smooth_labels" in out
+    assert "jaxlib" in out
+    assert "keeps its contract" in out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["keeps_contract"] is True
+    assert {row["op"] for row in report["cases"]} == {"smooth_labels", "ranking_softmax_loss"}
+    assert report["versions"]["jax"]
+    assert all(name.startswith("masksafe on") for name in report["cases"][0]["verdicts"])
+    assert {verdict for row in report["cases"] for verdict in row["verdicts"].values()} <= {"right", "-"}
+
+
+def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
+    monkeypatch.setitem(_ops("masksafe"), "smooth_labels", lambda labels, alpha, where: labels)
+    assert main(["--peers", "none", "--ops", "smooth_labels"]) == 1
+    assert "does NOT keep its contract" in capsys.readouterr().out
+
+
+def test_peers_get_the_same_cases(capsys):
+    assert main(["--peers", "optax,flax", "--ops", "kl_divergence,attention"]) == 0
+    out = capsys.readouterr().out
+    assert "optax: 0 of" in out
+    assert "jax.nn" not in out
+
+
+def test_unknown_peers_and_ops_are_refused(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--peers", "numpy"])
+    assert "numpy is none of" in capsys.readouterr().err
+    assert main(["--ops", "nothing_of_the_kind"]) == 2
+
+
+def test_plain_text_without_rich(capsys, monkeypatch):
+    monkeypatch.setattr(_show.importlib.util, "find_spec", lambda name: None)
+    _show.table("title", ["op", "masksafe"], [["sum", "right"]])
+    assert capsys.readouterr().out == "title\nop   masksafe\n---  --------\nsum  right\n\n"
+
+
+@pytest.mark.parametrize("peer", [peer for peer in PEERS if is_installed(peer)])
+def test_ops_of_peers_are_those_of_cases(peer):
+    known = {case.op for case in all_cases()}
+    own = {name for name in _ops(peer) if hasattr(masksafe, name) or hasattr(masksafe.losses, name)}
+    assert own == set(_ops(peer))
+    assert own & known
