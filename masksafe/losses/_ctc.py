@@ -1,5 +1,6 @@
 """Connectionist temporal classification: the loss of a label sequence whose alignment to the frames is unknown."""
 
+import numbers
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ def ctc_loss(
     Returns:
       `[batch]`, in float32 at least. A sequence of which no frame is left has loss 0. What is padded or masked, frames
       and labels alike, touches nothing and has a gradient of exactly 0. A label out of range that counts makes the loss
-      and the gradient of its sequence NaN.
+      and the gradient of its sequence NaN, one whose class is masked in all frames costs +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
@@ -139,19 +140,25 @@ def _solve(
 
     live = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
     live = live if mask is None else live & mask
-    frames = jnp.any(live, -1)
+    frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
     counts = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
-    bad_labels = check_integer_labels(op, labels, counts[..., None], (2,), (*labels.shape, logits.shape[-1]), None)
+    allowed = counts[..., None] if mask is None else counts[..., None] & jnp.any(live, 1, keepdims=True)
+    bad_labels = check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
-    log_probs = jnp.moveaxis(log_probs, 1, 0).astype(jnp.promote_types(log_probs.dtype, float))  # time first
+    dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
+    log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
     state, states = _run(log_probs, frames.T, labels, counts, blank_id, jnp.asarray(log_epsilon, log_probs.dtype))
 
     # The last label may be followed by a blank or not.
     of_blank = _blank_after(state.blank, state.label)
     loss = -jnp.take_along_axis(of_blank, jnp.sum(counts, 1, keepdims=True), 1)[:, 0]
     is_valid = (labels >= 0) & (labels < logits.shape[-1])
-    loss *= jnp.where(jnp.all(is_valid | ~counts, 1), 1, jnp.nan)
+    loss *= jnp.where(jnp.all(is_valid | ~counts, 1), 1, jnp.nan).astype(dtype)
+    if mask is not None:
+        is_own = lax.broadcasted_iota(labels.dtype, (*labels.shape, logits.shape[-1]), 2) == labels[..., None]
+        is_ruled_out = counts & is_valid & ~jnp.any(is_own & allowed, -1)
+        loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     loss = spoiled(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
     return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
 
@@ -210,6 +217,6 @@ def _check_shapes(
     ):
         if paddings.shape != shape:
             raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
-    if not -logits.shape[-1] <= blank_id < logits.shape[-1]:
+    if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
         expected = f"a class of logits {logits.shape}"
-        raise ValueError(message(op, "blank_id", f"value {blank_id}", expected))
+        raise ValueError(message(op, "blank_id", f"value {blank_id!r}", expected))

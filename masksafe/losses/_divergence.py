@@ -1,14 +1,17 @@
 """Kullback-Leibler divergences between distributions."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._errors import as_float_array, as_mask, at_rank_of, broadcast_shapes, canonical_axes
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_elements, spoiled
 from masksafe.losses._where import wide_selected
+
+Terms = Callable[[Array, Array], Array]  # of a sum, from log predictions and targets
 
 
 def kl_divergence(
@@ -140,25 +143,26 @@ def kl_divergence_with_log_targets(
         as_float_array(op, "log_targets", log_targets),
     )
     shape, axes, mask = _layout(op, log_p, log_t, "log_targets", axis, where)
-    log_t = jnp.broadcast_to(log_t, shape)
-    bad = check_elements(op, log_t, mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
-    mask = log_t != -jnp.inf if mask is None else mask & (log_t != -jnp.inf)
-    dtype = jnp.result_type(log_p, log_t)
-    log_p, log_t = wide_selected(log_p, mask), wide_selected(log_t, mask)
-    loss = jnp.sum(jnp.exp(log_t) * (log_t - log_p), axes).astype(dtype)
-    return spoiled(loss, None if bad is None else jnp.any(bad, axes))
+    bad = check_elements(op, jnp.broadcast_to(log_t, shape), mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
+    return _sum(log_p, log_t, shape, axes, mask, _divergence_of_logs, bad)
 
 
 def _of_targets(
-    op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Any
+    op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Terms
 ) -> Array:
     """The sum of the unmasked `terms(log_predictions, targets)`; at masked places both are 0."""
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
     shape, axes, mask = _layout(op, log_p, t, "targets", axis, where)
-    t = jnp.broadcast_to(t, shape)
-    bad = check_elements(op, t, mask, lambda t: (t >= 0) & (t < jnp.inf), "negative or not finite")
+    is_valid = lambda t: (t >= 0) & (t < jnp.inf)  # noqa: E731
+    bad = check_elements(op, jnp.broadcast_to(t, shape), mask, is_valid, "negative or not finite")
+    return _sum(log_p, t, shape, axes, mask, terms, bad)
+
+
+def _sum(
+    log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
+) -> Array:
     dtype = jnp.result_type(log_p, t)
-    log_p, t = wide_selected(jnp.broadcast_to(log_p, shape), mask), wide_selected(t, mask)
+    log_p, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (log_p, t))
     loss = jnp.sum(selected(terms(log_p, t), mask), axes).astype(dtype)
     return spoiled(loss, None if bad is None else jnp.any(bad, axes))
 
@@ -173,10 +177,20 @@ def _layout(
 
 
 def _divergence(log_p: Array, t: Array) -> Array:
-    """Where t is 0, neither factor is looked at."""
     is_zero = t == 0
     positive = jnp.where(is_zero, 1, t)
-    return jnp.where(is_zero, 0, positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
+    return jnp.where(is_zero, _zero_times(log_p), positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
+
+
+def _divergence_of_logs(log_p: Array, log_t: Array) -> Array:
+    is_zero = log_t == -jnp.inf
+    difference = jnp.where(is_zero, 0, log_t) - jnp.where(is_zero & (log_p == -jnp.inf), 0, log_p)
+    return jnp.exp(log_t) * difference
+
+
+def _zero_times(log_p: Array) -> Array:
+    """0 * log p, with 0 log 0 = 0: a NaN or +inf, which is no logarithm of a probability, shows."""
+    return lax.stop_gradient(jnp.where(log_p == -jnp.inf, 0, 0 * log_p))
 
 
 def _generalized(log_p: Array, t: Array) -> Array:

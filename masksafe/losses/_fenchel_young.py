@@ -5,8 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, broadcast_shapes
-from masksafe._moments import selected
+from masksafe._errors import as_array, broadcast_shapes, message
+from masksafe._moments import float_dtype, selected
 from masksafe._typing import Array, ArrayLike
 from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
 
@@ -47,9 +47,12 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
         op = "fenchel_young_loss"
         scores, targets = as_array(op, "scores", scores), as_array(op, "targets", targets)
         shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
+        if scores.shape[-1:] != targets.shape[-1:] or not shape:
+            expected = f"[..., dim], dim being that of scores {scores.shape}"
+            raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = elements_or_rows(op, where, shape, axes)
-        dtype = jnp.result_type(scores, targets)
+        dtype = float_dtype(jnp.zeros(0, jnp.result_type(scores, targets)))
         s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
 
         if mask is None or mask.shape[-1] == 1:  # whole rows: max_fun needs to know of no mask

@@ -4,9 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._errors import as_array, as_float_array, as_label_array, broadcast_shapes, message
-from masksafe._moments import selected, widened
+from masksafe._moments import float_dtype, selected, widened
 from masksafe._typing import Array, ArrayLike
 from masksafe.checks import check_elements, check_integer_labels, spoiled
 from masksafe.losses._where import elements_or_rows, of_elements
@@ -111,32 +112,34 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
       "Learning with Fenchel-Young Losses", 2020, section 4.4.
     """
     op = "sparsemax_loss"
-    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
-    bad = _bad_targets(op, logits, labels, where, (0, 1))
+    arrays = {"logits": as_array(op, "logits", logits), "labels": as_array(op, "labels", labels)}
+    bad = _bad_targets(op, where, (0, 1), **arrays)
 
     def loss(x: Array, y: Array) -> Array:
-        return jax.nn.sparse_plus(jnp.where(y != 0, -x, x))
+        return jax.nn.sparse_plus(jnp.where(jnp.isnan(y), jnp.nan, jnp.where(y != 0, -x, x)))
 
-    return spoiled(of_elements(op, where, logits.dtype, loss, logits=logits, labels=labels), bad)
+    return spoiled(of_elements(op, where, float_dtype(arrays["logits"]), loss, **arrays), bad)
 
 
 def _of_signs(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss with a margin of 1, and the perceptron's with 0."""
-    scores, targets = as_array(op, "predictor_outputs", scores), as_array(op, "targets", targets)
-    bad = _bad_targets(op, scores, targets, where, (-1, 1))
-    dtype = jnp.result_type(scores, targets)
+    arrays = {
+        "predictor_outputs": as_array(op, "predictor_outputs", scores),
+        "targets": as_array(op, "targets", targets),
+    }
+    bad = _bad_targets(op, where, (-1, 1), **arrays)
+    dtype = jnp.result_type(*arrays.values())
     loss = lambda s, t: jnp.maximum(0, margin - s * t)  # noqa: E731
-    return spoiled(of_elements(op, where, dtype, loss, predictor_outputs=scores, targets=targets), bad)
+    return spoiled(of_elements(op, where, dtype, loss, **arrays), bad)
 
 
-def _bad_targets(
-    op: str, scores: Array, targets: Array, where: ArrayLike | None, values: tuple[int, int]
-) -> Array | None:
-    shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
+def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
+    """Which of the targets, the last of the arrays, are neither of two values while checks are on."""
+    shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
     mask = elements_or_rows(op, where, shape, ())
     is_valid = lambda t: (t == values[0]) | (t == values[1])  # noqa: E731
     expected = f"neither {values[0]} nor {values[1]}"
-    return check_elements(op, jnp.broadcast_to(targets, shape), mask, is_valid, expected)
+    return check_elements(op, jnp.broadcast_to([*arrays.values()][-1], shape), mask, is_valid, expected)
 
 
 # Of integer labels, row by row.
@@ -175,7 +178,8 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        return jnp.max(jnp.where(live, scores + ~is_label, -jnp.inf), -1) - _of_label(scores, is_label)
+        behind = (~is_label).astype(scores.dtype)
+        return jnp.max(jnp.where(live, scores + behind, -jnp.inf), -1) - _of_label(scores, is_label)
 
     return _of_classes("multiclass_hinge_loss", scores, labels, where, loss)
 
@@ -256,6 +260,9 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
+        # A shift changes nothing but the digits.
+        largest = lax.stop_gradient(jnp.max(jnp.where(live, scores, -jnp.inf), -1, keepdims=True))
+        scores -= jnp.where(jnp.isfinite(largest), largest, 0)
         p = _sparsemax(scores, live)
         ahead = scores - _of_label(scores, is_label)[..., None]
         return jnp.sum(jnp.where(p > 0, p * ahead, 0), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
@@ -278,8 +285,8 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     alive = jnp.any(live, axes)
     scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, alive)
     # A product, so that the whole row is NaN, in the gradient too, if the label is bad.
-    scores *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan)[..., None]
-    is_label = jnp.arange(num_classes) == labels[..., None]
+    scores *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan).astype(scores.dtype)[..., None]
+    is_label = lax.broadcasted_iota(labels.dtype, shape, len(rows)) == labels[..., None]
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
     losses = loss(scores, is_label, live | ~alive[..., None])
     # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
@@ -295,13 +302,14 @@ def _of_label(scores: Array, is_label: Array) -> Array:
 
 def _sparsemax(scores: Array, live: Array) -> Array:
     """The point of the simplex of the live classes that is next to the scores."""
-    falling = -jnp.sort(jnp.where(live, -jax.lax.stop_gradient(scores), jnp.inf), -1)
-    count = jnp.arange(1, scores.shape[-1] + 1)
+    falling = -jnp.sort(jnp.where(live, -lax.stop_gradient(scores), jnp.inf), -1)
+    count = 1 + lax.broadcasted_iota(scores.dtype, scores.shape, scores.ndim - 1)
     is_finite = falling > -jnp.inf
     above = is_finite & (1 + count * falling > jnp.cumsum(jnp.where(is_finite, falling, 0), -1))
     size = jnp.maximum(jnp.sum(above, -1, keepdims=True), 1)
     least = jnp.take_along_axis(falling, size - 1, -1)
     # The same threshold again from the classes that are above it: a formula without a sort in its derivatives.
     support = live & ~(scores < least)  # and a NaN, which is to show
-    threshold = (jnp.sum(jnp.where(support, scores, 0), -1, keepdims=True) - 1) / jnp.sum(support, -1, keepdims=True)
+    number = jnp.sum(support, -1, keepdims=True).astype(scores.dtype)
+    threshold = (jnp.sum(jnp.where(support, scores, 0), -1, keepdims=True) - 1) / number
     return jnp.where(support, scores - threshold, 0)

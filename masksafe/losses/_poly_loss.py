@@ -6,7 +6,7 @@ from masksafe._errors import as_array, as_float_array, broadcast_shapes, canonic
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike, Axis
 from masksafe.losses._cross_entropy import soft_cross_entropy
-from masksafe.losses._where import classes_or_rows, wide_selected
+from masksafe.losses._where import anything_left, classes_or_rows, wide_selected
 from masksafe.softmax import softmax
 
 
@@ -61,5 +61,5 @@ def poly_loss_cross_entropy(
 
     logits, labels = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (logits, labels))
     cross_entropy = soft_cross_entropy(op, logits, labels, axes, mask)
-    missing = jnp.sum(selected(labels * (1 - softmax(logits, axes, mask)), mask), axes)
-    return (cross_entropy + epsilon * missing).astype(dtype)
+    missing = jnp.sum(selected(labels * (1 - softmax(logits, axes, mask)), mask), axes).astype(cross_entropy.dtype)
+    return selected(cross_entropy + epsilon * missing, anything_left(mask, axes)).astype(dtype)

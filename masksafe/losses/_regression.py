@@ -280,14 +280,14 @@ def _cosine(
     axes = canonical_axes(op, axis, len(shape))
     where = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "predictions")
     a, b, dtype = jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape), jnp.result_type(a, b, epsilon)
-    units = (unit(wide_selected(x, where), axes, epsilon) for x in (a, b))
-    alive = anything_left(where, axes)
-    return jnp.sum(next(units) * next(units), axes), alive, dtype
+    if where is not None:  # of a row with nothing left, epsilon does not matter either
+        epsilon = jnp.where(jnp.any(where, axes, keepdims=True), epsilon, 1)
+    units = unit(wide_selected(a, where), axes, epsilon) * unit(wide_selected(b, where), axes, epsilon)
+    return jnp.sum(units, axes), anything_left(where, axes), dtype
 
 
 def unit(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
     """`x` divided by its norm; 0, with a gradient of 0, where that is 0."""
-    square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), epsilon)
+    square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), jnp.asarray(epsilon, x.dtype))
     is_zero = square == 0
-    divided: Array = jnp.where(is_zero, 0, x) / jnp.sqrt(jnp.where(is_zero, 1, square))
-    return divided
+    return x / jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, square)))

@@ -72,6 +72,7 @@ def dice_loss(
     """
     op = "dice_loss"
     p, t = _operands(op, predictions, targets)
+    class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
     dtype = jnp.result_type(p, t, *([] if class_weights is None else [class_weights]), smooth, alpha, beta)
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
@@ -85,10 +86,9 @@ def dice_loss(
     losses, alive = _dice(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
 
     if class_weights is not None:
-        class_weights = as_array(op, "class_weights", class_weights)
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
-        losses = selected(losses * class_weights, alive)
+        losses = selected(losses * jnp.expand_dims(class_weights, range(losses.ndim - 1)), alive)
     if ignore_background and p.shape[-1] > 1:
         losses, alive = losses[..., 1:], alive[..., 1:]
     if reduction == "mean":
@@ -145,8 +145,8 @@ def multiclass_generalized_dice_loss(
     """
     op = "multiclass_generalized_dice_loss"
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
-    if p.shape != t.shape or p.ndim < 2:
-        raise ValueError(message(op, "targets", f"shape {t.shape}", f"{p.shape}, [batch, ..., num_classes]"))
+    if p.shape != t.shape or p.ndim == 0:
+        raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
     dtype = jnp.result_type(p, t, smooth)
     mask = elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     losses, alive = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
@@ -154,8 +154,9 @@ def multiclass_generalized_dice_loss(
     frequencies = jnp.sum(wide_selected(t, mask), range(p.ndim - 1))
     is_present = jnp.any(alive, range(alive.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
-    weights *= jnp.sum(is_present) / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-    losses = selected(losses * weights, alive)
+    number = jnp.sum(is_present).astype(weights.dtype)
+    weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
+    losses = selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), alive)
     if ignore_background and p.shape[-1] > 1:
         losses, alive = losses[..., 1:], alive[..., 1:]
     return mean(losses, where=alive).astype(dtype)
@@ -231,11 +232,12 @@ def _dice(
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and where anything is."""
     live = jnp.broadcast_to(True if mask is None else mask, p.shape)
+    tolerance = max(1e-5, 4 * float(jnp.finfo(p.dtype).eps))
     p, t = wide_selected(p, live), wide_selected(t, live)
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, live)
     else:
-        _check_probabilities(op, p, live)
+        _check_probabilities(op, p, live, tolerance)
     p = selected(p, live)
     overlap, of_p, of_t = (jnp.sum(x, axes) for x in (p * t, p, t))
     union = overlap + alpha * (of_p - overlap) + beta * (of_t - overlap) + smooth
@@ -243,14 +245,14 @@ def _dice(
     return selected(1 - (overlap + smooth) / jnp.where(alive, union, 1), alive), alive
 
 
-def _check_probabilities(op: str, p: Array, live: Array) -> None:
+def _check_probabilities(op: str, p: Array, live: Array, tolerance: float) -> None:
     """Refuses what is no distribution; a traced array cannot be looked at."""
     if isinstance(p, jax.core.Tracer) or isinstance(live, jax.core.Tracer):
         return
     if p.shape[-1] == 1:
         sound, expected = (p >= 0) & (p <= 1), "probabilities in [0, 1]"
     else:
-        is_one = jnp.abs(jnp.sum(p, -1) - 1) <= 1e-5
+        is_one = jnp.abs(jnp.sum(p, -1) - 1) <= tolerance
         sound, expected = is_one | ~jnp.all(live, -1), "probabilities that sum to 1 over the classes"
     if not jnp.all(sound):
         raise ValueError(message(op, "predictions", "other values", expected, "Logits want apply_softmax=True."))

@@ -68,8 +68,8 @@ def ntxent(
     dtype = jnp.result_type(z, temperature)
 
     alive = anything_left(mask, (1,))
-    both = jnp.ones((len(labels),) * 2, bool) if alive is None else alive[:, None] & alive
-    same = labels[:, None] == labels
+    both = jnp.ones((len(labels),) * 2, bool) if alive is None else alive[:, None] & alive[None]
+    same = labels[:, None] == labels[None]
     units = unit(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
     x = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST) / temperature
     others = logsumexp(x, where=both & ~same, keepdims=True)  # -inf if there are none
@@ -148,8 +148,11 @@ def triplet_margin_loss(
     dtype = jnp.result_type(*arrays.values(), norm_degree, margin, eps)
     a, p, n = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in arrays.values())
 
-    def distance(x: Array, y: Array) -> Array:
-        return jnp.power(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, 1 / jnp.asarray(norm_degree))
+    alive = anything_left(mask, axes)
 
-    loss = jnp.maximum(distance(a, p) - distance(a, n) + margin, 0)
-    return selected(loss, anything_left(mask, axes)).astype(dtype)
+    def distance(x: Array, y: Array) -> Array:
+        # A row with nothing left has the power of 1, whose derivative is finite, whatever eps is.
+        power = selected(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, alive, 1)
+        return jnp.power(power, 1 / jnp.asarray(norm_degree))
+
+    return selected(jnp.maximum(distance(a, p) - distance(a, n) + margin, 0), alive).astype(dtype)

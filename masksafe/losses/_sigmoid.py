@@ -61,7 +61,7 @@ def sigmoid_focal_loss(
       1 - p_t = (1 - t) \sigma(x) + t \sigma(-x), \qquad
       \alpha_t = \alpha t + (1 - \alpha) (1 - t)
 
-    with logits :math:`x` and labels :math:`t`; the power is taken of a logarithm, so that it keeps its digits.
+    with logits :math:`x` and labels :math:`t`.
 
     Args:
       logits: unnormalised log probabilities, floats `[...]`.
@@ -98,9 +98,7 @@ def sigmoid_focal_loss(
         factors["alpha"] = as_array(op, "alpha", alpha)
 
     def focal(x: Array, t: Array, gamma: Array, alpha: Array | None = None) -> Array:
-        log_p = jnp.stack([jax.nn.log_sigmoid(x), jax.nn.log_sigmoid(-x)])
-        log_rest = jax.scipy.special.logsumexp(log_p, 0, b=jnp.stack([1 - t, t]))
-        loss = _cross_entropy(x, t) * jnp.exp(gamma * log_rest)
+        loss = _cross_entropy(x, t) * _power(_missed(x, t), gamma)
         return loss if alpha is None else loss * (alpha * t + (1 - alpha) * (1 - t))
 
     dtype = jnp.result_type(logits, *factors.values())
@@ -119,9 +117,24 @@ def _operands(
 
 
 def _cross_entropy(x: Array, t: Array) -> Array:
-    return _weighted(-t, jax.nn.log_sigmoid(x)) + _weighted(t - 1, jax.nn.log_sigmoid(-x))
+    """Of the logit of the less likely label and its probability: digits are kept where the model is right and sure."""
+    z, u = _less_likely(x, t)
+    is_certain = (u == 0) & jnp.isinf(z)  # 0 log 0 = 0
+    return jax.nn.softplus(z) - u * jnp.where(is_certain, 0, z)
 
 
-def _weighted(weight: Array, log_p: Array) -> Array:
-    """Weight * log_p, with 0 log 0 = 0."""
-    return weight * jnp.where((weight == 0) & (log_p == -jnp.inf), 0, log_p)
+def _missed(x: Array, t: Array) -> Array:
+    """1 - p_t, the probability of the other label."""
+    z, u = _less_likely(x, t)
+    return jax.nn.sigmoid(z) + u * (1 - 2 * jax.nn.sigmoid(z))
+
+
+def _less_likely(x: Array, t: Array) -> tuple[Array, Array]:
+    """The logit and the probability of that label, 1 or 0, which is the less likely by `t`."""
+    return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
+
+
+def _power(p: Array, gamma: Array) -> Array:
+    """P to the power of gamma, with derivatives of 0 where p is."""
+    is_zero = p == 0
+    return jnp.where(is_zero, (gamma == 0).astype(p.dtype), jnp.exp(gamma * jnp.log(jnp.where(is_zero, 1, p))))

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 
 from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, canonical_axes
-from masksafe._moments import selected
+from masksafe._moments import selected, widened
 from masksafe._typing import Array, ArrayLike, Axis
 from masksafe.losses._where import wide_selected
 
@@ -25,8 +25,8 @@ def smooth_labels(
         `where=mask[..., None]`.)
 
     Returns:
-      An array of the shape of `labels`, of the dtype to which JAX promotes `labels` and `alpha`, with 0 at masked
-      classes: a distribution stays one. Masked elements have gradients of exactly 0.
+      An array of the shape of `labels`, or to which they broadcast with `alpha`, of the dtype to which JAX promotes
+      both, with 0 at masked classes: a distribution stays one. Masked elements have gradients of exactly 0.
 
     Raises:
       TypeError: if `labels` are not floats or `where` is not boolean.
@@ -52,5 +52,6 @@ def smooth_labels(
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
-    smoothed = (1 - alpha) * wide_selected(labels, mask) + alpha / jnp.maximum(number, 1)
+    wide, alpha = wide_selected(labels, mask), widened(alpha)
+    smoothed = (1 - alpha) * wide + alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
     return selected(smoothed, mask).astype(dtype)

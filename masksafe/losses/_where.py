@@ -69,5 +69,5 @@ def of_elements(op: str, where: ArrayLike | None, dtype: Any, loss: Callable[...
     """`loss` of each element of the arguments, which broadcast together; 0 where masked."""
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = elements_or_rows(op, where, shape, ())
-    result = selected(loss(*(wide_selected(x, mask) for x in arguments.values())), mask)
-    return jnp.broadcast_to(result, shape).astype(dtype)
+    arrays = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in arguments.values())
+    return selected(loss(*arrays), mask).astype(dtype)
