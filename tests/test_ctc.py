@@ -34,6 +34,9 @@ def loss(logits, labels=LABELS, frame_padding=FRAME_PADDING, label_padding=LABEL
     return ctc_loss(logits, frame_padding, labels, label_padding, **kwargs)
 
 
+GRADIENT = jax.jit(jax.grad(lambda x, labels: loss(x, labels).sum()))
+
+
 @pytest.mark.parametrize("log_epsilon", [-1e5, -np.inf])
 def test_equals_the_sum_over_all_alignments(log_epsilon):
     expected = [by_enumeration(LOGITS[i, : FRAMES[i]], LABELS[i, : COUNTS[i]]) for i in range(4)]
@@ -46,8 +49,8 @@ def test_padded_frames_and_labels_are_gone(garbage):
     for other in (-100, 1, 2, CLASSES):
         labels = np.where(LABEL_PADDING > 0, other, LABELS)
         np.testing.assert_array_equal(loss(dirty, labels), loss(LOGITS))
-        gradient = jax.grad(lambda x, labels=labels: loss(x, labels).sum())(jnp.asarray(dirty))
-        np.testing.assert_array_equal(gradient, jax.grad(lambda x: loss(x).sum())(jnp.asarray(LOGITS)))
+        gradient = GRADIENT(jnp.asarray(dirty), labels)
+        np.testing.assert_array_equal(gradient, GRADIENT(jnp.asarray(LOGITS), LABELS))
         np.testing.assert_array_equal(np.asarray(gradient)[FRAME_PADDING > 0], 0)
 
 
@@ -98,6 +101,17 @@ def test_masked_classes_are_taken_out():
     assert np.isfinite(gradient).all()
 
 
+def test_a_label_whose_class_is_masked_in_all_frames_costs_infinity():
+    mask = np.ones(LOGITS.shape, bool)
+    mask[0, :, 2] = False  # the second label of the first sequence
+    mask[1, :1, 1] = False  # the label of the second is left in other frames
+    value, gradient = loss(LOGITS, where=mask), jax.grad(lambda x: loss(x, where=mask).sum())(jnp.asarray(LOGITS))
+    np.testing.assert_array_equal(value == np.inf, [True, False, False, False])
+    assert np.isfinite(gradient).all()
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match="ctc_loss: 1 of 5 labels are at a masked"):
+        loss(LOGITS, where=mask)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -106,6 +120,7 @@ def test_masked_classes_are_taken_out():
         ({"frame_padding": np.zeros((4, 3))}, "logit_paddings has shape"),
         ({"label_padding": np.zeros((4, 3))}, "label_paddings has shape"),
         ({"blank_id": 3}, "blank_id has value 3"),
+        ({"blank_id": 1.0}, "blank_id has value 1.0"),
         ({"where": np.ones((4, TIME), bool)}, "where has shape"),
     ],
 )

@@ -45,6 +45,13 @@ def test_a_prediction_of_zero_where_the_target_is_not_costs_infinity():
     assert kl_divergence_with_log_targets(jnp.array([-jnp.inf, 0.0]), jnp.log(jnp.array([0.5, 0.5]))) == jnp.inf
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("loss", [kl_divergence, generalized_kl_divergence, kl_divergence_with_log_targets])
+def test_a_bad_prediction_shows_where_the_target_is_zero(loss, bad):
+    log_p, t = jnp.array([bad, -1.0]), jnp.array([0.0, 1.0])
+    assert not np.isfinite(loss(log_p, jnp.log(t) if loss is kl_divergence_with_log_targets else t))
+
+
 def test_a_mask_is_read_as_optax_reads_it():
     square = jnp.full((3, 3), 1 / 3)
     classes = kl_divergence(jnp.log(square / 2), square, where=jnp.array([True, False, True]))

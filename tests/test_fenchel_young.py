@@ -29,6 +29,17 @@ def test_other_arguments_reach_the_maximum():
     np.testing.assert_allclose(ours(SCORES, TARGETS, 2.0, shift=5.0), expected, rtol=1e-6)
 
 
+def test_integers_are_computed_as_floats():
+    np.testing.assert_allclose(loss(jnp.array([1.0, 2, 3]), jnp.array([0, 1, 0])), 1.4076059, rtol=1e-6)
+    ours = masksafe.losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
+    np.testing.assert_allclose(ours(jnp.array([1, 2, 3]), jnp.array([0, 1, 0])), 1.4076059, rtol=1e-6)
+
+
+def test_vectors_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="fenchel_young_loss: targets has shape"):
+        loss(SCORES[..., :1], TARGETS)
+
+
 def test_masked_elements_are_taken_out():
     masked = jnp.where(ELEMENTS, TARGETS, 0)
     masked = masked / jnp.maximum(masked.sum(-1, keepdims=True), 1e-9)

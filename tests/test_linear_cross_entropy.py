@@ -82,7 +82,8 @@ def test_each_option_alone(option):
         assert_trees_close(actual, desired, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_every_other_derivative(reduction):
     with jax.enable_x64(True):
         kwargs = {"where": MASK, "reduction": reduction, **OPTIONS}

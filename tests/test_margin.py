@@ -64,9 +64,27 @@ def test_sparsemax_with_forbidden_classes_and_ties():
     np.testing.assert_allclose(gradient, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("row", [[2e7, 0.0, 0.0], [3e38, 1.5e38, -3e38], [-2e7] * 3, [3e6 + 0.25, 3e6, 3e6]])
+def test_sparsemax_of_large_scores(row):
+    scores = jnp.array([row])
+    value, gradient = jax.value_and_grad(lambda s: losses.multiclass_sparsemax_loss(s, jnp.array([1])).sum())(scores)
+    exact = np.float64(np.asarray(scores[0]))
+    exact -= exact.max()
+    falling = np.sort(exact)[::-1]
+    size = max(k for k in (1, 2, 3) if 1 + k * falling[k - 1] > falling[:k].sum())
+    p = np.maximum(exact - (falling[:size].sum() - 1) / size, 0)
+    np.testing.assert_allclose(value, p @ (exact - exact[1]) + (1 - p @ p) / 2, rtol=1e-5)
+    np.testing.assert_allclose(gradient[0], p - [0, 1, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_label_of_the_binary_sparsemax_shows():
+    value = losses.sparsemax_loss(jnp.array([1.0, 2.0]), jnp.array([jnp.nan, 1.0]))
+    np.testing.assert_array_equal(np.isnan(value), [True, False])
+
+
 def test_sparsemax_has_right_second_derivatives():
     labels = jnp.array([0, 1, 2, 3])
-    assert_gradients(lambda x: losses.multiclass_sparsemax_loss(x, labels), 0.5 * SCORES)
+    assert_gradients(lambda x: losses.multiclass_sparsemax_loss(x, labels[:2]), 0.5 * SCORES[:2, :3])
     p = losses.multiclass_sparsemax_loss
     hessian = jax.hessian(lambda x: p(x, 0))(jnp.array([0.5, 0.2, -3.0]))
     np.testing.assert_allclose(hessian, [[0.5, -0.5, 0.0], [-0.5, 0.5, 0.0], [0.0, 0.0, 0.0]], atol=1e-6)

@@ -40,6 +40,12 @@ def test_probabilities():
         dice_loss(LOGITS, TARGETS, apply_softmax=False)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_probabilities_of_narrow_floats(dtype):
+    p = jax.nn.softmax(LOGITS).astype(dtype)
+    assert np.isfinite(np.float32(dice_loss(p, TARGETS, apply_softmax=False))).all()
+
+
 def test_binary_probabilities():
     logits, targets = LOGITS[..., 0], TARGETS[..., 0]
     p = np.asarray(jax.nn.sigmoid(logits))

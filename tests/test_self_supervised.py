@@ -33,6 +33,17 @@ def test_a_zero_embedding_has_a_finite_gradient():
     assert np.isfinite(jax.grad(lambda x: ntxent(x, LABELS))(EMBEDDINGS.at[1].set(0))).all()
 
 
+def test_masked_rows_need_no_eps():
+    mask = np.array([True, False] * 3)
+
+    def total(anchors, eps):
+        return triplet_margin_loss(anchors, anchors + 1, anchors - 2, eps=eps, margin=9.0, where=mask).sum()
+
+    with jax.debug_nans(True):
+        for gradient in jax.grad(total, (0, 1))(EMBEDDINGS, 0.0):
+            assert np.isfinite(gradient).all()
+
+
 def test_equal_vectors_have_a_finite_gradient():
     gradient = jax.grad(lambda x: triplet_margin_loss(x, EMBEDDINGS, -EMBEDDINGS, margin=9.0).sum())(EMBEDDINGS)
     assert np.isfinite(gradient).all()

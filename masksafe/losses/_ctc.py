@@ -1,8 +1,10 @@
 """Connectionist temporal classification: the loss of a label sequence whose alignment to the frames is unknown."""
 
+import functools
 import numbers
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -163,6 +165,7 @@ def _solve(
     return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
 
 
+@functools.partial(jax.jit, static_argnums=4)
 def _run(
     log_probs: Array, frames: Array, labels: Array, counts: Array, blank_id: int, log_epsilon: Array
 ) -> tuple[_State, _State]:

@@ -263,9 +263,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
         # A shift changes nothing but the digits.
         largest = lax.stop_gradient(jnp.max(jnp.where(live, scores, -jnp.inf), -1, keepdims=True))
         scores -= jnp.where(jnp.isfinite(largest), largest, 0)
-        p = _sparsemax(scores, live)
-        ahead = scores - _of_label(scores, is_label)[..., None]
-        return jnp.sum(jnp.where(p > 0, p * ahead, 0), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
+        return _cumulant(scores, live) - _of_label(scores, is_label)
 
     return _of_classes("multiclass_sparsemax_loss", scores, labels, where, loss)
 
@@ -290,14 +288,34 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
     losses = loss(scores, is_label, live | ~alive[..., None])
     # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
-    is_ruled_out = jnp.any(is_label & (~live | (scores == -jnp.inf)), -1)
+    is_ruled_out = _raw_score(scores, is_label) == -jnp.inf
+    if mask is not None:
+        is_ruled_out |= jnp.any(is_label & ~live, -1)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
     return spoiled(selected(losses, alive).astype(dtype), bad_rows)
 
 
 def _of_label(scores: Array, is_label: Array) -> Array:
     """The score of the label; 0 if it is -inf, which `_of_classes` accounts for."""
-    return jnp.sum(jnp.where(is_label & (scores != -jnp.inf), scores, 0), -1)
+    score = _raw_score(scores, is_label)
+    return jnp.where(score == -jnp.inf, 0, score)
+
+
+def _raw_score(scores: Array, is_label: Array) -> Array:
+    return jnp.sum(jnp.where(is_label, scores, 0), -1)
+
+
+@jax.custom_jvp
+def _cumulant(scores: Array, live: Array) -> Array:
+    """The largest, over the points p of the simplex, of p s + (1 - p p) / 2; its gradient is the p that gives it."""
+    p = _sparsemax(scores, live)
+    return jnp.sum(jnp.where(p == 0, 0, p * scores), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
+
+
+@_cumulant.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    p = _sparsemax(*primals)
+    return _cumulant(*primals), jnp.sum(jnp.where(p == 0, 0, p * tangents[0]), -1)
 
 
 def _sparsemax(scores: Array, live: Array) -> Array:
