@@ -308,7 +308,7 @@ def test_a_nan_shows_in_its_own_row_only(case):
     np.testing.assert_array_equal(changed[1:], out[1:])
 
 
-# Without the probabilities of CTC: those of what cannot be are about log_epsilon, -1e5, of which float32 keeps few digits.
+# Without the probabilities of CTC: those of what cannot be are about -1e5, of which float32 keeps few digits.
 IN_EVERY_MODE = [case for case in CASES if "forward_probs" not in case.name]
 
 
