@@ -1,4 +1,4 @@
-"""Eight virtual CPU devices for the tests of sharding, the profile of the property tests, and which variants are long."""
+"""Eight virtual CPU devices for the tests of sharding, the profile of the property tests, and the long variants."""
 
 import os
 
