@@ -9,6 +9,7 @@ It prints how far the outputs and the gradients move, and draws the attention we
 """
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,18 +59,30 @@ def weights(attention: Attention) -> jax.Array:
     return attend(attention, query, key, units)[:, :, 0, :KEYS]
 
 
+def is_right(sample: jax.Array, length: int) -> bool:
+    """Whether the weights [queries, keys] are 0 on the padding, and sum to 1 if there is a word to attend to."""
+    return bool(jnp.all(sample[:, length:] == 0) & jnp.allclose(sample.sum(1), length > 0))
+
+
 def draw(path: Path) -> None:
-    figure, axes = plt.subplots(len(LIBRARIES), len(LENGTHS), figsize=(7, 5), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(len(LIBRARIES), len(LENGTHS), figsize=(7.5, 5.2), layout="constrained", sharey=True)
+    figure.suptitle("Without a word to attend to, jax.nn averages the padding; masksafe gives 0", fontweight="bold")
     for row, (name, attention) in zip(axes, LIBRARIES.items(), strict=True):
         for axis, length, sample in zip(row, LENGTHS.tolist(), weights(attention), strict=True):
             image = axis.imshow(sample, vmin=0, vmax=1, cmap="Blues")
             axis.axvspan(length - 0.5, KEYS - 0.5, fill=False, hatch="///", edgecolor="lightgrey", linewidth=0)
-            axis.set(title=f"{name}: {length} words", xticks=range(KEYS), yticks=range(KEYS))
+            axis.set(xticks=range(KEYS), yticks=range(KEYS))
+            axis.set_title(f"{name}: {length} words", fontsize=10)
+            if not is_right(sample, length):
+                axis.set_title(f"{name}: {length} words, wrong", fontsize=10, color="firebrick")
+                axis.spines[:].set(edgecolor="firebrick", linewidth=3)
         row[0].set_ylabel("query")
     for axis in axes[-1]:
         axis.set_xlabel("key (hatched: padding)")
+    figure.get_layout_engine().set(h_pad=0.08)
     figure.colorbar(image, ax=axes, label="attention weight")
     figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def main() -> None:
@@ -77,11 +90,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
     arguments = parser.parse_args()
     for padding in (1.0, 100.0, float("nan")):
-        print(f"The padding holds {padding} in place of 0.")
+        print(f"The padding holds {'NaN' if math.isnan(padding) else padding} in place of 0.")
         for name, attention in LIBRARIES.items():
             moved, gradient = largest_move(attention, padding)
             by_sample = ", ".join(f"{m:.3g}" for m in moved)
-            print(f"  {name:8}  outputs move by {by_sample}; gradient of the padding: up to {gradient:.3g}")
+            largest = "NaN" if math.isnan(gradient) else f"at most {gradient:.3g}"
+            print(f"  {name:8}  outputs move by {by_sample.replace('nan', 'NaN')}; gradient of the padding: {largest}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     picture = arguments.output / "empty_context.png"
     draw(picture)

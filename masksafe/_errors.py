@@ -1,7 +1,7 @@
 """Argument checks. Every public op reads its arguments through these functions.
 
 A check takes the op's name first and the argument's name second, so that every refusal reads alike:
-``softmax_cross_entropy: where has dtype float32; expected bool. Write where != 0.``
+``softmax_cross_entropy: where: got dtype float32; expected bool. Write where != 0.``
 Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
 
@@ -20,7 +20,7 @@ from masksafe._typing import Array, Axis
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
     """The one form of an error text: op, argument, what was found, what was expected, the way out."""
-    return f"{op}: {argument} has {found}; expected {expected}." + (f" {hint}" if hint else "")
+    return f"{op}: {argument}: got {found}; expected {expected}." + (f" {hint}" if hint else "")
 
 
 def is_of_user(file_name: str) -> bool:
@@ -36,15 +36,38 @@ def as_array(op: str, argument: str, value: Any) -> Array:
         with jax.debug_nans(False):  # a NaN that is only read is no error yet
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(message(op, argument, f"type {type(value).__name__}", "an array")) from error
+        raise TypeError(message(op, argument, _type(value), "an array")) from error
 
 
-def as_float_array(op: str, argument: str, value: Any) -> Array:
-    """`value` as an array whose dtype is a float."""
+def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
+    """`value` as an array whose dtype is a float, of 16 bits at least unless told otherwise."""
     array = as_array(op, argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "a float dtype"))
+    if not jnp.issubdtype(array.dtype, jnp.floating) or (_is_narrow_float(array) and not of_any_width):
+        expected = "a float dtype of 16 bits at least" if _is_narrow_float(array) else "a float dtype"
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
     return array
+
+
+def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
+    """`value` as an array whose dtype is a float: that to which `jax.nn` promotes integers and booleans."""
+    array = as_array(op, argument, value)
+    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
+        array = array.astype(jnp.float64 if array.dtype.itemsize == 8 else jnp.float32)
+    return as_float_array(op, argument, array, of_any_width=of_any_width)
+
+
+def as_real_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array of booleans, integers or floats of 16 bits at least."""
+    array = as_array(op, argument, value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) or _is_narrow_float(array):
+        expected = "a real dtype, floats of 16 bits at least" if _is_narrow_float(array) else "a real dtype"
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
+    return array
+
+
+def _is_narrow_float(array: Array) -> bool:
+    """Whether the dtype is one of 8 bits or fewer, which JAX promotes to nothing and computes hardly anything in."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 16)
 
 
 def as_label_array(op: str, argument: str, value: Any) -> Array:
@@ -71,7 +94,7 @@ def as_number(op: str, argument: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:  # JAX's complaint about a traced value is a TypeError
-        found = f"type {type(value).__name__}"
+        found = _type(value)
         raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
 
 
@@ -88,50 +111,67 @@ def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None is every axis."""
     if axis is None:
         return tuple(range(ndim))
-    axes = tuple(_canonical_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple) else (axis,)))
+    axes = tuple(_canonical_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple | list) else (axis,)))
     if len(set(axes)) < len(axes):
         raise ValueError(message(op, "axis", f"value {axis}", "axes that differ"))
     return axes
+
+
+def _type(value: Any) -> str:
+    return f"type {type(value).__name__}"
 
 
 def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
     try:
         index = operator.index(axis)
     except TypeError as error:
-        raise TypeError(message(op, "axis", f"type {type(axis).__name__}", "an int or a tuple of ints")) from error
+        is_array = isinstance(axis, (jax.Array, np.ndarray))
+        found, hint = ("an array", "A mask is given by name: where=mask.") if is_array else (_type(axis), "")
+        raise TypeError(message(op, "axis", found, "an int or a tuple of ints", hint)) from error
     if not -ndim <= index < ndim:
         expected = f"a value in [{-ndim}, {ndim}), for an array of rank {ndim}"
         raise ValueError(message(op, "axis", f"value {index}", expected))
     return index % ndim
 
 
-def check_broadcasts_to(op: str, argument: str, shape: Sequence[int], target: Sequence[int], of: str) -> None:
+def check_broadcasts_to(
+    op: str, argument: str, shape: Sequence[int], target: Sequence[int], of: str, hint: str = ""
+) -> None:
     """Refuses a `shape` that does not broadcast to `target`, the shape of `of`."""
     trailing = tuple(target)[len(target) - len(shape) :] if len(shape) <= len(target) else None
     if trailing is None or any(n not in (1, t) for n, t in zip(shape, trailing, strict=True)):
         expected = f"a shape that broadcasts to {tuple(target)}, the shape of {of}"
-        raise ValueError(message(op, argument, f"shape {tuple(shape)}", expected))
+        hint = hint or at_the_front(argument, shape, target)
+        raise ValueError(message(op, argument, f"shape {tuple(shape)}", expected, hint))
 
 
-def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str) -> Array:
+def at_the_front(argument: str, shape: Sequence[int], target: Sequence[int]) -> str:
+    """How to write an argument that fits the leading axes of a target of a higher rank; nothing for any other."""
+    missing = len(target) - len(shape)
+    if missing < 1 or any(n not in (1, t) for n, t in zip(shape, target, strict=False)):
+        return ""
+    return f"For one of the leading axes write {argument}[..., {', '.join(['None'] * missing)}]."
+
+
+def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
     """`mask` at the rank of `target`, the shape of `of`, to which it must broadcast; it is not expanded."""
-    check_broadcasts_to(op, argument, mask.shape, target, of)
+    check_broadcasts_to(op, argument, mask.shape, target, of, hint)
     return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
 
 
-def as_mask_of(op: str, where: Any, x: Array) -> Array | None:
-    """The argument `where` of an op on `x`: booleans at the rank of `x` but not at its shape, or None."""
-    return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), x.shape, "x")
+def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Array | None:
+    """The argument `where` of an op: booleans at the rank of `shape`, that of `of`, but not expanded to it, or None."""
+    return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
 
 
-def broadcast_shapes(op: str, **shapes: tuple[int, ...]) -> tuple[int, ...]:
+def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError as error:
         found = " and ".join(str(shape) for shape in shapes.values())
         arguments = " and ".join(shapes)
-        raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together")) from error
+        raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together", hint)) from error
 
 
 _PACKAGES = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, jax.__file__))

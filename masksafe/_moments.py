@@ -39,10 +39,15 @@ def first_of(found: Array) -> tuple[Array, Array]:
     return first, position == first
 
 
+def wide_dtype(dtype: Any) -> Any:
+    """The dtype in which it is safe to accumulate `dtype`, a float: float32 at least."""
+    # jnp.promote_types would refuse a dtype of 16 bits under strict promotion.
+    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+
+
 def widened(x: Array) -> Array:
     """`x` in a dtype in which it is safe to accumulate."""
-    dtype = float_dtype(x)
-    return x.astype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
+    return x.astype(wide_dtype(float_dtype(x)))
 
 
 def float_dtype(x: Array) -> Any:

@@ -43,6 +43,7 @@ def differentiable(
         with_reverse_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
         with_reverse_rule.defvjp(forward_with_types, reverse_to_types)
 
+        @explains_forward_mode
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
             if uses_plain_rules():
@@ -52,6 +53,29 @@ def differentiable(
         return op  # type: ignore[return-value]
 
     return decorate
+
+
+def explains_forward_mode(fn: Primal) -> Primal:
+    """Decorates a function that calls an op, so that JAX's refusal of forward mode tells the way out.
+
+    JAX refuses when the op is run; in a compiled function that is later, and the refusal does not come past here.
+    """
+
+    @functools.wraps(fn)
+    def explaining(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except TypeError as error:
+            if "custom_vjp" in str(error) and _FORWARD_MODE_NOTE not in getattr(error, "__notes__", ()):
+                error.add_note(_FORWARD_MODE_NOTE)
+            raise
+
+    return explaining  # type: ignore[return-value]
+
+
+_FORWARD_MODE_NOTE = (
+    "masksafe's ops have forward mode (jax.jvp, jax.linearize, jax.jacfwd) inside `with masksafe.forward_mode():`."
+)
 
 
 @jax.tree_util.register_static

@@ -10,10 +10,15 @@ from collections.abc import Iterator
 
 import jax
 
+from masksafe import _reports
 from masksafe._errors import message
 
 LABEL_CHECKS = ("off", "checkify", "raise")
 _VARIABLE = "MASKSAFE_LABEL_CHECKS"
+_WITHOUT_CHECKIFY = (
+    'masksafe.label_checks("checkify") stages such checks: compile jax.jit(checkify.checkify(step)) rather than '
+    'jax.jit(step). masksafe.label_checks("raise") needs no checkify.'
+)
 
 
 def _known(op: str, argument: str, mode: str) -> str:
@@ -24,7 +29,7 @@ def _known(op: str, argument: str, mode: str) -> str:
 
 _forward_mode = jax.make_user_context(default_value=False)
 _label_checks = jax.make_user_context(
-    default_value=_known("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE, "off"))
+    default_value=_known("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE) or "off")
 )
 
 
@@ -64,19 +69,23 @@ def label_checks(mode: str) -> Iterator[None]:
     ==============  ==================================================================================================
     "off"           nothing is checked and nothing is paid: a label out of range gives NaN in its own row
     "checkify"      a `jax.experimental.checkify.check` fails. The function that is run has to go through
-                    `checkify.checkify`; one that does not gets JAX's complaint that a check is not functionalised
-    "raise"         ValueError, at once in eager code. Under `jax.jit` the computation fails with
-                    `jax.errors.JaxRuntimeError`, which is raised where its result is awaited
+                    `checkify.checkify`; one that does not gets a ValueError from JAX under `jax.jit`
+    "raise"         ValueError, at once in eager code. A compiled program (`jax.jit`, and in eager code `scan`,
+                    `checkpoint`, `shard_map`) fails with `jax.errors.JaxRuntimeError` where its result is awaited
     ==============  ==================================================================================================
 
     The error names the op, tells how many labels are bad, the index and the value of the first of them, the valid
-    range, and where the op was called. Masked labels are never reported. The index is that in the shape of the loss,
-    in mode "raise" with the axis of a `jax.vmap` in front, and under `jax.shard_map`, where all shards count, with the
-    number of the shard;
-    checkify tells of one element of a `vmap`.
+    range, and where the op was called. Masked labels are never reported.
+
+    The index is that in the labels which the op was called with, broadcast to the shape of the loss. In mode "raise"
+    the axis of a `jax.vmap` stands in front of it; under `jax.shard_map` the index is that in the shard, whose number
+    the error tells, while the counts are those of all shards. In the body of a loop (`scan`, `map`, `fori_loop`) counts
+    and index are those of one step, and the error does not tell which. checkify tells of one element of a `vmap`.
+    However many devices there are, the error is one.
 
     What is bad: an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is
-    negative or not finite, and a row of them that sums to neither 1 nor 0.
+    negative or not finite, and a row of them that sums to neither 1 nor 0; and the predictions of a Dice loss that are
+    said to be probabilities and are none.
 
     The mode is part of JAX's compilation cache key: jitted functions are traced again on entering, and found again on
     leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`, since
@@ -86,16 +95,23 @@ def label_checks(mode: str) -> Iterator[None]:
     `fori_loop`). In mode "checkify" a row with a bad label has a NaN loss and gradient, so that nothing trains on. The
     ways out are mode "raise", and a body that goes through checkify itself and hands its error on.
 
+    Another one is a `jax.shard_map` inside of `checkify.checkify`, over the mesh of `jax.set_mesh`: JAX traces its body
+    a second time in the wrong mesh (jax 0.12), so that a loss in it is refused with a ValueError. Over an explicit mesh
+    that is not set but an argument, JAX cannot read the error value that comes out. The ways out are the same: mode
+    "raise", or, over an automatic mesh, checkify within the body.
+
     Mode "raise" calls back to the host, which `jax.export` cannot store. Under `jax.shard_map` the devices tell each
     other what they found, or some would wait for ever for one that has failed: all of them have to call the loss. A
-    `shard_map` that is not jitted goes on, and its error comes with `jax.effects_barrier()`. A `jax.lax.cond` under
-    `vmap` runs both branches, and so the checks of both.
+    `jax.lax.cond` under `vmap` runs both branches, and so the checks of both. A program whose results nobody reads
+    has nowhere to raise its error: when the process ends, that is logged in one line, as is one that was caught within
+    the context and may have been overlooked.
 
     Args:
       mode: "off", "checkify" or "raise".
 
     Raises:
-      ValueError: for another mode.
+      ValueError: for another mode; and on leaving, in place of JAX's complaint about a check that has not been
+        functionalized, one that tells the ways out.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -113,13 +129,19 @@ def label_checks(mode: str) -> Iterator[None]:
       ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside [0, 5); first at (1,): 5 ...
     """
     with _label_checks(_known("label_checks", "mode", mode)):
-        yield
+        try:
+            yield
+        except Exception as error:
+            _reports.note_raised(error)
+            if mode == "checkify" and isinstance(error, ValueError) and "not functionalized" in str(error):
+                raise ValueError(f"{error} {_WITHOUT_CHECKIFY}") from error
+            raise
 
 
 def set_label_checks(mode: str) -> None:
     """Sets the mode of `label_checks` for the whole process, outside of any such context.
 
-    The environment variable `MASKSAFE_LABEL_CHECKS` does the same when masksafe is imported.
+    The environment variable `MASKSAFE_LABEL_CHECKS` does the same when masksafe is imported; empty is unset.
 
     Args:
       mode: "off", "checkify" or "raise".

@@ -5,8 +5,10 @@ A loss calls one function here, on its checked and broadcast arguments, outside 
 """
 
 import functools
+import inspect
 import math
 import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from masksafe import _shards
-from masksafe._errors import is_of_user
-from masksafe._moments import first_of, selected
+from masksafe import _reports, _shards
+from masksafe._errors import is_of_user, message
+from masksafe._moments import first_of, selected, wide_dtype
 from masksafe._switches import label_check_mode
 from masksafe._typing import Array, Axes
 
@@ -31,7 +33,6 @@ class _Finding(NamedTuple):
     bad: Array
     checked: Array
     values: Array
-    what: str
 
 
 def check_integer_labels(
@@ -57,12 +58,12 @@ def check_integer_labels(
     in_range = (labels >= 0) & (labels < num_classes)
     any_class = functools.partial(_any_class, axis_name, axes)
     alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
-    findings = [_Finding(alive & ~in_range, alive, labels, f"labels are outside [0, {num_classes})")]
+    findings = {f"labels are outside [0, {num_classes})": _Finding(alive & ~in_range, alive, labels)}
     if where is not None and any(where.shape[a] > 1 for a in axes):
         own = _shards.local_class(axis_name, labels, classes_here)
         at_unmasked = any_class(where & (jnp.expand_dims(own, axes) == _class_index(axes, shape)))
-        findings.append(_Finding(alive & in_range & ~at_unmasked, alive, labels, "labels are at a masked class"))
-    return _report(op, findings, [finding.bad for finding in findings])
+        findings["labels are at a masked class"] = _Finding(alive & in_range & ~at_unmasked, alive, labels)
+    return _report(op, findings, [finding.bad for finding in findings.values()])
 
 
 def _any_class(axis_name: str | None, axes: Axes, found: Array) -> Array:
@@ -85,13 +86,13 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
         return None
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     valid = (labels >= 0) & (labels < jnp.inf)
-    sums = jnp.sum(selected(labels, unmasked & valid), axes, dtype=jnp.promote_types(labels.dtype, jnp.float32))
+    sums = jnp.sum(selected(labels, unmasked & valid), axes, dtype=wide_dtype(labels.dtype))
     is_sound = jnp.all(valid | ~unmasked, axes)
     strange = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
-    findings = [
-        _Finding(unmasked & ~valid, unmasked, labels, "labels are negative or not finite"),
-        _Finding(strange, jnp.any(unmasked, axes), sums, "rows of labels sum to neither 1 nor 0"),
-    ]
+    findings = {
+        "labels are negative or not finite": _Finding(unmasked & ~valid, unmasked, labels),
+        "rows of labels sum to neither 1 nor 0": _Finding(strange, jnp.any(unmasked, axes), sums),
+    }
     return _report(op, findings, [~is_sound, strange])
 
 
@@ -112,9 +113,39 @@ def check_elements(
     """
     if label_check_mode() == "off":
         return None
+    labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels  # a number, to be compared with one
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     bad = unmasked & ~is_valid(labels)
-    return _report(op, [_Finding(bad, unmasked, labels, f"labels are {otherwise}")], [bad])
+    return _report(op, {f"labels are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
+
+
+def check_probabilities(op: str, predictions: Array, where: Array) -> Array | None:
+    """Reports unmasked predictions outside [0, 1], and rows of several classes, all unmasked, that do not sum to 1.
+
+    Args:
+      op: the name of the loss.
+      predictions: floats `[..., num_classes]`.
+      where: booleans of that shape.
+
+    Returns:
+      The rows to be spoiled, `[...]`, for `spoiled`.
+    """
+    if label_check_mode() == "off":
+        return None
+    tolerance = max(1e-5, 4 * float(jnp.finfo(predictions.dtype).eps))
+    valid = (predictions >= 0) & (predictions <= 1 + tolerance)
+    outside = _Finding(where & ~valid, where, predictions)
+    if predictions.shape[-1] == 1:
+        outside = _Finding(*(x[..., 0] for x in outside))
+        return _report(op, {"predictions are outside [0, 1]": outside}, [outside.bad])
+    sums = jnp.sum(predictions, -1, dtype=wide_dtype(predictions.dtype))
+    whole = jnp.all(where, -1)
+    strange = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
+    findings = {
+        "predictions are outside [0, 1]": outside,
+        "rows of predictions do not sum to 1": _Finding(strange, whole, sums),
+    }
+    return _report(op, findings, [jnp.any(outside.bad, -1), strange])
 
 
 def spoiled(loss: Array, bad_rows: Array | None) -> Array:
@@ -156,21 +187,33 @@ class _Details(NamedTuple):
     shard: Array | None = None  # and the device that has it, of those that a `shard_map` runs on
 
 
-def _report(op: str, findings: Sequence[_Finding], bad_rows: Sequence[Array]) -> Array | None:
-    """Raises or stages an error for what was found, and returns which rows are bad where it may get lost."""
+def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -> Array | None:
+    """Raises or stages an error for what was found, and returns the rows to be spoiled."""
     mode = label_check_mode()
-    for finding in findings:
-        text = f"{op}: {{bad}} of {{checked}} {finding.what}; first at {{index}}{{shard}}: {{value}}"
+    if mode == "checkify":
+        _refuse_where_checkify_fails(op)
+    is_bad = functools.reduce(jnp.logical_or, bad_rows)
+    has_failed = jnp.zeros_like(is_bad)
+    for what, finding in findings.items():
+        finding = _Finding(*map(lax.stop_gradient, finding))
+        text = f"{op}: {{bad}} of {{checked}} {_escaped(what)}; first at {{index}}{{shard}}: {{value}}"
         text += _escaped(f" (called {_place_of_call()})")
-        any_bad = jnp.any(finding.bad)
         if mode == "checkify":
-            _stage_check(any_bad, text, _details(finding))
-        elif isinstance(any_bad, jax.core.Tracer):
-            _raise_when_run(text, _details(finding))
-        elif any_bad:
-            with jax.debug_nans(False):  # the value may be one
-                raise ValueError(_filled(text, _details(finding)))
-    return functools.reduce(jnp.logical_or, bad_rows) if mode == "checkify" else None
+            _stage_check(text, _details(finding))
+        elif isinstance(finding.bad, jax.core.Tracer):
+            has_failed |= _staged(text)(*finding)
+        else:
+            _raise_now(text, finding)
+    if mode == "checkify":
+        return is_bad
+    return has_failed if isinstance(has_failed, jax.core.Tracer) else None
+
+
+def _raise_now(text: str, finding: _Finding) -> None:
+    """Raises the error in eager code."""
+    with jax.debug_nans(False):  # the value may be one
+        if jnp.any(finding.bad):
+            raise ValueError(_filled(text, _details(finding)))
 
 
 def _details(finding: _Finding) -> _Details:
@@ -185,56 +228,111 @@ def _details(finding: _Finding) -> _Details:
     )
 
 
-def _stage_check(any_bad: Array, text: str, details: _Details) -> None:
+# Mode "checkify".
+
+
+def _stage_check(text: str, details: _Details) -> None:
     """A check of checkify, which fills the text with numbers."""
     numbers: dict[str, Any] = {f"i{axis}": details.place[axis] for axis in range(len(details.place))}
     names = ", ".join(f"{{{name}}}" for name in numbers)
     index = f"({names},)" if len(numbers) == 1 else f"({names})"
     text = text.replace("{index}", index).replace("{shard}", "")
-    checkify.check(~any_bad, text, bad=details.bad, checked=details.checked, value=details.value, **numbers)
+    checkify.check(details.bad == 0, text, bad=details.bad, checked=details.checked, value=details.value, **numbers)
 
 
-def _raise_when_run(text: str, details: _Details) -> None:
-    """Makes the compiled program fail with the text.
+def _refuse_where_checkify_fails(op: str) -> None:
+    """Refuses a check that checkify would have to bring out of a `shard_map` whose mesh is that of `jax.set_mesh`.
+
+    It traces the body a second time there, in the wrong mesh (jax 0.12). Inside of the body it works.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes or not _mesh_is_set():
+        return
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename not in (_CHECKIFY, _SHARD_MAP):
+        frame = frame.f_back
+    if frame is not None and frame.f_code.co_filename == _CHECKIFY:
+        return
+    found = 'mode "checkify" in a jax.shard_map over the mesh of jax.set_mesh'
+    hint = "Or go through checkify.checkify within the shard_map."
+    raise ValueError(message(op, "label_checks", found, 'mode "raise", as JAX cannot bring a check out of it', hint))
+
+
+_CHECKIFY, _SHARD_MAP = (inspect.unwrap(fn).__code__.co_filename for fn in (checkify.checkify, jax.shard_map))
+
+
+def _mesh_is_set() -> bool:
+    """Whether there is a mesh of `jax.set_mesh`: without one a `PartitionSpec` is no sharding of an output."""
+    try:
+        with jax.ensure_compile_time_eval():
+            jax.jit(lambda: 0, out_shardings=jax.sharding.PartitionSpec()).lower()
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
+# Mode "raise".
+
+
+@functools.lru_cache(maxsize=1024)
+def _staged(text: str) -> Callable[[Array, Array, Array], Array]:
+    """The check that fails a compiled program with the text; it takes the arrays of a finding.
+
+    There is one function for each text, as JAX would compile one that it does not know. It makes one check of a `vmap`,
+    whose axis is in front of the index then.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def stage(bad: Array, checked: Array, values: Array) -> Array:
+        failed: Array = _fails(text, bad, checked, values)
+        return failed
+
+    @stage.def_vmap
+    def _(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
+        alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)]
+        if isinstance(alike[0], jax.core.Tracer):
+            return stage(*alike), False
+        _raise_now(text, _Finding(*alike))
+        return jnp.zeros((), bool), False
+
+    return stage
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fails(text: str, bad: Array, checked: Array, values: Array) -> Array:
+    """Makes the compiled program fail with the text if anything is bad; the result is there to be waited for.
 
     A callback of `jax.debug.callback` that raises fails the program in jit, grad, scan and remat, on every platform,
     and is not removed although nothing depends on it, as one of `jax.pure_callback` would be. Behind a `cond` it costs
     nothing while labels are good. Every device has to fail, or the others would wait for it in their next collective:
-    hence `partitioned`, and under `shard_map` the exchange of what was found. `vmap` would call once for each element.
+    hence `partitioned`, and under `shard_map` the exchange of what was found.
     """
-
-    def fail(details: _Details) -> None:
-        if details.bad:
-            raise ValueError(_filled(text, details))
-
-    @jax.custom_batching.custom_vmap
-    def stage(details: _Details) -> tuple[()]:
-        call = functools.partial(jax.debug.callback, fail, partitioned=True)
-        lax.cond(details.bad > 0, lambda details: call(details), lambda _: None, details)
-        return ()
-
-    @stage.def_vmap
-    def _(size: int, batched: Sequence[_Details], details: _Details) -> tuple[tuple[()], tuple[()]]:
-        def stacked(x: Array, is_batched: bool) -> Array:
-            return x if is_batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-
-        first, details = _first_bad(jax.tree.map(stacked, details, batched[0]))
-        stage(details._replace(place=jnp.concatenate([first[None], details.place])))
-        return (), ()
-
-    details = jax.tree.map(lax.stop_gradient, details)
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
-    if manual_axes:
-        shard, details = _first_bad(jax.tree.map(lambda x: lax.all_gather(x, manual_axes), details))
-        details = details._replace(shard=shard)
-    stage(details)
+    any_bad = jnp.any(bad)
+    for axis in manual_axes:  # one by one: what varies along one may be the same along another
+        any_bad = lax.pmax(any_bad.astype(jnp.int32), axis) > 0
+
+    def fail(finding: _Finding) -> Array:
+        details = _details(finding)
+        if manual_axes:
+            details = _of_all_shards(details, manual_axes)
+        jax.debug.callback(functools.partial(_fail, text), details, partitioned=True)
+        return jnp.ones((), bool)
+
+    failed: Array = lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), _Finding(bad, checked, values))
+    return failed
 
 
-def _first_bad(stacked: _Details) -> tuple[Array, _Details]:
-    """Which of the details is the first with anything bad, and it, with the counts of all."""
+def _fail(text: str, details: _Details) -> None:
+    if details.bad:
+        raise _reports.failure(_filled(text, details))
+
+
+def _of_all_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
+    """The details of the first shard with anything bad, with its number and the counts of all."""
+    stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), details)
     first = jnp.argmax(stacked.bad > 0)
     one: _Details = jax.tree.map(lambda x: x[first], stacked)
-    return first.astype(jnp.int32), one._replace(bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked))
+    return one._replace(shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked))
 
 
 def _filled(text: str, details: _Details) -> str:

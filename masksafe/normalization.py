@@ -5,7 +5,8 @@ works on any axes of an array as it lies.
 """
 
 import functools
-from typing import Any, NamedTuple
+import numbers
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,16 @@ from jax import lax
 
 from masksafe import _moments as moments
 from masksafe._blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._errors import as_float_array, as_mask_of, as_number, canonical_axes, message
+from masksafe._errors import (
+    as_array,
+    as_float_array,
+    as_mask_of,
+    as_number,
+    as_promoted_float_array,
+    at_rank_of,
+    canonical_axes,
+    message,
+)
 from masksafe._moments import Mean, selected, widened
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axes, Axis
@@ -51,7 +61,7 @@ def layer_norm(
       scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None is 1.
       bias: :math:`\beta`, of the same shape; None is 0.
       axis: the axis, or a tuple of axes in any order, over which mean and variance are taken.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the variance, 0 or more.
 
     Returns:
@@ -107,7 +117,7 @@ def rms_norm(
       x: floats `[...]`.
       scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None is 1.
       axis: the axis, or a tuple of axes in any order, over which the mean is taken.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the mean square, 0 or more.
 
     Returns:
@@ -137,7 +147,16 @@ def rms_norm(
     return _normalize("rms_norm", x, scale, None, axis, where, epsilon, centred=False)
 
 
-def standardize(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, epsilon: float = 1e-6) -> Array:
+def standardize(
+    x: ArrayLike,
+    axis: Axis | None = -1,
+    mean: ArrayLike | None = None,
+    variance: ArrayLike | None = None,
+    epsilon: ArrayLike = 1e-5,
+    where: ArrayLike | None = None,
+    *,
+    algorithm: Literal["fast", "stable"] = "fast",
+) -> Array:
     r"""Unmasked elements with mean 0 and variance 1; 0 at the masked ones.
 
     .. math:: y_i = \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}}
@@ -145,17 +164,22 @@ def standardize(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, e
     It is `layer_norm` without scale and bias; see there for the mean, the variance and special cases.
 
     Args:
-      x: floats `[...]`.
-      axis: the axis, or a tuple of axes, over which mean and variance are taken.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      epsilon: added to the variance, 0 or more.
+      x: floats `[...]`; integers become floats.
+      axis: the axis, or a tuple of axes, over which mean and variance are taken; None is all of them.
+      mean: :math:`\mu`, which broadcasts to the shape of `x`; by default the mean of the unmasked elements.
+      variance: :math:`\sigma^2`, which broadcasts to the shape of `x`; by default that of the unmasked elements.
+      epsilon: added to the variance, 0 or more; a number or a scalar array, which may be traced.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
+      algorithm: what the variance is where only `mean` is given: "fast" means :math:`E[x^2] - \mu^2`, and "stable"
+        :math:`E[(x - \mu)^2]`. Without `mean` they are the same number, and both are computed without cancellation.
 
     Returns:
-      An array of the shape and dtype of `x`.
+      An array of the shape of `x`, of the dtype to which `x`, `mean`, `variance` and `epsilon` promote.
 
     Raises:
-      TypeError: if `x` is not a float array, `where` is not boolean, or `epsilon` is traced.
-      ValueError: if `where` does not broadcast to the shape of `x`, `axis` is out of range, or `epsilon` is negative.
+      TypeError: if an argument is not an array of numbers or `where` is not boolean.
+      ValueError: if `mean`, `variance` or `where` does not broadcast to the shape of `x`, `axis` is out of range,
+        `epsilon` is a negative number or no scalar, or for another `algorithm`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -163,11 +187,22 @@ def standardize(x: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, e
       >>> print(masksafe.standardize(x, where=~jnp.isnan(x), epsilon=0))
       [-1.  1.  0.]
 
-    Coming from another library:
-      `jax.nn.standardize` adds an `epsilon` of 1e-5 in the same place to :math:`E[x^2] - E[x]^2`, takes `mean` and
-      `variance` from outside, and is NaN where nothing is left.
+    References:
+      `jax.nn.standardize <https://docs.jax.dev/en/latest/_autosummary/jax.nn.standardize.html>`_, which it replaces:
+      parameters, their order and defaults are its own. It computes :math:`E[x^2] - E[x]^2`, which cancels, and is NaN
+      where nothing is left.
     """
-    return _normalize("standardize", x, None, None, axis, where, epsilon, centred=True)
+    op = "standardize"
+    x = as_promoted_float_array(op, "x", x, of_any_width=True)
+    if algorithm not in ("fast", "stable"):
+        raise ValueError(message(op, "algorithm", f"value {algorithm!r}", "'fast' or 'stable'"))
+    if mean is None and variance is None and isinstance(epsilon, numbers.Real):
+        return _normalize(op, x, None, None, axis, where, epsilon, centred=True)
+    axes, where = canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
+    epsilon = _as_epsilon(op, epsilon)
+    mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
+    y: Array = _standardized_with(axes, algorithm, x, mean, variance, epsilon, where)
+    return y
 
 
 def _normalize(
@@ -175,27 +210,43 @@ def _normalize(
     x: ArrayLike,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
-    axis: Axis,
+    axis: Axis | None,
     where: ArrayLike | None,
-    epsilon: float,
+    epsilon: Any,
     centred: bool,
 ) -> Array:
-    x = as_float_array(op, "x", x)
+    x = as_float_array(op, "x", x, of_any_width=True)
     axes = canonical_axes(op, axis, x.ndim)
     epsilon = as_number(op, "epsilon", epsilon)
     if not epsilon >= 0:
         raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
     scale = _along_axes(op, "scale", scale, x, axes)
     bias = _along_axes(op, "bias", bias, x, axes)
-    y: Array = _normalized(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x), scale, bias)
+    y: Array = _normalized(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x.shape), scale, bias)
     return y
+
+
+def _as_epsilon(op: str, epsilon: ArrayLike) -> Array:
+    if isinstance(epsilon, numbers.Real) and not epsilon >= 0:
+        raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
+    array = as_array(op, "epsilon", epsilon)
+    if array.size != 1 or array.ndim:
+        raise ValueError(message(op, "epsilon", f"shape {array.shape}", "a scalar"))
+    return array
+
+
+def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> Array | None:
+    if value is None:
+        return None
+    return at_rank_of(op, argument, as_promoted_float_array(op, argument, value), x.shape, "x")
 
 
 def _along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes: Axes) -> Array | None:
     """A parameter of the shape of the normalised axes, laid out to broadcast with `x`."""
     if value is None:
         return None
-    parameter, expected = as_float_array(op, argument, value), tuple(x.shape[a] for a in axes)
+    parameter = as_float_array(op, argument, value, of_any_width=True)
+    expected = tuple(x.shape[a] for a in axes)
     if parameter.shape != expected:
         expectation = f"shape {expected}, that of the axes {axes} of x"
         raise ValueError(message(op, argument, f"shape {parameter.shape}", expectation))
@@ -302,6 +353,41 @@ def _pull_back(
 
     d_x, (d_scale, d_bias) = by_row_blocks(of_rows, leading_axes(config.axes), x, d_y, where, scale, statistics)
     return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _standardized_with(
+    axes: Axes,
+    algorithm: str,
+    x: Array,
+    mean: Array | None,
+    variance: Array | None,
+    epsilon: Array,
+    where: Array | None,
+) -> Array:
+    """`standardize` with a mean or variance from outside, or a traced epsilon; JAX's own rules differentiate it."""
+    dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
+    wide = widened(selected(x.astype(dtype), where))
+    sample_mean = moments.mean(wide, axes, where)
+    deviations = moments.deviations(wide, sample_mean, where)
+    sample_variance = moments.squares(deviations, axes) / jnp.maximum(moments.count(wide, axes, where), 1)
+    if mean is None:
+        is_constant = moments.is_rounding(sample_variance, sample_mean)
+        deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))
+    else:  # E[x^2] - m^2 = var + (E[x] - m) (E[x] + m), and E[(x - m)^2] = var + (E[x] - m)^2
+        mean = _at_shape_of(wide, mean, where, 0)
+        deviations = selected(wide - mean, where)
+        gap = -moments.deviations(mean, sample_mean, where)
+        sample_variance = jnp.maximum(sample_variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
+    variance = sample_variance if variance is None else _at_shape_of(wide, variance, where, 1)
+    variance = variance + epsilon.astype(wide.dtype)
+    is_zero = (variance == 0) & (deviations == 0)
+    reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
+    return selected(deviations * reciprocal_std, where).astype(dtype)
+
+
+def _at_shape_of(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
+    return selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
 
 
 def _statistics(config: _Config, axes: Axes, x: Array, where: Array | None, narrow: Any) -> _Statistics:

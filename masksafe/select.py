@@ -99,8 +99,9 @@ def apply_where(
       >>> import jax, jax.numpy as jnp, masksafe
       >>> x = jnp.array([4.0, 0.0, -1.0])
       >>> log = lambda x: masksafe.apply_where(x > 0, x, jnp.log, fill_value=0.0)
-      >>> print(log(x), jax.grad(lambda x: log(x).sum())(x))
-      [1.3862944 0.        0.       ] [0.25 0.   0.  ]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(log(x), jax.grad(lambda x: log(x).sum())(x))
+      [1.3863 0.     0.    ] [0.25 0.   0.  ]
 
     References:
       The signature is that of `array_api_extra.apply_where
@@ -108,8 +109,11 @@ def apply_where(
     """
     op = "apply_where"
     if (f2 is None) == (fill_value is None):
-        found = "neither given" if f2 is None else "both given"
+        found = "neither" if f2 is None else "both"
         raise TypeError(message(op, "f2 or fill_value", found, "exactly one of them"))
+    if f2 is not None and not callable(f2):
+        hint = f"A constant is written fill_value={f2}." if jnp.ndim(f2) == 0 else "An array goes to fill_value."
+        raise TypeError(message(op, "f2", f"type {type(f2).__name__}", "a function", hint))
     cond = as_mask(op, "cond", cond)
     arrays = [as_array(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]
     shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": a.shape for i, a in enumerate(arrays)})
@@ -330,4 +334,4 @@ def _reduction_arguments(
 ) -> tuple[Array, tuple[int, ...], Array | None]:
     """The array, its canonical axes, and the mask at the array's rank but not at its shape."""
     x = as_array(op, "x", x)
-    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x)
+    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)

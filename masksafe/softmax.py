@@ -5,48 +5,95 @@ cores are jitted, so that what is under the mask never shows, not even under jax
 """
 
 import functools
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_mask_of, canonical_axes
+from masksafe._errors import as_array, as_mask_of, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._moments import selected, widened
 from masksafe._rules import differentiable
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 
 
-def logsumexp(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis | None = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    where: ArrayLike | None = None,
+) -> Array: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis | None = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: ArrayLike | None = None,
+) -> tuple[Array, Array]: ...
+
+
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis | None = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    where: ArrayLike | None = None,
+) -> Array | tuple[Array, Array]:
     r"""The logarithm of the sum of exponentials of the unmasked elements; -inf if there are none.
 
-    .. math:: \log \sum_{i : \text{where}_i} e^{x_i}
+    .. math:: \log \sum_{i : \text{where}_i} b_i \, e^{a_i}
 
     Args:
-      x: floats.
-      axis: an axis, a tuple of axes, or None for all of them. (`jax.nn.logsumexp` takes all by default.)
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      a: floats; integers become floats, and complex numbers are taken too.
+      axis: an axis, a tuple of axes, or None for all of them, the default.
+      b: factors of the exponentials, which broadcast with `a`; by default 1. An element whose factor is 0 is gone.
       keepdims: keep the reduced axes, with size 1.
+      return_sign: return the sign of the sum as well, and the logarithm of its magnitude.
+      where: booleans that broadcast to the shape of `a` (and `b`), trailing axes first; False is masked, None masks
+        nothing.
 
     Returns:
-      An array of the dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The gradient
-      is the softmax: exactly 0 with respect to a masked element, and for a slice with nothing left.
+      An array of the dtype of `a` (and `b`); float16 and bfloat16 are computed in float32 and rounded once. With
+      `return_sign` a tuple of it and the sign: 1, -1, or 0 where the sum is 0, and the sum over its magnitude if it
+      is complex. Without it, a negative sum gives NaN. The gradient is the softmax: exactly 0 with respect to a
+      masked element, and for a slice with nothing left.
 
     Raises:
-      TypeError: if `x` is not a float array or `where` is not boolean.
-      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
+      TypeError: if `a` or `b` is not an array of numbers or `where` is not boolean.
+      ValueError: if the shapes do not broadcast, or `axis` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> x = jnp.array([[0.0, 0.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
-      >>> print(masksafe.logsumexp(x, where=~jnp.isnan(x)))
-      [0.6931472      -inf]
+      >>> a = jnp.array([[0.0, 0.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.logsumexp(a, -1, where=~jnp.isnan(a)))
+      [0.6931   -inf]
 
     References:
-      `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_.
+      `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, which it replaces:
+      parameters, their order and defaults are its own.
     """
-    x, axes, where = _arguments("logsumexp", x, axis, where)
-    result = _logsumexp(axes, x, where)
-    return result if keepdims else jnp.squeeze(result, axes)
+    op = "logsumexp"
+    a, b = _as_numbers(op, "a", a), None if b is None else _as_numbers(op, "b", b)
+    shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
+    axes, where = canonical_axes(op, axis, len(shape)), as_mask_of(op, where, shape, "a")
+    if b is None and not jnp.iscomplexobj(a):
+        result = _logsumexp(axes, a, where)
+        sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
+    else:
+        result, sign = _signed_logsumexp(axes, return_sign, jnp.broadcast_to(a, shape), b, where)
+    if not keepdims:
+        result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
+    return (result, sign) if return_sign else result
 
 
 def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
@@ -55,9 +102,9 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     .. math:: p_i = \frac{e^{x_i}}{\sum_{j : \text{where}_j} e^{x_j}}
 
     Args:
-      x: floats.
+      x: floats; integers become floats.
       axis: the axis or axes over which the result sums to 1; None is all of them.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A
@@ -88,9 +135,9 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
     .. math:: \log p_i = x_i - \log \sum_{j : \text{where}_j} e^{x_j}
 
     Args:
-      x: floats.
+      x: floats; integers become floats.
       axis: the axis or axes over which the probabilities sum to 1; None is all of them.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
@@ -106,8 +153,9 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> x = jnp.array([1.0, 1.0, jnp.nan])
-      >>> print(masksafe.log_softmax(x, where=~jnp.isnan(x)))
-      [-0.6931472 -0.6931472       -inf]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.log_softmax(x, where=~jnp.isnan(x)))
+      [-0.6931 -0.6931    -inf]
 
     References:
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, which it
@@ -118,8 +166,13 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
 
 def _arguments(op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> tuple[Array, Axes, Array | None]:
-    x = as_float_array(op, "x", x)
-    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x)
+    x = as_promoted_float_array(op, "x", x, of_any_width=True)
+    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
+
+
+def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
+    array = as_array(op, argument, value)
+    return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, of_any_width=True)
 
 
 # The cores. The reductions keep their axes. Cotangents of masked elements are selected away, and products with
@@ -135,7 +188,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
     probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _where_alive(axes, where, result, 0.0))
-    return selected(probs * d_result, where, 0).astype(x.dtype), None
+    return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
 
 
 @differentiable(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
@@ -152,6 +205,30 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
     total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return _where_alive(axes, where, shift + jnp.log(total), -jnp.inf)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _signed_logsumexp(
+    axes: Axes, return_sign: bool, a: Array, b: Array | None, where: Array | None
+) -> tuple[Array, Array]:
+    """The logarithm of a sum that may be negative or complex, and its sign; differentiated by JAX's own rules."""
+    dtype = a.dtype if b is None else jnp.result_type(a, b)
+    live = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
+    factor = jnp.ones_like(live, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)
+    live &= factor != 0
+    wide, factor = widened(selected(a.astype(dtype), live)), widened(factor)
+
+    largest = jnp.max(selected(lax.stop_gradient(wide.real), live, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
+    shift = jnp.where(jnp.isfinite(largest), largest, 0)
+    terms = selected(selected(factor, live) * jnp.exp(selected(wide - shift.astype(wide.dtype), live)), live)
+    total = _where_alive(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
+    sign = _where_alive(axes, live, jnp.sign(total), 0.0).astype(dtype)
+    is_complex = jnp.iscomplexobj(total)
+    log = jnp.log(total) if is_complex and not return_sign else jnp.log(jnp.abs(total))
+    if not is_complex and not return_sign:
+        log = jnp.where(total < 0, jnp.nan, log)
+    result = _where_alive(axes, live, log + shift.astype(log.dtype), -jnp.inf)
+    return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:

@@ -1,9 +1,12 @@
 """The arguments of dot_product_attention: integers of any width, and what is refused."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention import attention, random_inputs
+from test_attention import attention, random_inputs, shrink_blocks
+
+import masksafe
 
 INTEGERS = {
     "int8 offset": (
@@ -28,6 +31,9 @@ INTEGERS = {
     ),
     "a list for the window": (dict(local_window_size=[1, 2]), dict(local_window_size=(1, 2))),
     "integer bias": (dict(bias=jnp.arange(7)), dict(bias=jnp.arange(7.0))),
+    "boolean bias": (dict(bias=jnp.arange(7) > 3), dict(bias=jnp.where(jnp.arange(7) > 3, 1.0, 0.0))),
+    "integer scale": (dict(scale=jnp.array(2)), dict(scale=jnp.array(2.0))),
+    "scale of one element": (dict(scale=jnp.full((1, 1), 0.5)), dict(scale=jnp.array(0.5))),
 }
 
 
@@ -40,38 +46,59 @@ def test_no_integer_wraps(name):
 # Bad arguments.
 
 
+def heads_first(x):
+    return jnp.swapaxes(x, -3, -2)
+
+
 BAD_ARGUMENTS = {
-    "query: a rank": (dict(query=jnp.ones((2, 3))), ValueError, "query has shape"),
-    "key: a head_dim": (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key has shape"),
-    "key: a batch": (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key has shape"),
-    "value: a length": (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value has shape"),
+    "query: a rank": (dict(query=jnp.ones((2, 3))), ValueError, "query: got shape"),
+    "key: a head_dim": (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key: got shape"),
+    "key: a batch": (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key: got shape"),
+    "value: a length": (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value: got shape"),
     "heads": (dict(key=jnp.ones((2, 7, 3, 4)), value=jnp.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
-    "dtypes": (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key has dtype bfloat16"),
-    "integers": (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query has dtype int32"),
+    "dtypes": (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
+    "integers": (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query: got dtype int32"),
     "mask: (batch, keys)": (dict(mask=jnp.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
-    "mask: a float": (dict(mask=jnp.ones((6, 7))), TypeError, "mask has dtype float32"),
-    "mask: a shape": (dict(mask=jnp.ones((2, 3, 6, 7), bool)), ValueError, "mask has shape"),
-    "bias: booleans": (dict(bias=jnp.ones((6, 7), bool)), TypeError, "A boolean mask goes to mask"),
-    "bias: a shape": (dict(bias=jnp.ones((5, 7))), ValueError, "bias has shape"),
-    "lengths: floats": (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths has dtype"),
-    "lengths: a shape": (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths has shape"),
-    "a window": (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size has value"),
+    "mask: a float": (dict(mask=jnp.ones((6, 7))), TypeError, "mask: got dtype float32"),
+    "mask: a shape": (dict(mask=jnp.ones((2, 3, 6, 7), bool)), ValueError, "mask: got shape"),
+    "bias: complex numbers": (dict(bias=jnp.ones((6, 7), complex)), TypeError, "bias: got dtype complex64"),
+    "heads in front of time": (
+        dict(zip(("query", "key", "value"), map(heads_first, random_inputs()), strict=True)),
+        ValueError,
+        r"Time is in front of heads.* jnp.swapaxes\(x, -3, -2\)",
+    ),
+    "heads in front of time, a mask": (
+        dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
+        | dict(mask=jnp.ones((2, 1, 6, 6), bool)),
+        ValueError,
+        "mask: got shape .* Time is in front of heads",
+    ),
+    "heads in front of time, segments": (
+        dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
+        | dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
+        ValueError,
+        "query_segment_ids: got shape .* Time is in front of heads",
+    ),
+    "bias: a shape": (dict(bias=jnp.ones((5, 7))), ValueError, "bias: got shape"),
+    "lengths: floats": (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),
+    "lengths: a shape": (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths: got shape"),
+    "a window": (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size: got value"),
     "one half of the segments": (
         dict(query_segment_ids=jnp.ones((2, 6), int)),
         ValueError,
-        "key_value_segment_ids has value None",
+        "key_value_segment_ids: got value None",
     ),
     "segments: a shape": (
         dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
         ValueError,
-        "key_value_segment_ids has shape",
+        "key_value_segment_ids: got shape",
     ),
-    "an offset": (dict(causal_offset=1.5), TypeError, "causal_offset has dtype"),
-    "a scale": (dict(scale=jnp.ones(2)), ValueError, "scale has shape"),
-    "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap has value 0.0"),
-    "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate has value 1.0"),
-    "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key has value None"),
-    "an implementation": (dict(implementation="pallas"), ValueError, "implementation has value 'pallas'"),
+    "an offset": (dict(causal_offset=1.5), TypeError, "causal_offset: got dtype"),
+    "a scale": (dict(scale=jnp.ones(2)), ValueError, "scale: got shape"),
+    "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
+    "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
+    "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),
+    "an implementation": (dict(implementation="pallas"), ValueError, "implementation: got value 'pallas'"),
     "no GPU": (dict(implementation="cudnn"), ValueError, "the default backend is cpu, not a GPU"),
 }
 
@@ -82,3 +109,42 @@ def test_bad_arguments_are_refused(name):
     query, key, value = random_inputs()
     with pytest.raises(error, match=f"^dot_product_attention: .*{text}"):
         attention(**(dict(query=query, key=key, value=value) | changed))
+
+
+# Where JAX refuses to promote ranks and dtypes by itself.
+
+STRICT = {
+    "plain": {},
+    "causal": dict(is_causal=True),
+    "causal with an offset": dict(is_causal=True, causal_offset=jnp.array([1, 2])),
+    "window": dict(local_window_size=(2, 1)),
+    "lengths": dict(query_seq_lengths=jnp.array([3, 6]), key_value_seq_lengths=jnp.array([0, 7])),
+    "mask and bias": dict(mask=jnp.ones((6, 7), bool), bias=jnp.ones((1, 1, 7))),
+    "segments": dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones(7, int), is_causal=True),
+    "scale and soft cap": dict(scale=jnp.ones(1), logit_soft_cap=3.0, is_causal=True),
+    "dropout": dict(dropout_rate=0.5, dropout_key=jax.random.key(0)),
+    "integer scale and boolean bias": dict(scale=jnp.array(2), bias=jnp.ones((6, 7), bool)),
+}
+
+
+@pytest.mark.parametrize(
+    ("many_blocks", "dtype"),
+    [(False, jnp.bfloat16), (True, jnp.float32)],
+    ids=["one block of bfloat16", "many blocks of float32"],
+)
+@pytest.mark.parametrize("arguments", STRICT.values(), ids=STRICT)
+def test_nothing_is_promoted_by_itself(arguments, many_blocks, dtype, monkeypatch):
+    if many_blocks:
+        shrink_blocks(monkeypatch)
+    query, key, value = (x.astype(dtype) for x in random_inputs())
+
+    def total(query):
+        out, lse = attention(query, key, value, return_residual=True, **arguments)
+        return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.make_jaxpr(jax.grad(total))(query)
+        jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jax.grad(total)(q))))(query)
+        jax.make_jaxpr(lambda q: jax.jvp(jax.grad(total), (q,), (q,)))(query)
+        with masksafe.forward_mode():
+            jax.make_jaxpr(lambda q: jax.jvp(total, (q,), (q,)))(query)

@@ -423,7 +423,7 @@ def test_cudnn_hides_no_nan(fake_cudnn):
     ],
 )
 def test_cudnn_refuses_what_it_has_not(arguments, reason, fake_cudnn):
-    with pytest.raises(ValueError, match=f"^dot_product_attention: implementation has value 'cudnn'.*{reason}"):
+    with pytest.raises(ValueError, match=f"^dot_product_attention: implementation: got value 'cudnn'.*{reason}"):
         fake_cudnn(*random_inputs(dtype=jnp.bfloat16), **arguments)
     with pytest.raises(ValueError, match="the dtype is float32, not float16 or bfloat16"):
         fake_cudnn(*random_inputs())

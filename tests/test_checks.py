@@ -1,7 +1,9 @@
 """The checks of labels, in their three modes."""
 
+import functools
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -161,6 +163,41 @@ def test_function_that_checkify_has_not_been_through_fails_loudly():
             mean_loss(LOGITS, LABELS)
         with pytest.raises(ValueError, match="checkify"):
             jax.jit(mean_loss)(LOGITS, LABELS)
+    for _ in range(2):  # the second time JAX finds the trace in its cache
+        with pytest.raises(ValueError, match="stages such checks: compile") as error, masksafe.label_checks("checkify"):
+            jax.jit(mean_loss)(LOGITS, LABELS)
+        assert 'label_checks("raise")' in str(error.value)
+    with pytest.raises(KeyError), masksafe.label_checks("checkify"):  # other errors are as they were
+        raise KeyError
+
+
+def over_rows(mesh, fn):
+    rows = PartitionSpec("rows")
+    return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("jitted", [jax.jit, lambda fn: fn])
+def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type, jitted):
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(axis_type,))
+    args = jax.device_put((LOGITS, LABELS), jax.sharding.NamedSharding(mesh, PartitionSpec("rows")))
+    step = jitted(checkify.checkify(jitted(over_rows(mesh, mean_loss))))
+    text = r"integer_labels: label_checks: got mode \"checkify\" in a jax.shard_map .*; expected mode \"raise\""
+    with jax.set_mesh(mesh), masksafe.label_checks("checkify"), pytest.raises(ValueError, match=text):
+        step(*args)
+
+
+def test_checkify_works_within_a_shard_map_over_the_set_mesh():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(logits, labels):
+        error, loss = checkify.checkify(mean_loss)(logits, labels)
+        return jax.tree.map(lambda x: x[None], (error, loss))
+
+    rows = PartitionSpec("rows")
+    with jax.set_mesh(mesh), masksafe.label_checks("checkify"):
+        error, _ = jax.jit(jax.shard_map(body, in_specs=(rows, rows), out_specs=rows))(LOGITS, LABELS)
+        assert "1 of 3 labels are outside [0, 5); first at (0, 1): 5" in error.get()
 
 
 # raise
@@ -243,6 +280,153 @@ def test_raise_gives_no_false_alarm_on_masked_labels():
         masked = jax.jit(lambda logits, labels: integer_loss(logits, labels, where=(labels >= 0) & (labels < CLASSES)))
         assert np.isfinite(masked(LOGITS, LABELS)).all()
         assert np.isfinite(jax.vmap(masked)(LOGITS, LABELS)).all()
+
+
+def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match="labels are outside") as error:
+        jax.block_until_ready(over_rows(mesh, mean_loss)(LOGITS, LABELS))
+    assert str(error.value).count("labels are outside") == 1
+
+
+def test_raise_is_a_value_error_at_once_in_an_eager_vmap():
+    with masksafe.label_checks("raise"):
+        for fn in (mean_loss, jax.grad(mean_loss)):
+            with pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
+                jax.vmap(fn)(LOGITS, LABELS)
+        shared_mask = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
+        with pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"):
+            shared_mask(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
+
+
+def test_gradient_of_labels_is_checked():
+    with masksafe.label_checks("raise"):
+        loss = lambda labels: jnp.sum(soft_losses[0](LOGITS, labels))  # noqa: E731
+        assert np.isfinite(jax.grad(loss)(SOFT)).all()
+        for fn in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.checkpoint(loss))):
+            with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
+                jax.block_until_ready(fn(SOFT.at[1, 0, 0].set(-1)))
+
+
+# Each call makes new functions, as code does that is not written for a benchmark.
+REPEATED = {
+    "eager": mean_loss,
+    "jit": jax.jit(mean_loss),
+    "jit of value_and_grad": jax.jit(jax.value_and_grad(mean_loss)),
+    "vmap": lambda *args: jax.vmap(lambda *args: mean_loss(*args))(*args),
+    "vmap of vmap": lambda *args: jax.vmap(jax.vmap(lambda *args: integer_loss(*args)))(*args),
+    "grad": lambda logits, labels: jax.grad(lambda logits: mean_loss(logits, labels))(logits),
+    "grad of remat": lambda logits, labels: jax.grad(jax.checkpoint(lambda x: mean_loss(x, labels)))(logits),
+    "vmap of grad": lambda *args: jax.vmap(jax.grad(lambda *args: mean_loss(*args)))(*args),
+    "vmap of grad of remat": lambda *args: jax.vmap(jax.grad(jax.checkpoint(lambda *args: mean_loss(*args))))(*args),
+    "scan": lambda *args: lax.scan(step_of_scan, 0.0, args)[0],
+}
+
+
+def step_of_scan(total, row):
+    return total + mean_loss(*row), None
+
+
+@pytest.mark.parametrize("mode", ["off", "raise", "checkify"])
+@pytest.mark.parametrize("way", REPEATED)
+def test_repeated_calls_compile_nothing(way, mode):
+    compiled = []
+
+    def note(event, *_, **__):
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    # An eager checkify compiles at each call in jax 0.10, also without masksafe.
+    fn = jax.jit(checkify.checkify(REPEATED[way])) if mode == "checkify" else REPEATED[way]
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        jax.jit(lambda x: x + 1)(0)
+        assert compiled  # so it counts
+        with masksafe.label_checks(mode):
+            jax.block_until_ready(fn(LOGITS, GOOD))
+            compiled.clear()
+            for _ in range(2):
+                jax.block_until_ready(fn(LOGITS, GOOD))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    assert compiled == []
+
+
+EXIT = """
+import jax, jax.numpy as jnp, masksafe
+mesh = jax.make_mesh((4,), ("rows",))
+labels = jax.device_put(jnp.arange(8), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
+loss = jax.jit(lambda labels: masksafe.losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((8, 7)), labels))
+def run():
+    with masksafe.label_checks("raise"):
+        return jax.block_until_ready(loss(labels))
+"""
+CAUGHT = "try: run()\nexcept jax.errors.JaxRuntimeError as error: print(str(error).splitlines()[-1])"
+CAUGHT_WITHIN = "masksafe.set_label_checks('raise')\ntry: loss(labels).block_until_ready()\nexcept Exception: pass"
+UNREAD = "with masksafe.label_checks('raise'): loss(labels)"
+OF_OTHERS = "jax.jit(lambda: jax.debug.callback(lambda: 1 / 0))()"
+
+
+@pytest.mark.parametrize(
+    ("code", "on_stderr"),
+    [(CAUGHT, 0), ("run()", 1), (UNREAD, 1), (CAUGHT_WITHIN, 1), (CAUGHT + "\n" + UNREAD, 0)],
+    ids=["caught", "not caught", "never read", "caught within", "caught, and never read"],
+)
+def test_an_error_is_told_once(code, on_stderr):
+    done = run_python(EXIT + code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    text = "1 of 8 labels are outside [0, 7); first at (7,): 7 (called at <string>:5, in <lambda>)"
+    assert done.stderr.count(text) == on_stderr
+    assert done.stdout.count(text) == code.count(CAUGHT)
+    assert "failed\n" not in done.stderr
+    assert "atexit" not in done.stderr
+    assert done.stderr.count("\n") == on_stderr or code == "run()"
+
+
+def test_errors_of_other_callbacks_are_left_to_jax():
+    done = run_python(EXIT + CAUGHT + "\n" + OF_OTHERS, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+    assert "jax.debug.callback failed" in done.stderr
+    assert "ZeroDivisionError" in done.stderr
+
+
+def run_python(code, **environment):
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+TWO_PROCESSES = """
+import sys, jax, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+import masksafe
+by_row = jax.sharding.NamedSharding(jax.make_mesh((4,), ("rows",)), jax.sharding.PartitionSpec("rows"))
+rows = lambda x: jax.make_array_from_callback(x.shape, by_row, lambda index: x[index])
+loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
+step = jax.jit(jax.value_and_grad(lambda logits, labels: masksafe.mean(loss(logits, labels))))
+try:
+    with jax.set_mesh(by_row.mesh), masksafe.label_checks("raise"):
+        jax.block_until_ready(step(rows(np.zeros((8, 7), np.float32)), rows(np.arange(8, dtype=np.int32))))
+except jax.errors.JaxRuntimeError as error:
+    print(str(error).splitlines()[-1])
+"""
+
+
+@pytest.mark.slow
+def test_both_of_two_processes_tell_of_an_error_once():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO_PROCESSES, port, str(i)], env=flags, stdout=-1, stderr=-1, text=True
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        told, errors = process.communicate(timeout=120)
+        assert told.count("1 of 8 labels are outside [0, 7); first at (7,): 7") == 1
+        assert "labels" not in errors
+        assert process.returncode == 0
 
 
 # The text.
@@ -328,6 +512,60 @@ def test_error_is_told_under_debug_nans():
         soft_losses[0](LOGITS, np.full(LOGITS.shape, np.nan, np.float32))
 
 
+PROBABILITIES = jax.nn.softmax(LOGITS)
+ONE_HOT = functools.partial(jax.nn.one_hot, num_classes=CLASSES)
+STRICT = {
+    "integers": lambda labels: integer_loss(LOGITS, labels, where=jnp.arange(CLASSES)[None, None] != 4),
+    "rows": lambda labels: integer_loss(LOGITS, labels, where=labels > 0),
+    "distributions": lambda labels: soft_losses[0](LOGITS, ONE_HOT(labels), where=labels[..., None] > 0),
+    "elements": lambda labels: masksafe.losses.sigmoid_binary_cross_entropy(LOGITS, labels[..., None] > 0),
+    "probabilities": lambda labels: masksafe.losses.dice_loss(PROBABILITIES, ONE_HOT(labels), apply_softmax=False),
+}
+
+
+@pytest.mark.parametrize("mode", ["raise", "checkify"])
+@pytest.mark.parametrize("loss", STRICT)
+def test_checks_promote_nothing(loss, mode):
+    labels = jnp.minimum(GOOD, 3)
+    with (
+        masksafe.label_checks(mode),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        jax.debug_nans(True),
+    ):
+        plain = STRICT[loss]
+        for fn, arg in ((plain, labels), (jax.vmap(plain), labels[None]), (jax.jit(plain), labels)):
+            if mode == "raise":
+                assert np.isfinite(fn(arg)).all()
+            else:
+                checkify.checkify(fn)(arg)[0].throw()
+
+
+@pytest.mark.parametrize("mode", ["raise", "checkify"])
+def test_sharded_labels_and_probabilities_are_checked(mode):
+    mesh = jax.make_mesh((4,), ("rows",))
+    by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
+    bad = PROBABILITIES.at[2, 1, 3].set(2)
+    cases = [
+        (integer_loss, (LOGITS, LABELS), TEXT),
+        (soft_losses[0], (LOGITS, bad), "1 of 12 rows of labels sum to neither 1 nor 0"),
+        (
+            lambda *args: masksafe.losses.dice_loss(*args, apply_softmax=False),
+            (bad, SOFT),
+            "1 of 60 predictions are outside [0, 1]; first at (2, 1, 3): 2.0",
+        ),
+    ]
+    with jax.set_mesh(mesh), masksafe.label_checks(mode):
+        for loss, args, text in cases:
+            args = jax.device_put(args, by_row)
+            if mode == "raise":
+                for fn in (loss, jax.jit(loss)):
+                    with pytest.raises(Exception, match=re.escape(text)):
+                        jax.block_until_ready(fn(*args))
+            else:
+                assert text in jax.jit(checkify.checkify(loss))(*args)[0].get()
+
+
 # The switch.
 
 
@@ -396,19 +634,19 @@ def test_switch_belongs_to_its_thread_and_the_other_one_to_the_process():
 
 @pytest.mark.parametrize("mode", ["on", "", None, True])
 def test_unknown_mode_is_refused(mode):
-    with pytest.raises(ValueError, match=r"label_checks: mode has value .*; expected one of 'off', 'checkify'"):
+    with pytest.raises(ValueError, match=r"label_checks: mode: got value .*; expected one of 'off', 'checkify'"):
         masksafe.label_checks(mode).__enter__()
-    with pytest.raises(ValueError, match="set_label_checks: mode has value"):
+    with pytest.raises(ValueError, match="set_label_checks: mode: got value"):
         masksafe.set_label_checks(mode)
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [("raise", "2 of 2 labels are outside"), ("loud", "MASKSAFE_LABEL_CHECKS has value 'loud'")]
+    ("value", "text"),
+    [("raise", "2 of 2 labels are outside"), ("", ""), ("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'")],
 )
 def test_environment_variable(value, text):
     code = "import jax.numpy as jnp, masksafe; "
     code += "masksafe.losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 3)), jnp.array([3, -1]))"
-    environment = {**os.environ, "MASKSAFE_LABEL_CHECKS": value}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
+    done = run_python(code, MASKSAFE_LABEL_CHECKS=value)
+    assert done.returncode == (text != "")
     assert text in done.stderr

@@ -129,7 +129,7 @@ def test_outputs_and_arguments_are_named():
 def test_modes_can_be_chosen():
     fn = lambda x: x * 2 if is_traced(x) else x  # noqa: E731
     assert_consistent(fn, X, modes=("jit", "vmap", "scan"))
-    with pytest.raises(ValueError, match=r"assert_consistent: modes has .'fast'.; expected some of"):
+    with pytest.raises(ValueError, match=r"assert_consistent: modes: got .'fast'.; expected some of"):
         assert_consistent(fn, X, modes=("fast",))
 
 
@@ -313,10 +313,10 @@ def test_modes_that_disagree_are_found():
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: assert_gradients(jnp.sin, X, modes=("backward",)), "assert_gradients: modes has .'backward'."),
-        (lambda: assert_gradients(jnp.sin, X, modes=()), "assert_gradients: modes has "),
-        (lambda: assert_gradients(lambda x: x, jnp.arange(3)), "assert_gradients: args has no floats"),
-        (lambda: assert_gradients(jnp.fft.fft, X), "assert_gradients: fn has no output of floats"),
+        (lambda: assert_gradients(jnp.sin, X, modes=("backward",)), "assert_gradients: modes: got .'backward'."),
+        (lambda: assert_gradients(jnp.sin, X, modes=()), "assert_gradients: modes: got "),
+        (lambda: assert_gradients(lambda x: x, jnp.arange(3)), "assert_gradients: args: got no floats"),
+        (lambda: assert_gradients(jnp.fft.fft, X), "assert_gradients: fn: got no output of floats"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(call, text):

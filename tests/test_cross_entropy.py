@@ -135,6 +135,7 @@ def test_many_shapes_keep_the_contract_under_every_transform(problem):
 def assert_contract(problem, transforms):
     axis, logits, targets, where = problem
     live = expand(where, axis, logits.shape)
+    hypothesis.assume(not live.all())
     labels = live.argmax(axis).astype(np.int8)
     assert_mask_safe(
         lambda logits, labels: integer(logits, labels, axis, where=where),
@@ -236,7 +237,9 @@ def test_row_whose_loss_is_selected_away_gets_no_gradient(bad):
     """The way people mask without `where`: jnp.where behind the loss, over padded labels."""
     labels, logits = LABELS.at[1].set(-100), LOGITS.at[1, 3].set(bad)
     gradient = jax.grad(lambda x: jnp.where(labels >= 0, integer(x, labels), 0).sum())(logits)
-    np.testing.assert_array_equal(gradient, grad(lambda x: integer(x, labels, where=labels >= 0), logits))
+    expected = grad(lambda x: integer(x, labels, where=labels >= 0), logits)  # another program
+    np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert (gradient[1] == 0).all()
     targets = TARGETS.at[1].set(0.5)
     gradient = jax.grad(lambda t: jnp.where(labels >= 0, soft(logits.at[1, 0].set(-INF), t), 0).sum())(targets)
     assert (gradient[1] == 0).all()
@@ -252,14 +255,19 @@ def test_row_with_a_bad_label_selected_away_is_gone_from_the_hessian():
 # Rule 6: labels never wrap.
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint32, np.uint64])
-@pytest.mark.parametrize("value", ["min", -100, -1, 7, "max", 2**32, 2**32 + 3, -(2**32)])
+def out_of_range(dtype):
+    """The labels of a dtype that are none of seven classes, of those that are worth a look."""
+    limits = np.iinfo(dtype)
+    values = sorted({limits.min, -100, -1, 7, limits.max, 2**32, 2**32 + 3, -(2**32)})
+    return [v for v in values if limits.min <= v <= limits.max and not 0 <= v < 7]
+
+
+INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint32", "uint64"]
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(dtype, v) for dtype in INTEGERS for v in out_of_range(dtype)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_label_out_of_range_gives_nan_in_its_row(dtype, value, x64):
-    limits = np.iinfo(dtype)
-    value = {"min": limits.min, "max": limits.max}.get(value, value)
-    if not limits.min <= value <= limits.max or 0 <= value < 7:
-        return  # no such label in this dtype, or a good one
     labels = np.array([0, value, 6, 2], dtype)
     with jax.enable_x64(x64):
         np.testing.assert_array_equal(np.isnan(integer(LOGITS, labels)), [False, True, False, False])

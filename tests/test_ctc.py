@@ -54,6 +54,15 @@ def test_padded_frames_and_labels_are_gone(garbage):
         np.testing.assert_array_equal(np.asarray(gradient)[FRAME_PADDING > 0], 0)
 
 
+def test_forward_probabilities_of_padded_labels_do_not_depend_on_the_padding():
+    ctc = masksafe.losses.ctc_loss_with_forward_probs
+    expected = ctc(LOGITS, FRAME_PADDING, np.where(LABEL_PADDING > 0, 0, LABELS), LABEL_PADDING)
+    for other in (-100, 1, CLASSES):
+        actual = ctc(LOGITS, FRAME_PADDING, np.where(LABEL_PADDING > 0, other, LABELS), LABEL_PADDING)
+        for a, e in zip(actual, expected, strict=True):
+            np.testing.assert_array_equal(a, e)
+
+
 @pytest.mark.parametrize("label_padding", [0.0, 1.0])
 def test_a_sequence_of_nothing_but_padding_has_loss_zero(label_padding):
     args = np.ones((1, TIME)), np.array([[1, -100]]), np.full((1, 2), label_padding)
@@ -115,13 +124,13 @@ def test_a_label_whose_class_is_masked_in_all_frames_costs_infinity():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"logits": np.zeros((4, TIME), np.float32)}, "logits has shape"),
-        ({"labels": np.zeros((3, 2), int)}, "labels has shape"),
-        ({"frame_padding": np.zeros((4, 3))}, "logit_paddings has shape"),
-        ({"label_padding": np.zeros((4, 3))}, "label_paddings has shape"),
-        ({"blank_id": 3}, "blank_id has value 3"),
-        ({"blank_id": 1.0}, "blank_id has value 1.0"),
-        ({"where": np.ones((4, TIME), bool)}, "where has shape"),
+        ({"logits": np.zeros((4, TIME), np.float32)}, "logits: got shape"),
+        ({"labels": np.zeros((3, 2), int)}, "labels: got shape"),
+        ({"frame_padding": np.zeros((4, 3))}, "logit_paddings: got shape"),
+        ({"label_padding": np.zeros((4, 3))}, "label_paddings: got shape"),
+        ({"blank_id": 3}, "blank_id: got value 3"),
+        ({"blank_id": 1.0}, "blank_id: got value 1.0"),
+        ({"where": np.ones((4, TIME), bool)}, "where: got shape"),
     ],
 )
 def test_bad_arguments_are_refused(change, text):

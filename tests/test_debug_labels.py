@@ -1,6 +1,8 @@
 """The example of corrupted labels: what each mode tells of each batch."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 PATH = Path(__file__).parent.parent / "examples" / "debug_labels.py"
@@ -32,3 +34,9 @@ def test_main_prints_all_three(capsys):
     printed = capsys.readouterr().out
     assert printed.count("batch 0: loss 2.303") == 3
     assert printed.count(FIRST) == printed.count(SECOND) == 2
+
+
+def test_nothing_but_the_report_is_printed():
+    done = subprocess.run([sys.executable, str(PATH)], capture_output=True, text=True, check=True)
+    assert done.stdout.count(FIRST) == done.stdout.count(SECOND) == 2
+    assert done.stderr == ""

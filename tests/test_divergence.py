@@ -56,7 +56,7 @@ def test_a_mask_is_read_as_optax_reads_it():
     square = jnp.full((3, 3), 1 / 3)
     classes = kl_divergence(jnp.log(square / 2), square, where=jnp.array([True, False, True]))
     np.testing.assert_allclose(classes, np.full(3, 2 / 3 * np.log(2)), rtol=1e-6)
-    with pytest.raises(ValueError, match="kl_divergence: where has shape"):
+    with pytest.raises(ValueError, match="kl_divergence: where: got shape"):
         kl_divergence(LOG_PREDICTIONS, TARGETS, where=jnp.array([True, False]))
 
 

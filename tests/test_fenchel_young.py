@@ -36,7 +36,7 @@ def test_integers_are_computed_as_floats():
 
 
 def test_vectors_of_different_lengths_are_refused():
-    with pytest.raises(ValueError, match="fenchel_young_loss: targets has shape"):
+    with pytest.raises(ValueError, match="fenchel_young_loss: targets: got shape"):
         loss(SCORES[..., :1], TARGETS)
 
 
@@ -61,5 +61,5 @@ def test_masked_rows_need_nothing_of_the_maximum():
 
 
 def test_a_mask_of_another_rank_is_refused():
-    with pytest.raises(ValueError, match="fenchel_young_loss: where has shape"):
+    with pytest.raises(ValueError, match="fenchel_young_loss: where: got shape"):
         loss(SCORES, TARGETS, where=np.ones(4, bool))

@@ -111,12 +111,40 @@ def test_keeps_its_digits_where_the_model_is_sure():
 def test_dtypes(dtype):
     args = tuple(jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS))
     value, gradients = jax.value_and_grad(scalar(linear_softmax_cross_entropy, where=MASK), (0, 1, 2))(*args)
-    assert [x.dtype for x in (value, *gradients)] == [dtype] * 4
+    assert [x.dtype for x in (value, *gradients)] == ["float32", dtype, dtype, dtype]
     with jax.enable_x64(True):
         wide = tuple(jnp.asarray(a, "float64") for a in args)
         desired = jax.value_and_grad(scalar(unfused, where=MASK), (0, 1, 2))(*wide)
     eps = float(jnp.finfo(dtype).eps)
-    assert_trees_close((value, gradients), desired, rtol=4 * eps, atol=eps)
+    assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=eps)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_loss_is_float32_at_least(dtype, reduction):
+    args = tuple(jnp.asarray(a, dtype) for a in (FEATURES, KERNEL))
+    loss = linear_softmax_cross_entropy(*args, LABELS, where=MASK, reduction=reduction)
+    assert loss.dtype == "float32"
+    wide = linear_softmax_cross_entropy(*(a.astype("float32") for a in args), LABELS, where=MASK, reduction=reduction)
+    np.testing.assert_allclose(loss, wide, rtol=1e-5)  # of bfloat16 it would keep two digits
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("bias", [None, "float32", "float64"])
+@pytest.mark.parametrize(("features", "kernel"), list(itertools.product(["bfloat16", "float32", "float64"], repeat=2)))
+def test_mixed_dtypes_have_second_derivatives(features, kernel, bias, reduction):
+    """With 64-bit types, an argument may be wider than the sums or narrower."""
+    with jax.enable_x64(True):
+        args = jnp.asarray(FEATURES, features), jnp.asarray(KERNEL, kernel)
+        args += () if bias is None else (jnp.asarray(BIAS, bias),)
+
+        def loss(features, kernel, bias=None):
+            return linear_softmax_cross_entropy(features, kernel, LABELS, bias=bias, reduction=reduction).sum()
+
+        numbers = tuple(range(len(args)))
+        for second in (jax.hessian, lambda f, n: jax.jacrev(jax.grad(f, n), n)):
+            of_each = jax.eval_shape(second(loss, numbers), *args)
+            assert [row[i].dtype for i, row in enumerate(of_each)] == [a.dtype for a in args]
 
 
 def test_gradient_of_the_kernel_is_accumulated_in_float32():
@@ -453,23 +481,23 @@ def test_memory_is_that_of_a_block_of_tokens():
 @pytest.mark.parametrize(
     ("changed", "error", "text"),
     [
-        ({"features": jnp.zeros(())}, ValueError, "features has shape"),
-        ({"features": jnp.zeros((TOKENS, WIDTH), int)}, TypeError, "features has dtype int32"),
-        ({"kernel": KERNEL.T}, ValueError, "kernel has shape"),
+        ({"features": jnp.zeros(())}, ValueError, "features: got shape"),
+        ({"features": jnp.zeros((TOKENS, WIDTH), int)}, TypeError, "features: got dtype int32"),
+        ({"kernel": KERNEL.T}, ValueError, "kernel: got shape"),
         ({"kernel": np.zeros((WIDTH, 0))}, ValueError, "at least one class"),
-        ({"labels": LABELS[:3]}, ValueError, r"labels has shape \(3,\)"),
-        ({"labels": np.ones(TOKENS)}, TypeError, "labels has dtype"),
-        ({"bias": np.ones(3)}, ValueError, r"bias has shape \(3,\)"),
-        ({"where": np.ones(TOKENS)}, TypeError, "where has dtype"),
-        ({"where": np.ones(3, bool)}, ValueError, "where has shape"),
-        ({"reduction": "median"}, ValueError, "reduction has value 'median'"),
-        ({"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap has value 0"),
-        ({"logit_soft_cap": np.inf}, ValueError, "logit_soft_cap has value inf"),
-        ({"z_loss": "0.1"}, TypeError, "z_loss has type str"),
-        ({"label_smoothing": 1.5}, ValueError, "label_smoothing has value 1.5"),
-        ({"z_loss": -1.0}, ValueError, "z_loss has value -1"),
-        ({"block_size": 0}, ValueError, "block_size has value 0"),
-        ({"axis_name": "classes"}, ValueError, "axis_name has value 'classes'"),
+        ({"labels": LABELS[:3]}, ValueError, r"labels: got shape \(3,\)"),
+        ({"labels": np.ones(TOKENS)}, TypeError, "labels: got dtype"),
+        ({"bias": np.ones(3)}, ValueError, r"bias: got shape \(3,\)"),
+        ({"where": np.ones(TOKENS)}, TypeError, "where: got dtype"),
+        ({"where": np.ones(3, bool)}, ValueError, "where: got shape"),
+        ({"reduction": "median"}, ValueError, "reduction: got value 'median'"),
+        ({"logit_soft_cap": 0.0}, ValueError, "logit_soft_cap: got value 0"),
+        ({"logit_soft_cap": np.inf}, ValueError, "logit_soft_cap: got value inf"),
+        ({"z_loss": "0.1"}, TypeError, "z_loss: got type str"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing: got value 1.5"),
+        ({"z_loss": -1.0}, ValueError, "z_loss: got value -1"),
+        ({"block_size": 0}, ValueError, "block_size: got value 0"),
+        ({"axis_name": "classes"}, ValueError, "axis_name: got value 'classes'"),
     ],
 )
 def test_bad_input_is_refused(changed, error, text):

@@ -1,7 +1,9 @@
 """Every loss of optax: the same names, parameters, values and dtypes, and the contract of masked elements."""
 
+import contextlib
 import functools
 import inspect
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
 from masksafe.testing import assert_consistent, assert_mask_safe
@@ -181,6 +184,52 @@ def test_dtypes_are_those_of_optax(case, dtype):
         assert (a.dtype, a.shape) == (e.dtype, e.shape)
 
 
+TYPES = {
+    "float32": lambda x: jnp.asarray(x, "float32"),
+    "bfloat16": lambda x: jnp.asarray(x, "bfloat16"),
+    "float16": lambda x: jnp.asarray(x, "float16"),
+    "weak float": lambda x: jnp.full(np.shape(x), 0.5),
+    "number": lambda x: 0.5,
+    "int32": lambda x: jnp.asarray(x, "int32"),
+    "weak int": lambda x: jnp.full(np.shape(x), 1),
+    "bool": lambda x: jnp.asarray(x) != 0,
+}
+# Frames and labels of CTC, and labels of which optax takes integers only, have no other types.
+TYPED = {case.name: [i for i in range(2) if i < len(case.args)] for case in reversed(CASES)}
+TYPED |= {name: [0] for name in TYPED if name in OF_LABELS}
+
+
+def type_of_result(loss, args):
+    """The dtype and weak type of the result, or the error; Python numbers among the arguments stay what they are."""
+    arrays = [x for x in args if isinstance(x, jax.Array)]
+
+    def of_arrays(*arrays):
+        rest = iter(arrays)
+        return loss(*(next(rest) if isinstance(x, jax.Array) else x for x in args))
+
+    try:
+        return [(x.dtype, x.weak_type) for x in jax.tree.leaves(jax.eval_shape(of_arrays, *arrays))]
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        return error
+
+
+@pytest.mark.filterwarnings("ignore")  # those of optax
+@pytest.mark.parametrize("name", TYPED)
+def test_types_that_are_weak_or_mixed_promote_as_in_optax(name):
+    case, compared = next(case for case in CASES if case.name == name), 0
+    for kinds in itertools.product(TYPES, repeat=len(TYPED[name])):
+        args = [x if isinstance(x, float) else jnp.asarray(x) for x in case.args]
+        for i, kind in zip(TYPED[name], kinds, strict=True):
+            args[i] = TYPES[kind](case.args[i])
+        actual, expected = (type_of_result(loss(case), args) for loss in (ours, theirs))
+        if isinstance(actual, Exception):  # what optax takes and we refuse, we refuse by name
+            assert isinstance(expected, Exception) or f"{name}: " in str(actual), kinds
+        elif not isinstance(expected, Exception):
+            assert actual == expected, kinds
+            compared += 1
+    assert compared >= 4
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_narrow_floats_are_rounded_once(case, dtype):
@@ -224,6 +273,121 @@ def test_strict_promotion(case):
         for mask in ({}, *({"where": mask} for mask in case.masks)):
             total = lambda x, mask=mask: jnp.sum(jax.tree.leaves(loss(x, *args[1:], **kwargs, **mask))[0])  # noqa: E731
             jax.grad(total)(args[0])
+
+
+ROWS_FIRST = ["softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "poly_loss_cross_entropy"]
+COLUMNS = ["kl_divergence", "kl_divergence_with_log_targets", "generalized_kl_divergence", "cosine_similarity"]
+COLUMNS += ["cosine_distance", "convex_kl_divergence"]
+
+
+@pytest.mark.parametrize("name", [*ROWS_FIRST, *COLUMNS])
+def test_a_mask_of_lower_rank_is_of_rows_or_as_numpy_has_it(name):
+    scores, mask = jnp.array([[0.5, 0.25], [0.75, 0.5]]), np.array([True, False])
+    labels = jnp.array([0, 1]) if "integer" in name else scores[::-1]
+    loss = getattr(masksafe.losses, name)
+    same = mask[:, None] if name in ROWS_FIRST else mask[None]
+    actual, expected = (loss(scores, labels, where=where) for where in (mask, np.broadcast_to(same, (2, 2))))
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["squared_error", "l2_loss", "huber_loss", "hinge_loss", "sigmoid_focal_loss"])
+def test_an_elementwise_loss_refuses_a_mask_of_lower_rank_and_says_how_to_write_it(name):
+    with pytest.raises(ValueError, match=rf"{name}: where: .* leading axes write where\[\.\.\., None\]\.$"):
+        getattr(masksafe.losses, name)(jnp.zeros((2, 2)), jnp.ones((2, 2)), where=np.array([True, False]))
+
+
+# On more than one device.
+
+
+class Call(NamedTuple):
+    """A loss of arrays that may be split over devices along their first axis."""
+
+    loss: Any
+    args: tuple[Any, ...]
+    masks: tuple[np.ndarray, ...] = ()
+
+
+def even(x):
+    """What of an array can be split in two."""
+    x = np.asarray(x)
+    return x[: len(x) // 2 * 2] if x.ndim else x
+
+
+CALLS = {
+    case.name: Call(getattr(masksafe.losses, case.name), tuple(map(even, case.args)), tuple(map(even, case.masks)))
+    for case in reversed(CASES)
+    if not any(isinstance(x, np.ndarray) for x in case.kwargs.values())
+}
+LINEAR = masksafe.losses.linear_softmax_cross_entropy
+CALLS["linear_softmax_cross_entropy"] = Call(
+    lambda x, labels, **kwargs: LINEAR(x, jnp.ones((CLASSES, 3)), labels, **kwargs), (even(X), even(LABELS) % 3)
+)
+CALLS["fenchel_young_loss"] = Call(masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp), (even(X), even(P)))
+
+
+def value_and_gradients(loss, args, **kwargs):
+    numbers = [i for i, x in enumerate(args) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def total(*moving):
+        new = dict(zip(numbers, moving, strict=True))
+        out = loss(*(new.get(i, x) for i, x in enumerate(args)), **kwargs)
+        return sum(map(jnp.sum, jax.tree.leaves(out))), out
+
+    return jax.value_and_grad(total, range(len(numbers)), has_aux=True)(*(args[i] for i in numbers))
+
+
+@functools.cache
+def on_one_device(name):
+    call = CALLS[name]
+    return jax.jit(functools.partial(value_and_gradients, call.loss))([jnp.asarray(x) for x in call.args])
+
+
+def on_devices(x):
+    return jax.device_put(x, PartitionSpec("data", *[None] * (x.ndim - 1))) if x.ndim else jnp.asarray(x)
+
+
+def test_every_public_loss_is_called():
+    assert set(CALLS) == set(NAMES) - {"make_fenchel_young_loss"} | {
+        "linear_softmax_cross_entropy",
+        "fenchel_young_loss",
+    }
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_batch_split_over_devices(name, kind):
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(kind,))):
+        args = [on_devices(x) for x in CALLS[name].args]
+        actual = jax.jit(functools.partial(value_and_gradients, CALLS[name].loss))(args)
+        for x, like in zip(
+            actual[1], [x for x in args if jnp.issubdtype(x.dtype, jnp.floating) and x.ndim], strict=True
+        ):
+            assert jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(on_one_device(name)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("split", [("scores",), ("scores", "labels"), ("scores", "labels", "where")], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_labels_and_masks_that_are_split_or_are_not(name, split):
+    call = CALLS[name]
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))):
+        first, *others = map(jnp.asarray, call.args)
+        args = [on_devices(first), *(on_devices(x) if "labels" in split else x for x in others)]
+        for mask in ({}, *({"where": on_devices(x) if "where" in split else jnp.asarray(x)} for x in call.masks)):
+            _, gradients = jax.eval_shape(functools.partial(value_and_gradients, call.loss), args, **mask)
+            assert gradients[0].shape == first.shape
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_losses_and_gradients_trace_under_strict_promotion(name):
+    call = CALLS[name]
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        args = [jnp.asarray(x) for x in call.args]
+        for mask in ({}, *({"where": jnp.asarray(x)} for x in call.masks)):
+            for context in (contextlib.nullcontext, masksafe.forward_mode):
+                with context():
+                    assert jax.make_jaxpr(functools.partial(value_and_gradients, call.loss))(args, **mask).eqns
 
 
 # The contract.
@@ -357,11 +521,11 @@ def test_a_mask_of_another_rank_is_refused(case):
     rank = next(r for r in range(5) if r not in ranks)
     if case.name == "ntxent":
         rank = 3
-    with pytest.raises(ValueError, match=f"{case.name.replace('binary_dice', 'dice')}: where has shape"):
+    with pytest.raises(ValueError, match=f"^{case.name}: where: got shape"):
         ours(case, where=np.ones((1,) * rank, bool))(*case.args)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.masks], ids=lambda case: case.name)
 def test_a_mask_that_is_not_boolean_is_refused(case):
-    with pytest.raises(TypeError, match="where has dtype"):
+    with pytest.raises(TypeError, match="where: got dtype"):
         ours(case, where=np.ones(case.masks[0].shape))(*case.args)

@@ -103,10 +103,10 @@ def test_label_checks_of_binary_targets(loss):
 @pytest.mark.parametrize(
     ("scores", "labels", "error", "text"),
     [
-        (np.zeros((2, 0), np.float32), np.zeros(2, int), ValueError, "scores has shape"),
-        (np.zeros((2, 3), np.float32), np.zeros(2), TypeError, "labels has dtype float"),
+        (np.zeros((2, 0), np.float32), np.zeros(2, int), ValueError, "scores: got shape"),
+        (np.zeros((2, 3), np.float32), np.zeros(2), TypeError, "labels: got dtype float"),
         (np.zeros((2, 3), np.float32), np.zeros(3, int), ValueError, "scores and labels"),
-        (np.zeros((2, 3), int), np.zeros(2, int), TypeError, "scores has dtype"),
+        (np.zeros((2, 3), int), np.zeros(2, int), TypeError, "scores: got dtype"),
     ],
 )
 @pytest.mark.parametrize("loss", MULTICLASS)

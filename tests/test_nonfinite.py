@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 
 import masksafe
+from masksafe import losses
 from masksafe.testing import nonfinite_report
 
 X = jnp.array([1.0, 0.0, 4.0])
@@ -165,11 +167,331 @@ def test_ops_of_masksafe_are_replayed():
     assert report.first is not None
 
 
-def test_a_bad_label_is_found_in_the_loss():
-    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
-    report = nonfinite_report(lambda x: loss(x, jnp.array([0, 7])), jnp.ones((2, 3)))
-    assert report.outputs == ("output, float32[2]: 1 of 2 elements, the first at index (1,)",)
+# Every op, with the float arguments of it that may hold a NaN. All of them take an array [3, 4].
+
+LABELS = jnp.array([0, 2, 1])
+TARGETS = jax.nn.one_hot(LABELS, 4)
+KERNEL = jnp.full((4, 5), 0.3)
+HEADS = jnp.linspace(0.1, 1, 24).reshape(1, 3, 2, 4)
+
+
+def ctc(name):
+    loss = getattr(losses, name)
+    return lambda x: loss(x[None], jnp.zeros((1, 3)), jnp.array([[1]]), jnp.zeros((1, 1)))
+
+
+def of_targets(name):
+    return lambda x: getattr(losses, name)(x, TARGETS)
+
+
+def of_labels(name):
+    return lambda x: getattr(losses, name)(x, LABELS)
+
+
+def attention(*which, **options):
+    def attend(x):
+        q, k, v = (HEADS.at[0, :, 0].multiply(x) if name in which else HEADS for name in "qkv")
+        return masksafe.dot_product_attention(q, k, v, **options)
+
+    return attend
+
+
+OPS = {
+    **{name: of_targets(name) for name in ("softmax_cross_entropy", "safe_softmax_cross_entropy")},
+    **{name: of_targets(name) for name in ("poly_loss_cross_entropy", "ranking_softmax_loss")},
+    **{name: of_targets(name) for name in ("convex_kl_divergence", "generalized_kl_divergence", "kl_divergence")},
+    **{name: of_targets(name) for name in ("cosine_distance", "cosine_similarity", "huber_loss", "l2_loss")},
+    **{name: of_targets(name) for name in ("log_cosh", "squared_error", "sigmoid_binary_cross_entropy")},
+    **{name: of_targets(name) for name in ("sigmoid_focal_loss", "sparsemax_loss", "dice_loss", "binary_dice_loss")},
+    "multiclass_generalized_dice_loss": of_targets("multiclass_generalized_dice_loss"),
+    **{
+        f"multiclass_{name}_loss": of_labels(f"multiclass_{name}_loss") for name in ("hinge", "perceptron", "sparsemax")
+    },
+    **{name: of_labels(name) for name in ("softmax_cross_entropy_with_integer_labels",)},
+    **{name: ctc(name) for name in ("ctc_loss", "ctc_loss_with_forward_probs")},
+    "softmax_cross_entropy of labels": lambda x: losses.softmax_cross_entropy(TARGETS, x),
+    "softmax_cross_entropy_with_integer_labels of products": lambda x: losses.softmax_cross_entropy_with_integer_labels(
+        x @ KERNEL, LABELS
+    ),
+    "kl_divergence_with_log_targets": lambda x: losses.kl_divergence_with_log_targets(x, jnp.log(TARGETS + 0.1)),
+    "make_fenchel_young_loss": lambda x: losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)(x, TARGETS),
+    "linear_softmax_cross_entropy": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS),
+    "linear_softmax_cross_entropy of a kernel": lambda x: losses.linear_softmax_cross_entropy(
+        HEADS[0, :, 0, :3], x, LABELS, reduction="none"
+    ),
+    "hinge_loss": lambda x: losses.hinge_loss(x, 2 * TARGETS - 1),
+    "perceptron_loss": lambda x: losses.perceptron_loss(x, 2 * TARGETS - 1),
+    "triplet_margin_loss": lambda x: losses.triplet_margin_loss(x, TARGETS, TARGETS[::-1]),
+    "ntxent": lambda x: losses.ntxent(x, jnp.array([0, 0, 1])),
+    "smooth_labels": lambda x: losses.smooth_labels(x, 0.1),
+    **{name: getattr(masksafe, name) for name in ("softmax", "log_softmax", "logsumexp", "standardize")},
+    **{name: getattr(masksafe, name) for name in ("layer_norm", "rms_norm", "sum", "mean", "var", "var_mean")},
+    "softmax of some": lambda x: masksafe.softmax(x, where=TARGETS == 0),
+    "dot_product_attention": attention("q"),
+    "dot_product_attention of a key": attention("k", is_causal=True),
+    "dot_product_attention of a value": attention("v", key_value_seq_lengths=jnp.array([2])),
+    "dot_product_attention of a bias": lambda x: masksafe.dot_product_attention(HEADS, HEADS, HEADS, bias=x[:, :3]),
+    "apply_where": lambda x: masksafe.apply_where(TARGETS < 2, x, jnp.exp, fill_value=0.0),
+    "mask_where": lambda x: masksafe.mask_where(TARGETS > 2, x, 0.0),
+}
+NO_OPS = {"losses", "testing", "forward_mode", "label_checks", "set_label_checks"}
+# Their gradients do not depend on the logarithm, or are 0 or 1 where it is NaN.
+FINITE_GRADIENTS = {
+    "softmax_cross_entropy of labels", "kl_divergence", "kl_divergence_with_log_targets", "hinge_loss",
+    "perceptron_loss", "smooth_labels", "sum", "mean", "mask_where", "dot_product_attention of a value",
+}  # fmt: skip
+
+
+def test_every_op_has_a_case():
+    public = {name for name, op in [*vars(losses).items(), *vars(masksafe).items()] if callable(op)}
+    public = {name for name in public if not name.startswith("_")}
+    assert public - NO_OPS == {name.partition(" ")[0] for name in OPS}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("name", OPS)
+def test_nan_in_front_of_an_op_is_blamed_on_its_line(name, grad):
+    def fn(x, start):
+        made = jnp.log(x)
+        return OPS[name](made + start)
+
+    x = jnp.linspace(1.0, 2.0, 12).reshape(3, 4).at[1, 1].set(-1.0)
+    start = jnp.zeros((3, 4)).at[0, 2].set(jnp.nan)
+    report = nonfinite_report(fn, x, start, grad=grad)
+    if grad and name in FINITE_GRADIENTS:
+        assert not report
+        return
+    assert [source.primitive for source in report.sources] == ["log"]
+    assert report.from_infinities == ()
+    assert report.first.inputs == (-1.0,)
+    line = fn.__code__.co_firstlineno + 1
+    assert report.first.place.startswith(f"{__file__}:{line}, in ")
+    assert report.arguments == (f"argument {'[0]' if grad else ''}[1], float32[3, 4]: 1 of 12 elements, the first at "
+                                "index (0, 2)",)  # fmt: skip
+    assert "log" not in [source.primitive for source in report.harmless]
+
+
+BAD_LABELS = {
+    "ctc_loss": lambda x, labels: losses.ctc_loss(x[None], jnp.zeros((1, 3)), labels[None, 1:2], jnp.zeros((1, 1))),
+    "linear_softmax_cross_entropy": lambda x, labels: losses.linear_softmax_cross_entropy(x, KERNEL, labels),
+    **{
+        name: getattr(losses, name)
+        for name in (
+            "multiclass_hinge_loss",
+            "multiclass_perceptron_loss",
+            "multiclass_sparsemax_loss",
+            "softmax_cross_entropy_with_integer_labels",
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("name", BAD_LABELS)
+def test_bad_label_is_called_one(name, grad):
+    fn = lambda x: BAD_LABELS[name](x, jnp.array([0, 9, 1]))  # noqa: E731
+    report = nonfinite_report(fn, jnp.linspace(0.0, 1.0, 12).reshape(3, 4), grad=grad)
+    assert len(report.sources) == 1
+    assert report.first.primitive == "select_n"
     assert f"{__file__}:" in report.first.place
+    assert report.first.note.startswith(f"{name} writes it on purpose, for a label out of range or at a masked class")
+    assert 'masksafe.label_checks("raise")' in str(report)
+
+
+def test_label_at_a_masked_class_is_called_one():
+    loss = losses.softmax_cross_entropy_with_integer_labels
+    report = nonfinite_report(lambda x: loss(x, LABELS, where=TARGETS == 0), jnp.ones((3, 4)))
+    assert report.outputs == ("output, float32[3]: 3 of 3 elements, the first at index (0,)",)
+    assert "a label out of range or at a masked class" in report.first.note
+
+
+def test_infinity_of_an_op_without_labels_has_a_note_without_labels():
+    report = nonfinite_report(lambda x: masksafe.logsumexp(x, where=x > 9), X)
+    assert report.first.note == "logsumexp writes it on purpose"
+
+
+# Constants that a predicate of bad values chooses, in users' code. The NaN is made in row 1, by a logarithm.
+
+
+def in_branch(z, y):
+    return lax.cond(jnp.isfinite(z).all(), lambda y: y, lambda y: jnp.full_like(y, jnp.nan), y)
+
+
+def counted(z, y):
+    number = jnp.sum(jnp.isnan(z).astype(jnp.float32))
+    return y * jnp.where(number > 0, jnp.nan, 1)
+
+
+def in_an_index(z, y):
+    return y.at[jnp.argmax(jnp.isnan(z))].set(jnp.nan)
+
+
+def in_a_while(z, y):
+    still = lambda c: jnp.isfinite(c[0])  # noqa: E731
+    return lax.while_loop(still, lambda c: (c[0] * jnp.nan, y), (z[1], jnp.full_like(y, jnp.inf)))[1]
+
+
+PREDICATES = {
+    "all finite": lambda z, y: jnp.where(jnp.isfinite(z).all(), y, jnp.nan),
+    "product": lambda z, y: y * jnp.where(jnp.isnan(z), jnp.nan, 1),
+    "sum": lambda z, y: y + jnp.where(z != z, jnp.nan, 0),
+    "maximum": lambda z, y: jnp.where(jnp.max(z) > -5, y, jnp.nan),
+    "marks in a product": lambda z, y: jnp.where(jnp.eye(3) @ jnp.isnan(z).astype(float) > 0, jnp.nan, y),
+    "logic": lambda z, y: jnp.where(~(jnp.isfinite(z) & (y > 0)) | (y > 9), jnp.nan, y),
+    "infinity": lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y),
+    "infinities": lambda z, y: jnp.where(jnp.isnan(z), jnp.inf, y) - jnp.where(jnp.isnan(z), jnp.inf, y),
+    "count of nothing": lambda z, y: y / jnp.sum(jnp.isfinite(z[1:2])),
+    "moved out of range": lambda z, y: jnp.take(y, jnp.where(jnp.isnan(z), 7, 0)),
+    "integer": lambda z, y: lax.select_n(jnp.isnan(z).astype(jnp.int32), y, y * jnp.nan),
+    "cond": in_branch,
+    "switch": lambda z, y: lax.switch(jnp.isnan(z).any().astype(int), [lambda: y, lambda: y * jnp.nan]),
+    "while": in_a_while,
+    "count": counted,
+    "index": in_an_index,
+}
+
+
+@pytest.mark.parametrize("name", PREDICATES)
+def test_chosen_constant_is_followed_through_its_predicate(name):
+    def fn(x, y):
+        made = jnp.log(x)
+        return PREDICATES[name](made, y)
+
+    report = nonfinite_report(fn, jnp.array([1.0, -1.0, 4.0]), jnp.array([1.0, 2.0, 3.0]))
+    assert report
+    assert report.first.primitive == "log"
+    assert report.first.place.startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}, in ")
+    assert len(report.sources) == 1
+    assert report.harmless == ()
+
+
+# Sources that are beside a NaN which decides nothing about them.
+OWN_SOURCES = {
+    "chosen by a number": (lambda z, x: jnp.where(x > 3, jnp.nan, x), "select_n"),
+    "chosen by a number of few": (lambda z, x: jnp.where(jnp.nanmean(z) < 3, jnp.nan, x), "select_n"),
+    "of the mean of the rest": (lambda z, x: jnp.log(jnp.nanmean(z) - 50), "log"),
+    "of a masked mean": (lambda z, x: jnp.log(masksafe.mean(z, where=jnp.isfinite(z)) - 50), "log"),
+    "of a sum of the rest over 0": (lambda z, x: jnp.nansum(z) / (x[0] - 1), "div"),
+    "overflow of a count": (lambda z, x: jnp.sum(jnp.isfinite(z)) * (x * 3e38), "mul"),
+    "index out of range": (lambda z, x: jnp.take(x, jnp.array([0, 7])), "gather"),
+    "product with a NaN": (lambda z, x: jnp.concatenate([x * jnp.nan, x]), "mul"),
+    "everywhere": (lambda z, x: jnp.full(3, jnp.nan), "broadcast_in_dim"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_SOURCES)
+def test_source_that_no_bad_value_decided_is_blamed_itself(name):
+    fn, primitive = OWN_SOURCES[name]
+    report = nonfinite_report(lambda x: fn(jnp.arccosh(-x), x), jnp.array([1.0, 2.0, 4.0]).at[1].set(-2.0))
+    assert report.first.primitive == primitive
+    assert f"{__file__}:" in report.first.place
+    assert [source.primitive for source in report.harmless if source.primitive == primitive] == []
+
+
+def test_predicate_of_two_causes_blames_both_and_each_for_its_elements():
+    def fn(x):
+        return jnp.where(x > 3, jnp.nan, x) * jnp.where(jnp.isnan(jnp.sqrt(x)), jnp.nan, 1)
+
+    chosen, made = sorted(nonfinite_report(fn, jnp.array([1.0, -1.0, 4.0])).sources, key=lambda s: s.primitive)
+    assert (chosen.primitive, chosen.index, chosen.count) == ("select_n", (2,), 1)
+    assert (made.primitive, made.index) == ("sqrt", (1,))
+
+
+def test_infinities_of_a_mask_come_behind_the_nan_that_they_met():
+    def fn(x, keep):
+        mask = jnp.log(keep)
+        made = jnp.sqrt(x)
+        return jax.nn.softmax(made + mask)
+
+    report = nonfinite_report(fn, jnp.array([-1.0, -2.0, 4.0]), jnp.array([0.0, 1.0, 1.0]))
+    assert [source.primitive for source in report.sources] == ["sqrt", "log"]
+    assert report.first.count == 2
+
+
+def test_nan_in_a_closure_is_found_behind_a_predicate():
+    data = jnp.array([1.0, jnp.nan, 2.0])
+    report = nonfinite_report(lambda x: jnp.where(jnp.isfinite(data).all(), x, jnp.nan), X)
+    assert (report.first.primitive, report.first.index) == ("is_finite", (1,))
+    assert len(report.sources) == 1
+
+
+def test_nan_in_a_closure_is_not_said_to_be_written_by_the_op():
+    data = jnp.array([1.0, jnp.nan, 2.0])
+    report = nonfinite_report(lambda x: masksafe.mean(data, where=x > 0) + losses.l2_loss(x, data), X)
+    assert report
+    assert [source.note for source in report.sources if source.note] == []
+
+
+# What runs programs of its own.
+
+
+@pytest.mark.parametrize("solver", [lambda x, b: b / jnp.sqrt(x), lambda x, b: b / x], ids=["in the solver", "before"])
+def test_custom_linear_solve_is_replayed(solver):
+    fn = lambda x: lax.custom_linear_solve(lambda v: x * v, jnp.sqrt(x), lambda _, b: solver(x, b), symmetric=True)  # noqa: E731
+    report = nonfinite_report(fn, jnp.array([1.0, -1.0, 4.0]))
+    assert {source.primitive for source in report.sources} == {"sqrt"}
+    assert report.first.index == (1,)
+
+
+def in_all_devices(x):
+    y = jnp.log(x)
+    return y - lax.pmean(jnp.sum(y), "a") + lax.ppermute(y, "b", [(0, 1), (1, 0)])
+
+
+def gathered(x):
+    return x + jnp.sum(lax.all_gather(jnp.log(x), "b"))
+
+
+def marked(x):
+    number = lax.psum(jnp.sum(jnp.isnan(jnp.log(x))), ("a", "b"))
+    return x * jnp.where(number > 0, jnp.nan, 1)
+
+
+def in_a_loop(x):
+    return lax.scan(lambda c, _: (c + lax.psum(jnp.log(x), "a"), None), x, None, length=2)[0]
+
+
+def in_one_device(x):
+    return lax.cond(lax.axis_index("a") == 1, jnp.log, lambda x: x, x)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize("fn", [in_all_devices, gathered, marked, in_a_loop, in_one_device])
+def test_shard_map_is_replayed(fn, axis_type):
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(getattr(jax.sharding.AxisType, axis_type),) * 2)
+    spec = jax.sharding.PartitionSpec("a", "b")
+    x = jnp.arange(1.0, 17.0).reshape(4, 4).at[2, 1].set(-1.0)
+    x = jax.device_put(x, jax.NamedSharding(mesh, spec))
+    report = nonfinite_report(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec), x)
+    assert report
+    assert {source.primitive for source in report.sources} == {"log"}
+    assert f"{__file__}:" in report.first.place
+    assert (report.first.index, report.first.inputs, report.first.note) == ((0, 1), (-1.0,), "")
+
+
+def test_constant_of_one_device_and_a_gradient_through_shard_map():
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spec = jax.sharding.PartitionSpec("a")
+
+    def fn(x):
+        chosen = lambda x: jnp.sqrt(x) * jnp.where(lax.axis_index("a") == 1, jnp.nan, 1)  # noqa: E731
+        return jax.shard_map(chosen, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+    x = jax.device_put(jnp.ones(4), jax.NamedSharding(mesh, spec))
+    for grad in (False, True):
+        report = nonfinite_report(fn, x, grad=grad)
+        assert report.outputs[0].endswith("2 of 4 elements, the first at index (2,)")
+        assert (report.first.primitive, report.first.note) == ("select_n", "")
+
+
+def test_equation_that_hides_a_program_says_so():
+    def kernel(x_ref, y_ref):
+        y_ref[...] = jnp.log(x_ref[...])
+
+    call = pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(X.shape, X.dtype), interpret=True)
+    report = nonfinite_report(lambda x: call(x), X)
+    assert report.first.primitive == "pallas_call"
+    assert "what is inside of it was not looked into" in str(report)
 
 
 def test_scan_in_reverse_and_without_steps():
@@ -271,9 +593,9 @@ def test_complex_numbers():
 
 
 def test_arguments_that_cannot_be_replayed_are_refused():
-    with pytest.raises(TypeError, match=r"nonfinite_report: args\[0\] has type"):
+    with pytest.raises(TypeError, match=r"nonfinite_report: args\[0\]: got type"):
         nonfinite_report(lambda f, x: f(x), jnp.log, X)
-    with pytest.raises(TypeError, match="nonfinite_report: fn has no float output"):
+    with pytest.raises(TypeError, match="nonfinite_report: fn: got no output of floats"):
         nonfinite_report(lambda x: jnp.argmax(x), X, grad=True)
     assert not nonfinite_report(lambda n, x: x / (n + 1), 0, 1.0, grad=True)
 

@@ -53,7 +53,7 @@ def reference(op, x, scale, bias, axis, where=None, epsilon=1e-6):
 def apply(op, x, scale, bias, axis, where=None, epsilon=1e-6):
     """Any of the three, with the arguments that it has."""
     if op == "standardize":
-        return masksafe.standardize(x, axis, where, epsilon)
+        return masksafe.standardize(x, axis, epsilon=epsilon, where=where)
     if op == "rms_norm":
         return masksafe.rms_norm(x, scale, axis=axis, where=where, epsilon=epsilon)
     return masksafe.layer_norm(x, scale, bias, axis=axis, where=where, epsilon=epsilon)
@@ -184,7 +184,7 @@ def test_large_offset_costs_no_digit(offset):
     np.testing.assert_allclose(variance, x.astype(np.float64).var(-1), rtol=1e-6)
     np.testing.assert_allclose(mean, x.astype(np.float64).mean(-1), rtol=1e-7)
     np.testing.assert_allclose(masksafe.layer_norm(x), float64_layer_norm(x), atol=2e-6)
-    np.testing.assert_allclose(masksafe.standardize(x), float64_layer_norm(x), atol=2e-6)
+    np.testing.assert_allclose(masksafe.standardize(x), float64_layer_norm(x, epsilon=1e-5), atol=2e-6)
 
 
 def test_the_fast_variance_of_the_peers_fails_where_ours_does_not():
@@ -381,28 +381,104 @@ def test_arrays_without_elements(op, shape):
     assert d_scale is None or (d_scale == 0).all()
 
 
+# What jax.nn.standardize takes beyond that.
+
+MEAN, VARIANCE = jnp.full((3, 1, 1), 0.3), jnp.arange(1.0, 13.0).reshape(3, 4, 1)
+CALLS = {
+    "defaults": {},
+    "all axes": {"axis": None},
+    "a mean": {"mean": MEAN},
+    "a mean, stable": {"mean": MEAN, "algorithm": "stable"},
+    "a variance": {"variance": VARIANCE, "axis": (0, 2)},
+    "both": {"mean": MEAN, "variance": VARIANCE},
+    "an array for epsilon": {"epsilon": jnp.float32(0.1)},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_standardize_is_that_of_jax_nn(call):
+    def value_and_grad(op):
+        return jax.jit(jax.value_and_grad(lambda x: (y := op(x, **call), jnp.sum(jnp.sin(y)))[::-1], has_aux=True))(X)
+
+    ours, theirs = map(value_and_grad, (masksafe.standardize, jax.nn.standardize))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_standardize_takes_its_arguments_in_the_order_of_jax_nn():
+    arguments = (X, -1, MEAN, VARIANCE, 0.1, jnp.ones(X.shape, bool))
+    ours, theirs = masksafe.standardize(*arguments), jax.nn.standardize(*arguments)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_standardize_of_integers():
+    x = jnp.array([[1, 2, 4], [7, 7, 9]])
+    np.testing.assert_allclose(masksafe.standardize(x), jax.nn.standardize(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize("other", ["mean", "variance", "epsilon"])
+def test_standardize_has_the_dtype_of_jax_nn(other):
+    x, call = X.astype(jnp.bfloat16), {other: jnp.ones(())}
+    assert masksafe.standardize(x, **call).dtype == jax.nn.standardize(x, **call).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("call", list(CALLS.values())[2:], ids=list(CALLS)[2:])
+def test_standardize_with_given_statistics_is_mask_safe(call):
+    where = jnp.ones(X.shape, bool).at[1].set(False).at[2, 3, 1:].set(False)
+    given = {name: jnp.broadcast_to(call[name], X.shape) for name in ("mean", "variance") if name in call}
+    rest = {name: value for name, value in call.items() if name not in given}
+
+    def fn(x, given):
+        return masksafe.standardize(x, where=where, **given, **rest)
+
+    masked = {0: ~where} | ({1: dict.fromkeys(given, ~where)} if given else {})
+    assert_mask_safe(fn, X, given, masked=masked, transforms=("jit",))
+    assert (fn(X, given)[1] == 0).all()
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5])
+def test_traced_epsilon_is_the_same_as_a_number(epsilon):
+    x = jnp.stack([X[0], jnp.full(X.shape[1:], 3.3)])  # with constant slices
+    weights = jnp.cos(x)
+    value_and_grad = jax.value_and_grad(lambda x, e: jnp.sum(weights * masksafe.standardize(x, epsilon=e)))
+    traced = jax.jit(value_and_grad)(x, epsilon)
+    for a, b in zip(traced, value_and_grad(x, epsilon), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_variance_about_a_given_mean_keeps_its_digits():
+    x = (1e4 + jax.random.normal(jax.random.key(3), (2, 512))).astype(jnp.float32)
+    mean = np.float32(1e4)
+    exact = np.asarray(x, np.float64) - 1e4
+    exact /= np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(masksafe.standardize(x, mean=mean, algorithm="stable"), exact, atol=1e-5)
+
+
 # Arguments.
 
 
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: masksafe.layer_norm(jnp.arange(3)), TypeError, "layer_norm: x has dtype int32; expected a float"),
-        (lambda: masksafe.layer_norm(X, jnp.ones(4)), ValueError, r"scale has shape \(4,\); expected shape \(5,\)"),
-        (lambda: masksafe.layer_norm(X, bias=jnp.ones((1, 5))), ValueError, r"layer_norm: bias has shape \(1, 5\)"),
+        (lambda: masksafe.layer_norm(jnp.arange(3)), TypeError, "layer_norm: x: got dtype int32; expected a float"),
+        (lambda: masksafe.layer_norm(X, jnp.ones(4)), ValueError, r"scale: got shape \(4,\); expected shape \(5,\)"),
+        (lambda: masksafe.layer_norm(X, bias=jnp.ones((1, 5))), ValueError, r"layer_norm: bias: got shape \(1, 5\)"),
         (
             lambda: masksafe.rms_norm(X, jnp.ones((4, 5)), axis=(2, 1)),
             ValueError,
-            r"rms_norm: scale has shape \(4, 5\); expected shape \(5, 4\), that of the axes \(2, 1\) of x",
+            r"rms_norm: scale: got shape \(4, 5\); expected shape \(5, 4\), that of the axes \(2, 1\) of x",
         ),
-        (lambda: masksafe.layer_norm(X, jnp.arange(5)), TypeError, "layer_norm: scale has dtype int32"),
-        (lambda: masksafe.standardize(X, axis=3), ValueError, "standardize: axis has value 3"),
-        (lambda: masksafe.standardize(X, where=jnp.ones(4, bool)), ValueError, "standardize: where has shape"),
-        (lambda: masksafe.standardize(X, where=jnp.ones(5)), TypeError, "standardize: where has dtype float32"),
-        (lambda: masksafe.layer_norm(X, epsilon=-1e-6), ValueError, "layer_norm: epsilon has value -1e-06; expected 0"),
-        (lambda: masksafe.layer_norm(X, epsilon=float("nan")), ValueError, "layer_norm: epsilon has value nan"),
-        (lambda: jax.jit(lambda e: masksafe.layer_norm(X, epsilon=e))(0.1), TypeError, "layer_norm: epsilon has type"),
-        (lambda: jax.jit(lambda c: masksafe.var(X, correction=c))(1.0), TypeError, "var: correction has type"),
+        (lambda: masksafe.layer_norm(X, jnp.arange(5)), TypeError, "layer_norm: scale: got dtype int32"),
+        (lambda: masksafe.standardize(X, axis=3), ValueError, "standardize: axis: got value 3"),
+        (lambda: masksafe.standardize(X, where=jnp.ones(4, bool)), ValueError, "standardize: where: got shape"),
+        (lambda: masksafe.standardize(X, where=jnp.ones(5)), TypeError, "standardize: where: got dtype float32"),
+        (lambda: masksafe.standardize(X, mean=jnp.ones(4)), ValueError, r"standardize: mean: got shape \(4,\)"),
+        (lambda: masksafe.standardize(X, epsilon=jnp.ones(5)), ValueError, r"standardize: epsilon: got shape \(5,\)"),
+        (lambda: masksafe.standardize(X, algorithm="slow"), ValueError, "standardize: algorithm: got value 'slow'"),
+        (lambda: masksafe.layer_norm(X, epsilon=-1e-6), ValueError, "layer_norm: epsilon: got value -1e-06; expected"),
+        (lambda: masksafe.layer_norm(X, epsilon=float("nan")), ValueError, "layer_norm: epsilon: got value nan"),
+        (lambda: jax.jit(lambda e: masksafe.layer_norm(X, epsilon=e))(0.1), TypeError, "layer_norm: epsilon: got type"),
+        (lambda: jax.jit(lambda c: masksafe.var(X, correction=c))(1.0), TypeError, "var: correction: got type"),
     ],
 )  # fmt: skip
 def test_bad_arguments_are_refused(call, error, text):

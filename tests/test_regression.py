@@ -25,7 +25,7 @@ def test_the_distance_of_nothing_is_zero():
 
 @pytest.mark.parametrize("loss", [squared_error, l2_loss])
 def test_shapes_that_differ_are_refused(loss):
-    with pytest.raises(ValueError, match=f"{loss.__name__}: targets has shape"):
+    with pytest.raises(ValueError, match=f"{loss.__name__}: targets: got shape"):
         loss(np.zeros((3, 1)), np.zeros(3))
 
 
@@ -36,5 +36,5 @@ def test_delta_may_be_an_array():
 
 
 def test_integers_are_refused():
-    with pytest.raises(TypeError, match="huber_loss: predictions has dtype int32"):
+    with pytest.raises(TypeError, match="huber_loss: predictions: got dtype int32"):
         huber_loss(np.array([1, 2], np.int32))

@@ -65,3 +65,18 @@ def test_third_derivatives_agree_between_the_modes():
     with masksafe.forward_mode():
         forward = jax.jacfwd(jax.jacfwd(jax.jacfwd(along)))(1.0)
     np.testing.assert_allclose(jax.grad(jax.grad(jax.grad(along)))(1.0), forward, rtol=1e-4)
+
+
+OPS = {
+    "an op": loss,
+    "attention": lambda x: masksafe.dot_product_attention(*[x[None, :, None]] * 3),
+    "a reduction": masksafe.var,
+}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("transform", [jax.jacfwd, lambda f: lambda x: jax.jvp(f, (x,), (x,))], ids=["jacfwd", "jvp"])
+def test_refusal_of_forward_mode_names_the_way_out(op, transform):
+    with pytest.raises(TypeError, match="custom_vjp") as caught:
+        transform(op)(LOGITS)
+    assert sum("masksafe.forward_mode()" in note for note in caught.value.__notes__) == 1

@@ -1,10 +1,14 @@
 """Dice losses of probabilities, and of pixels and classes that are masked."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
+import masksafe
 from masksafe.losses import binary_dice_loss, dice_loss, multiclass_generalized_dice_loss
 
 RNG = np.random.default_rng(0)
@@ -34,16 +38,73 @@ def test_probabilities():
     np.testing.assert_allclose(dice_loss(p, TARGETS, apply_softmax=False), dice_loss(LOGITS, TARGETS), rtol=1e-5)
     under_jit = jax.jit(lambda p: dice_loss(p, TARGETS, apply_softmax=False))(p)
     np.testing.assert_allclose(under_jit, dice_loss(LOGITS, TARGETS), rtol=1e-5)
-    with pytest.raises(
-        ValueError, match="dice_loss: predictions has other values; expected probabilities that sum to 1"
-    ):
-        dice_loss(LOGITS, TARGETS, apply_softmax=False)
+
+
+BAD = np.asarray(jax.nn.softmax(LOGITS)).copy()
+BAD[1, 2] = [0.5, 0.1, 0.1]
+BAD[1, 4] = [1.5, -0.5, 0.0]
+OUTSIDE = "2 of 36 predictions are outside [0, 1]; first at (1, 4, 0): 1.5"
+SUMS = "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.7"
+BINARY = "2 of 12 predictions are outside [0, 1]; first at (1, 2): -0.5"
+
+
+def of_probabilities(loss):
+    """The loss of probabilities, and the name of the argument that says so."""
+    argument = "apply_sigmoid" if loss is binary_dice_loss else "apply_softmax"
+    return lambda p, t, **kwargs: loss(p, t, **{argument: False}, **kwargs)
+
+
+BINARY_BAD = BAD[..., 0] - np.where(np.arange(6) == 2, 1, 0).astype(np.float32) * np.array([[0], [1]], np.float32)
+WRONG = [
+    (dice_loss, BAD, TARGETS, OUTSIDE),
+    (dice_loss, np.where(BAD < 0, 0, np.minimum(BAD, 1)), TARGETS, SUMS),
+    (multiclass_generalized_dice_loss, BAD, TARGETS, OUTSIDE),
+    (binary_dice_loss, BINARY_BAD, TARGETS[..., 0], BINARY),
+    (dice_loss, BINARY_BAD[..., None], TARGETS[..., :1], BINARY),
+]
+
+
+@pytest.mark.parametrize(("loss", "p", "targets", "text"), WRONG)
+def test_wrong_probabilities_are_reported_in_every_mode(loss, p, targets, text):
+    fn = of_probabilities(loss)
+    text = f"^{re.escape(f'{loss.__name__}: {text}')}"
+    with masksafe.label_checks("raise"):
+        with pytest.raises(ValueError, match=text):
+            fn(p, targets)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text.removeprefix("^")):
+            jax.block_until_ready(jax.jit(fn)(p, targets))
+    with masksafe.label_checks("checkify"):
+        error, value = jax.jit(checkify.checkify(fn))(p, targets)
+        assert re.search(text, error.get())
+        assert np.isnan(value).tolist() == (True if value.ndim == 0 else [False, True])
+
+
+@pytest.mark.parametrize(("loss", "p", "targets"), [wrong[:3] for wrong in WRONG])
+def test_wrong_probabilities_are_taken_as_they_are_while_checks_are_off(loss, p, targets):
+    fn = of_probabilities(loss)
+    eager = fn(p, targets)
+    np.testing.assert_allclose(eager, jax.jit(fn)(p, targets), rtol=1e-6)
+    if loss is not multiclass_generalized_dice_loss:
+        overlap, both = (p * targets).sum(1), (p + targets).sum(1)
+        by_formula = 1 - (overlap + 1) / (both / 2 + 1)
+        np.testing.assert_allclose(eager, by_formula if by_formula.ndim == 1 else by_formula.mean(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("loss", "p", "targets", "text"), WRONG)
+def test_masked_probabilities_are_not_looked_at(loss, p, targets, text):
+    mask = np.ones((2, 6, 1), bool)
+    mask[1, [2, 4]] = False
+    mask = mask[..., 0] if loss is binary_dice_loss else mask
+    p = np.where(mask, p, np.nan)
+    with masksafe.label_checks("raise"):
+        assert np.isfinite(of_probabilities(loss)(p, targets, where=mask)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_probabilities_of_narrow_floats(dtype):
     p = jax.nn.softmax(LOGITS).astype(dtype)
-    assert np.isfinite(np.float32(dice_loss(p, TARGETS, apply_softmax=False))).all()
+    with masksafe.label_checks("raise"):
+        assert np.isfinite(np.float32(dice_loss(p, TARGETS, apply_softmax=False))).all()
 
 
 def test_binary_probabilities():
@@ -52,8 +113,15 @@ def test_binary_probabilities():
     np.testing.assert_allclose(
         binary_dice_loss(p, targets, apply_sigmoid=False), binary_dice_loss(logits, targets), rtol=1e-5
     )
-    with pytest.raises(ValueError, match=r"expected probabilities in \[0, 1\]"):
-        binary_dice_loss(2 * p, targets, apply_sigmoid=False)
+
+
+def test_a_binary_loss_names_itself_and_its_arguments():
+    with pytest.raises(ValueError, match=r"^binary_dice_loss: targets: got shape \(2, 5, 1\)"):
+        binary_dice_loss(LOGITS[..., :1], TARGETS[:, :5, 0])
+    with pytest.raises(TypeError, match=r"^binary_dice_loss: predictions: got dtype int32"):
+        binary_dice_loss(jnp.ones((2, 6), int), TARGETS[..., 0])
+    with pytest.raises(ValueError, match=r"^binary_dice_loss: where: got shape \(3,\)"):
+        binary_dice_loss(LOGITS[..., :1], TARGETS[..., :1], where=np.ones(3, bool))
 
 
 def test_masked_samples_and_classes_of_the_loss():
@@ -68,11 +136,11 @@ def test_masked_samples_and_classes_of_the_loss():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"targets": TARGETS[:, :3]}, "targets has shape"),
-        ({"reduction": "median"}, "reduction has value 'median'"),
-        ({"class_weights": jnp.ones(2)}, "class_weights has shape"),
-        ({"axis": -1}, "axis has value"),
-        ({"where": np.ones((2, 6), bool)}, "where has shape"),
+        ({"targets": TARGETS[:, :3]}, "targets: got shape"),
+        ({"reduction": "median"}, "reduction: got value 'median'"),
+        ({"class_weights": jnp.ones(2)}, "class_weights: got shape"),
+        ({"axis": -1}, "axis: got value"),
+        ({"where": np.ones((2, 6), bool)}, "where: got shape"),
     ],
 )
 def test_bad_arguments_are_refused(change, text):

@@ -51,7 +51,7 @@ def test_equal_vectors_have_a_finite_gradient():
 
 @pytest.mark.parametrize(
     ("args", "text"),
-    [((EMBEDDINGS[0], LABELS), "embeddings has shape"), ((EMBEDDINGS, LABELS[:3]), "labels has shape")],
+    [((EMBEDDINGS[0], LABELS), "embeddings: got shape"), ((EMBEDDINGS, LABELS[:3]), "labels: got shape")],
 )
 def test_bad_arguments_are_refused(args, text):
     with pytest.raises(ValueError, match=f"ntxent: {text}"):

@@ -14,8 +14,14 @@ from jax.test_util import check_grads
 import masksafe
 from masksafe.testing import assert_mask_safe
 
+
+def logsumexp(x, axis=-1, where=None):
+    """With the parameters of the other two."""
+    return masksafe.logsumexp(x, axis, where=where)
+
+
 OPS = {
-    "logsumexp": (masksafe.logsumexp, jax.nn.logsumexp),
+    "logsumexp": (logsumexp, jax.nn.logsumexp),
     "softmax": (masksafe.softmax, jax.nn.softmax),
     "log_softmax": (masksafe.log_softmax, jax.nn.log_softmax),
 }
@@ -71,7 +77,7 @@ def test_masking_equals_removal(data):
         masked = op(garbage, where=kept)
         if kept.any():
             rest = np.asarray(masked)[kept] if masked.ndim else masked
-            np.testing.assert_allclose(rest, theirs(x[kept]), rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(rest, theirs(x[kept], axis=-1), rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -153,15 +159,102 @@ def test_empty_arrays_and_lowering_for_cuda(name):
 
 
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint8, jnp.int64])
+@pytest.mark.parametrize("x64", [False, True])
+def test_integers_become_floats(name, dtype, x64):
+    ours, theirs = OPS[name]
+    with jax.enable_x64(x64):
+        x = np.arange(6).reshape(2, 3).astype(dtype)
+        assert ours(x).dtype == jnp.exp(x).dtype
+        np.testing.assert_allclose(ours(x), theirs(x.astype(float), axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_narrow_floats_stay_what_they_are(name):
+    x = jnp.array([0.0, 1.0, 2.0], jnp.float8_e4m3fn)
+    gradient = jax.grad(lambda x: finite_sum(OPS[name][0](x).astype(jnp.float32)))(x)
+    assert OPS[name][0](x).dtype == gradient.dtype == x.dtype
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_list_of_axes(name):
+    np.testing.assert_array_equal(OPS[name][0](X, [0, 2], WHERE), OPS[name][0](X, (0, 2), WHERE))
+
+
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ((jnp.ones((2, 3), int),), TypeError, "x has dtype int32"),
-        ((X, 3), ValueError, "axis has value 3"),
-        ((X, -1, jnp.ones(4, bool)), ValueError, r"where has shape \(4,\)"),
-        ((X, -1, jnp.ones(5)), TypeError, "where has dtype float32"),
+        (("cat",), TypeError, ".: got type str"),
+        ((X, 3), ValueError, "axis: got value 3"),
+        ((X, -1, jnp.ones(4, bool)), ValueError, r"where: got shape \(4,\)"),
+        ((X, -1, jnp.ones(5)), TypeError, "where: got dtype float32"),
     ],
 )
 def test_bad_arguments_are_refused(name, arguments, error, text):
     with pytest.raises(error, match=f"^{name}: {text}"):
         OPS[name][0](*arguments)
+
+
+@pytest.mark.parametrize("op", [masksafe.softmax, masksafe.log_softmax])
+def test_complex_numbers_are_refused(op):
+    with pytest.raises(TypeError, match="x: got dtype complex64; expected a float dtype"):
+        op(X + 1j)
+
+
+# What jax.nn.logsumexp takes beyond that.
+
+FACTORS = jnp.array([1.0, -2.0, 0.0, 3.0, -1.0])
+CALLS = {
+    "all axes by default": {},
+    "keepdims": {"axis": 0, "keepdims": True},
+    "a sign": {"return_sign": True, "axis": (0, 2)},
+    "factors": {"b": FACTORS, "axis": -1},
+    "factors and a sign": {"b": FACTORS, "axis": (1, 2), "return_sign": True, "keepdims": True},
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64], ids=lambda d: d.__name__)
+def test_logsumexp_is_that_of_jax_nn(call, dtype):
+    a = (3 * X).astype(dtype)
+    actual, expected = masksafe.logsumexp(a, **call), jax.nn.logsumexp(a, **call)
+    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        ours, theirs = (np.asarray(x, np.complex64) for x in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
+
+
+def test_logsumexp_takes_its_arguments_in_the_order_of_jax_nn():
+    arguments = (X, (1, 2), FACTORS, True, True, WHERE)
+    for ours, theirs in zip(masksafe.logsumexp(*arguments), jax.nn.logsumexp(*arguments), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+@pytest.mark.parametrize("argnum", [0, 1])
+def test_gradients_of_logsumexp_with_factors_are_those_of_jax_nn(argnum):
+    total = lambda f: lambda a, b: jnp.sum(jnp.sin(f(a, -1, b, return_sign=True)[0]))  # noqa: E731
+    ours, theirs = (jax.jit(jax.grad(total(f), argnum))(X, FACTORS) for f in (masksafe.logsumexp, jax.nn.logsumexp))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_logsumexp_with_factors_is_mask_safe():
+    def fn(a, b):
+        log, sign = masksafe.logsumexp(a, (1, 2), b, return_sign=True, where=DEAD)
+        return jnp.where(log == -jnp.inf, 0, log), sign
+
+    b = jnp.cos(X) + 2
+    assert_mask_safe(fn, X, b, masked={0: ~DEAD, 1: ~DEAD}, transforms=("jit",))
+    log, sign = masksafe.logsumexp(X, (1, 2), b, return_sign=True, where=DEAD)
+    assert (log[1], sign[1]) == (-jnp.inf, 0)
+
+
+def test_logsumexp_of_a_negative_sum_is_nan_without_its_sign():
+    assert jnp.isnan(masksafe.logsumexp(jnp.zeros(2), b=-jnp.ones(2)))
+
+
+def test_shapes_of_logsumexp_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="logsumexp: a and b: got shapes"):
+        masksafe.logsumexp(X, b=jnp.ones(4))
+    with pytest.raises(ValueError, match="logsumexp: where: got shape"):
+        masksafe.logsumexp(X, where=jnp.ones(4, bool))

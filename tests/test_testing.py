@@ -203,15 +203,21 @@ def test_the_peers_cases_of_its_documentation_are_found_in_value_and_gradient():
 @pytest.mark.parametrize(
     ("kwargs", "text"),
     [
-        ({"masked": {}}, "masked has keys"),
-        ({"masked": {1: MASK}}, r"masked has keys \[1\]; expected positions of arguments, in \[0, 1\)"),
-        ({"masked": {0: MASK.astype(float)}}, "masked has dtype float64; expected bool"),
-        ({"masked": {0: MASK[:, :2]}}, r"masked has shape \(2, 2\); expected a shape that broadcasts to \(2, 3\)"),
-        ({"masked": {0: MASK}, "order": 3}, "order has value 3"),
-        ({"masked": {0: MASK}, "transforms": ["pmap"]}, "transforms has"),
-        ({"masked": {0: MASK}, "output_mask": MASK[:1, :2]}, "output_mask has shape"),
+        ({"masked": {}}, "masked: got keys"),
+        ({"masked": {1: MASK}}, r"masked: got keys \[1\]; expected positions of arguments, in \[0, 1\)"),
+        ({"masked": {0: MASK.astype(float)}}, "masked: got dtype float64; expected bool"),
+        ({"masked": {0: MASK[:, :2]}}, r"masked: got shape \(2, 2\); expected a shape that broadcasts to \(2, 3\)"),
+        ({"masked": {0: np.zeros_like(MASK)}}, "masked: got nothing that is True"),
+        ({"masked": {0: MASK}, "order": 3}, "order: got value 3"),
+        ({"masked": {0: MASK}, "transforms": ["pmap"]}, "transforms: got"),
+        ({"masked": {0: MASK}, "output_mask": MASK[:1, :2]}, "output_mask: got shape"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(kwargs, text):
     with pytest.raises(ValueError, match=text):
         assert_mask_safe(clean, X, **kwargs)
+
+
+def test_a_mask_that_belongs_to_no_argument_is_refused():
+    with pytest.raises(TypeError, match=r"masked: got type ndarray; expected a mapping.* write \{0: mask\}"):
+        assert_mask_safe(clean, X, masked=MASK)

@@ -30,7 +30,7 @@ def runner(library: str, case: Case) -> Run | None:
     op = _ops(library).get(case.op)
     if op is None:
         return None
-    return functools.partial(_run_torch if library == "torch" else _run_jax, op, library)
+    return functools.partial(_run_torch if library == "torch" else _run_jax, op)
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def _ops(library: str) -> Ops:
     return tables[library]()
 
 
-def _run_jax(op: Callable[..., Any], library: str, inputs: Inputs) -> Result:
+def _run_jax(op: Callable[..., Any], inputs: Inputs) -> Result:
     floats = {name: jnp.asarray(x) for name, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
 
     def call(floats: dict[str, jax.Array]) -> jax.Array:
@@ -133,7 +133,7 @@ def _of_equinox() -> Ops:
     return {"layer_norm": layer_norm, "dot_product_attention": attention}
 
 
-def _run_torch(op: Callable[..., Any], library: str, inputs: Inputs) -> Result:
+def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
     import torch
 
     tensors = {name: torch.tensor(np.asarray(x)) for name, x in inputs.items()}

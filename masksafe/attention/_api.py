@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, message
+from masksafe._errors import as_array, as_float_array, as_mask, as_promoted_float_array, at_rank_of, message
 from masksafe._typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._batch import attend_over_batch, scaled_queries
@@ -25,6 +25,11 @@ QUERY_BLOCK = 512
 KEY_BLOCK = 512
 KEY_BLOCK_IF_NOTHING_IS_SKIPPED = 1024
 FEWEST_QUERIES = 128  # in a block, however many query heads share a key head
+
+_HEADS_FIRST = (
+    "Time is in front of heads, [batch, time, heads, head_dim]: give arrays [batch, heads, time, head_dim] as "
+    "jnp.swapaxes(x, -3, -2)."
+)
 
 _FARTHEST = 2**29  # no length or offset counts as more, no window as more than twice: their sums are exact
 
@@ -119,10 +124,12 @@ def dot_product_attention(
         (grouped-query attention; multi-query attention with K = 1).
       value: floats `[B, S, K, width]`; the width may be another than H.
       bias: floats added to the logits. -inf masks; a large finite number is a bias like any other, and does not.
-        It broadcasts to `[B, N, T, S]`.
+        It broadcasts to `[B, N, T, S]`. Integers and booleans become floats, as in `jax.nn`: a boolean mask given here
+        by mistake adds 1 where it is True.
       mask: booleans, False is masked. They broadcast to `[B, N, T, S]`. A mask of the keys of every sample,
         `[B, S]`, is written `mask[:, None, None, :]`.
-      scale: factor of the logits; by default 1 / sqrt(H). An array has a gradient.
+      scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array has a
+        gradient.
       is_causal: query t sees the keys up to t + `causal_offset`.
       query_seq_lengths: integers `[B]`; queries from this one on are masked.
       key_value_seq_lengths: integers `[B]`; keys from this one on are masked.
@@ -184,7 +191,7 @@ def dot_product_attention(
     q, k, v = (_whole(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
     static_scale, scale = _as_scale(scale, q)
-    bias = None if bias is None else _over_pairs("bias", _as_bias(bias), q, k)
+    bias = None if bias is None else _over_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
     mask = None if mask is None else _over_pairs("mask", as_mask(_OP, "mask", mask), q, k)
     window = _as_window(local_window_size)
     offset = _per_sample("causal_offset", causal_offset, batch)
@@ -241,11 +248,12 @@ def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array
     if k.ndim != q.ndim or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
         raise ValueError(message(_OP, "key", f"shape {k.shape}", f"[batch, keys, key_heads, head_dim], {same}"))
     if v.shape[:-1] != k.shape[:-1]:
-        expected = f"{(*k.shape[:-1], 'width')}, that of key but for the width"
+        expected = f"({', '.join(map(str, k.shape[:-1]))}, width), that of key but for the width"
         raise ValueError(message(_OP, "value", f"shape {v.shape}", expected))
     if q.shape[-2] != 0 and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
         expected = f"a multiple of the {k.shape[-2]} heads of key"
-        raise ValueError(message(_OP, "query", f"{q.shape[-2]} heads in shape {q.shape}", expected))
+        hint = _HEADS_FIRST if k.shape[-3] and q.shape[-3] % k.shape[-3] == 0 else ""
+        raise ValueError(message(_OP, "query", f"{q.shape[-2]} heads in shape {q.shape}", expected, hint))
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise TypeError(message(_OP, name, f"dtype {x.dtype}", f"{q.dtype}, that of query"))
@@ -269,20 +277,10 @@ def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
         return float(scale), None
-    scale = as_array(_OP, "scale", scale)
-    if scale.ndim:
-        raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar"))
-    return 1.0, as_float_array(_OP, "scale", scale)
-
-
-def _as_bias(bias: ArrayLike) -> Array:
-    bias = as_array(_OP, "bias", bias)
-    if jnp.issubdtype(bias.dtype, jnp.integer):
-        return bias.astype(jnp.float32)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        hint = "A boolean mask goes to mask." if bias.dtype == jnp.bool_ else ""
-        raise TypeError(message(_OP, "bias", f"dtype {bias.dtype}", "a float dtype", hint))
-    return bias
+    scale = as_promoted_float_array(_OP, "scale", scale)
+    if scale.size != 1:
+        raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar, or an array of one element"))
+    return 1.0, scale.reshape(())
 
 
 def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
@@ -290,11 +288,12 @@ def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
     target = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
         x = x[0]
-    if x.ndim == 2 and q.ndim == 4 and x.shape == (q.shape[0], k.shape[-3]) and x.shape[0] not in (1, q.shape[1]):
+    hint = ""
+    if x.ndim == 2 and q.ndim == 4 and x.shape == (q.shape[0], k.shape[-3]):
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
-        expected = f"a shape that broadcasts to {target}, [batch, heads, queries, keys]"
-        raise ValueError(message(_OP, argument, f"shape {x.shape}", expected, hint))
-    return _whole(at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]"), -2, -1)
+    elif x.ndim > 1 and x.shape[-2:] == (q.shape[-2], k.shape[-2]):
+        hint = _HEADS_FIRST
+    return _whole(at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]", hint), -2, -1)
 
 
 def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> Array | None:
@@ -346,7 +345,8 @@ def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     ids = as_array(_OP, argument, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(message(_OP, argument, f"dtype {ids.dtype}", "an integer dtype"))
-    ids = _whole(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]"), -1)
+    hint = _HEADS_FIRST if ids.shape[-1:] == x.shape[-2:-1] else ""
+    ids = _whole(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]", hint), -1)
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
 
 
@@ -371,8 +371,8 @@ def _intervals(
     """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
     if not is_causal and window is None and query_lengths is None and key_lengths is None:
         return None, None
-    query_index = jnp.arange(num_queries, dtype=jnp.int32)
     assert offset is not None  # it is 0 by default
+    query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
     position = query_index + offset
     first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
     if is_causal:

@@ -9,6 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from masksafe._moments import wide_dtype
+from masksafe._rules import explains_forward_mode
 from masksafe._typing import Array
 from masksafe.attention._blockwise import Config
 from masksafe.attention._core import attention
@@ -16,6 +18,7 @@ from masksafe.attention._mask import Pairs
 from masksafe.attention._problems import grouped_heads
 
 
+@explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
 def attend_over_batch(
     config: Config,
@@ -35,7 +38,7 @@ def attend_over_batch(
 
 
 def scaled_queries(q: Array, scale: Array) -> Array:
-    wide = q.astype(jnp.promote_types(q.dtype, jnp.float32))
+    wide = q.astype(wide_dtype(q.dtype))
     is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
     return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
 
@@ -43,7 +46,7 @@ def scaled_queries(q: Array, scale: Array) -> Array:
 def _over_batch(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> tuple[Array, Array]:
     batch = q.shape[:-3]
     if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
-        dtype = jnp.promote_types(q.dtype, jnp.float32)
+        dtype = wide_dtype(q.dtype)
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
     leaves, tree = jax.tree.flatten((bias, pairs))
     of_leaves = [x.shape[: len(batch)] for x in leaves]

@@ -13,8 +13,9 @@ and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of
   \dot q_t = \sum_s \dot x_{ts} k_s, \qquad \dot k_s = \sum_t \dot x_{ts} q_t, \qquad \dot v_s = \sum_t p_{ts} \dot o_t.
 
 The forward pass goes through the keys with a running maximum (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018); the reverse pass computes :math:`p` again from :math:`\lambda` (Dao,
-"FlashAttention-2", 2023).
+calculation for softmax", 2018); the reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023). Not from
+:math:`\lambda`, whose rounding error would be one of every :math:`p`, but from its two parts, the largest logit and the
+sum of :math:`e^{x_{ts} - \max_s x_{ts}}`.
 
 Every product contracts over masked pairs too, with weight 0, and 0 times NaN is NaN. So what is not finite is
 replaced by 0 in all that is contracted, and the few results that do depend on it are made NaN afterwards.
@@ -30,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._moments import selected
+from masksafe._moments import selected, wide_dtype
 from masksafe._spans import Blocks, Span, divide, take
 from masksafe._typing import Array
 from masksafe.attention._mask import (
@@ -67,15 +68,18 @@ class Gradients(NamedTuple):
 # Forward.
 
 
-def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array]:
-    """The output `[B, K, G, T, width of v]` and the logsumexp `[B, K, G, T, 1]`, both widened."""
+def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array, Array]:
+    """The output `[B, K, G, T, width of v]`, the largest logit and the sum of exponentials, `[B, K, G, T, 1]`.
+
+    All of them are widened. A query that sees no key has the largest logit -inf and the sum 1.
+    """
     queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_q, clean_k, clean_v = _finite(q) * before, _finite(k), _finite(v)
     is_nan = _nans_of_queries(q, k, v, pairs, queries, keys, live)
 
-    def one_block(i: Any) -> tuple[Array, Array]:
+    def one_block(i: Any) -> tuple[Array, Array, Array]:
         rows = queries.span(i)
         q_i = take(clean_q, 3, rows)
 
@@ -95,8 +99,8 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
         return _finish(state, take(is_nan, 3, rows))
 
     # The plain form is differentiated block by block: what a block holds is computed again, not kept.
-    out, lse = _each_block(queries, one_block if config.skips else jax.checkpoint(one_block))
-    return out, lse
+    results: tuple[Array, Array, Array] = _each_block(queries, one_block if config.skips else jax.checkpoint(one_block))
+    return results
 
 
 class _Running(NamedTuple):
@@ -110,7 +114,7 @@ class _Running(NamedTuple):
 def _nothing_yet(q: Array, k: Array, v: Array) -> _Running:
     # Made out of a product, so that the loop that carries it finds the sharding of its own results.
     zero = jnp.zeros_like(_dot_keys(q, k[:, :, :1]))
-    return _Running(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1]))
+    return _Running(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1].astype(zero.dtype)))
 
 
 def _add_keys(config: Config, state: _Running, x: Array, mask: Array | None, v: Array, keep: Array | None) -> _Running:
@@ -123,11 +127,16 @@ def _add_keys(config: Config, state: _Running, x: Array, mask: Array | None, v: 
     return _Running(largest, total, weighted)
 
 
-def _finish(state: _Running, is_nan: Array) -> tuple[Array, Array]:
+def _finish(state: _Running, is_nan: Array) -> tuple[Array, Array, Array]:
     is_dead = state.total == 0
     total = jnp.where(is_dead, 1, _nan_where(is_nan[..., -1:], state.total))
     weighted = _nan_where(is_nan[..., :-1] & ~is_dead, state.weighted)
-    return weighted / total, jnp.where(is_dead, -jnp.inf, state.largest + jnp.log(total))
+    return weighted / total, jnp.where(is_dead, -jnp.inf, state.largest), total
+
+
+def logsumexp(largest: Array, total: Array) -> Array:
+    """The logsumexp of the two parts in which it is kept."""
+    return largest + jnp.log(total)
 
 
 # Reverse. A block of pairs is transposed here, `[B, K, keys, G, queries]`: two of the three products that contract
@@ -136,24 +145,35 @@ def _finish(state: _Running, is_nan: Array) -> tuple[Array, Array]:
 
 def pull_back(
     config: Config,
-    of_queries: tuple[Array, Array, Array, Array],
+    of_queries: tuple[Array, ...],
     of_keys: tuple[Array, Array],
     pairs: Pairs,
     d_bias: Array | None,
 ) -> Gradients:
     """The cotangents of queries, keys and values, widened, and `d_bias` with that of the bias added.
 
-    Of the queries there are q, the cotangent of the output, the logsumexp and delta, of the keys k and v. The
-    queries that `pairs` calls unused take no part.
+    Of the queries there are q, the cotangent of the output, the largest logit and the sum of exponentials, delta and
+    the cotangent of the logsumexp, of the keys k and v. The queries that `pairs` calls unused take no part.
     """
-    (q, d_out, lse, delta), (k, v) = of_queries, of_keys
+    (q, d_out, largest, total, delta, d_lse), (k, v) = of_queries, of_keys
     assert pairs.used is not None
     used = pairs.used[..., None]
     queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_k, clean_v = _finite(k), _finite(v)
-    clean_queries = _Queries(_finite(q, used) * before, _finite(d_out, used), lse, delta)
+    reciprocal = 1 / jnp.where(jnp.isnan(total), 1, total)
+    # Divided by the sum once for each query rather than for each pair; 16 bits would be rounded once more by that.
+    of_query, of_pair = (reciprocal, None) if d_out.dtype.itemsize >= 4 else (1, reciprocal)
+    clean_queries = _Queries(
+        q=_finite(q, used) * before,
+        d_out=_finite(d_out, used) * of_query,
+        shift=largest + 0 * total,  # NaN for a query that sees what is not finite
+        delta=delta * of_query,
+        reciprocal=of_pair,
+        all_weight=jnp.where(total == 1, 0.5, jnp.inf),
+        d_lse=d_lse + 0 * delta,
+    )
     is_nan = _nans_of_keys(d_out, clean_queries.q, clean_k, pairs, queries, keys, live)
 
     def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
@@ -162,7 +182,7 @@ def pull_back(
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
             rows = queries.span(i)
-            of_block = _Queries(*(take(a, 3, rows) for a in clean_queries))
+            of_block = jax.tree.map(lambda a: take(a, 3, rows), clean_queries)
             weights, d_dots, d_x = _differentiate_block(config, of_block, k_j, v_j, pairs, (i, rows), (j, columns))
             d_v = state.value + _dot_pairs_with_queries(weights, of_block.d_out)
             d_k = state.key + _dot_pairs_with_queries(d_dots, of_block.q)
@@ -173,12 +193,12 @@ def pull_back(
             return Gradients(d_q, d_k, d_v, d_bias)
 
         live_queries = None if live is None else live[:, j]
-        no_d_k, no_d_v = (jnp.zeros_like(a, lse.dtype) for a in (k_j, v_j))
+        no_d_k, no_d_v = (jnp.zeros_like(a, total.dtype) for a in (k_j, v_j))
         state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
         state = for_live_blocks(live_queries, queries.number, add_queries, state)
         return (state.query, state.bias), (state.key, state.value)
 
-    nothing = (jnp.zeros_like(clean_queries.q, lse.dtype), d_bias)
+    nothing = (jnp.zeros_like(clean_queries.q, total.dtype), d_bias)
     if keys.number == 1:
         (d_q, d_bias), (d_k, d_v) = one_block(nothing, 0)
     else:
@@ -191,9 +211,12 @@ class _Queries(NamedTuple):
     """What the reverse pass knows of each query, without what is not finite."""
 
     q: Array
-    d_out: Array
-    lse: Array
-    delta: Array
+    d_out: Array  # divided by the sum of exponentials, unless there is a reciprocal
+    shift: Array  # the largest logit
+    delta: Array  # divided as d_out is
+    reciprocal: Array | None  # of the sum of exponentials
+    all_weight: Array  # an exponential above this is that of a key that has all of the weight
+    d_lse: Array
 
 
 def _differentiate_block(
@@ -207,7 +230,7 @@ def _differentiate_block(
 ) -> tuple[Array, Array, Array]:
     """The weights and the cotangents of the products q k and of the logits of a block, keys first."""
     (i, rows), (j, columns) = row, column
-    capped = _capped(config, _dot_queries(k, of_queries.q) * _scales(config, of_queries.q)[1])
+    capped = _capped(config, _dot_queries_as_forward(k, of_queries.q) * _scales(config, of_queries.q)[1])
     x = (
         capped
         if pairs.bias is None
@@ -219,24 +242,29 @@ def _differentiate_block(
     keep = _kept_by_dropout(config, pairs, i, j, (*of_queries.q.shape[:4], columns.size))
     keep = None if keep is None else _keys_first(keep)
 
-    p = jnp.exp(jnp.where(mask, x - _keys_first(of_queries.lse), -jnp.inf))
-    d_p = _dropped(config, keep, _dot_queries(v, of_queries.d_out))
+    p = jnp.exp(jnp.where(mask, x - _keys_first(of_queries.shift), -jnp.inf))
+    if of_queries.reciprocal is not None:
+        p = p * _keys_first(of_queries.reciprocal)
+    d_p = _dropped(config, keep, _dot_queries_as_forward(v, of_queries.d_out))
     # Selected, for a masked value may be finite and yet so large that its product is not.
-    d_x = jnp.where(mask, p * (d_p - _keys_first(of_queries.delta)), 0)
+    d_x = p * (d_p - _keys_first(of_queries.delta))
+    # A key that has all of the weight is the output: what is left of d_p - delta there is rounding.
+    d_x = jnp.where(p > _keys_first(of_queries.all_weight), _keys_first(of_queries.d_lse), d_x)
+    d_x = jnp.where(mask, d_x, 0)
     d_dots = d_x
     if config.soft_cap is not None:
         d_dots = jnp.where(mask, d_x * (1 - (capped / config.soft_cap) ** 2), 0)
     return _dropped(config, keep, p), d_dots, d_x
 
 
-def used_queries(out: Array, lse: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+def used_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
     """Which queries take part in the reverse pass, and delta; both `[B, T, N, 1]`.
 
     A query with no key takes no part, nor does one with a NaN whose cotangents are all 0: such a NaN has been
     selected away behind the op, as the padding of queries is by the loss.
     """
+    lse, d_lse = logsumexp(largest, total)[..., None], d_lse[..., None]
     wide = jnp.promote_types(out.dtype, lse.dtype)
-    lse, d_lse = lse[..., None], d_lse[..., None]
     # Only what has a cotangent counts: a NaN in another column is none of it.
     delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
     sound = jnp.isfinite(lse) & jnp.isfinite(delta)
@@ -341,6 +369,19 @@ def _dot_queries(k: Array, q: Array) -> Array:
     return _dot(k, _rows(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
 
 
+def _dot_queries_as_forward(k: Array, q: Array) -> Array:
+    """The products with the very rounding errors that they have in the forward pass.
+
+    Other errors would be errors of the weights, whose sum is known from there. A CPU rounds a product and its transpose
+    alike in whole tiles only.
+    """
+    is_whole = k.shape[2] % _TILE == 0 and q.shape[2] * q.shape[3] % _TILE == 0
+    return _dot_queries(k, q) if is_whole else _keys_first(_dot_keys(q, k))
+
+
+_TILE = 64
+
+
 def _dot_pairs_with_queries(p: Array, q: Array) -> Array:
     """`[B, K, S, G, T]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
     return _dot(p.reshape(*p.shape[:3], -1), _rows(q), 3, 2)
@@ -360,11 +401,7 @@ def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
     if b.dtype == jnp.bool_:
         b = b.astype(a.dtype)
-    return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=_wide(b.dtype))
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
 
 
 # Small pieces.

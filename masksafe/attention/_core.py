@@ -13,19 +13,21 @@ from jax import lax
 
 from masksafe._rules import differentiable, differentiated_as
 from masksafe._typing import Array
-from masksafe.attention._blockwise import Config, Gradients, attend, pull_back, used_queries
+from masksafe.attention._blockwise import Config, Gradients, attend, logsumexp, pull_back, used_queries
 from masksafe.attention._mask import Pairs
 from masksafe.attention._problems import queries_by_problem, solve
 
 _Result = tuple[Array, Array]
-_Residuals = tuple[Array, Array, Array, Array | None, Pairs, Array, Array]
+_Parts = tuple[Array, Array, Array]  # the output, and the logsumexp in two parts
+_Residuals = tuple[Array, Array, Array, Array | None, Pairs, Array, Array, Array]
 
 
 def _forward(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
-    out, lse = _evaluate_in_blocks(config, q, k, v, bias, pairs)
-    return (out.astype(q.dtype), lse), (q, k, v, bias, pairs, out, lse)  # not the rounded output: delta depends on it
+    out, largest, total = _evaluate_in_blocks(config, q, k, v, bias, pairs)
+    # Not the rounded output, for delta depends on it.
+    return (out.astype(q.dtype), logsumexp(largest, total)), (q, k, v, bias, pairs, out, largest, total)
 
 
 def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
@@ -38,36 +40,40 @@ def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, 
 
     `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]` and `bias` `[B, K, G, T, S]` up to broadcasting.
     """
-    out, lse = _evaluate_in_blocks(config, q, k, v, bias, pairs)
-    return out.astype(q.dtype), lse
+    out, largest, total = _evaluate_in_blocks(config, q, k, v, bias, pairs)
+    return out.astype(q.dtype), logsumexp(largest, total)
 
 
-def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     return _solve_forward(config._replace(skips=False), q, k, v, bias, pairs)
 
 
 @differentiated_as(_evaluate_plainly)
-def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     return _solve_forward(config, q, k, v, bias, pairs)
 
 
-def _solve_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
+def _solve_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, carry: None) -> Any:
         (q,), (k, v) = of_queries, of_keys
-        out, lse = attend(config, q, k, v, pairs)
-        return (out, lse), (), carry
+        return attend(config, q, k, v, pairs), (), carry
 
-    (out, lse), _, _ = solve(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
-    return out, lse[..., 0]
+    (out, largest, total), _, _ = solve(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
+    return out, largest[..., 0], total[..., 0]
 
 
 def _pull_back_plainly(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
 ) -> Gradients:
-    _, _, d_out, d_lse = of_rows
+    _, _, _, d_out, d_lse = of_rows
     used, _ = used_queries(*map(lax.stop_gradient, of_rows))
     pairs = _with_used(pairs, used, k)
-    _, reverse = jax.vjp(lambda q, k, v, bias: _evaluate_plainly(config, q, k, v, bias, pairs), q, k, v, bias)
+
+    def plain(q: Array, k: Array, v: Array, bias: Array | None) -> _Result:
+        out, largest, total = _evaluate_plainly(config, q, k, v, bias, pairs)
+        return out, logsumexp(largest, total)
+
+    _, reverse = jax.vjp(plain, q, k, v, bias)
     d_out = jnp.where(used, d_out, 0).astype(d_lse.dtype)
     return Gradients(*reverse((d_out, jnp.where(used[..., 0], d_lse, 0))))
 
@@ -76,7 +82,7 @@ def _pull_back_plainly(
 def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
 ) -> Gradients:
-    _, lse, d_out, d_lse = of_rows
+    _, largest, total, d_out, d_lse = of_rows
     used, delta = used_queries(*of_rows)
     pairs = _with_used(pairs._replace(bias=bias), used, k)
 
@@ -88,7 +94,7 @@ def _pull_back_in_blocks(
             gradients.bias,
         )
 
-    of_queries = (q, d_out, lse[..., None], delta)
+    of_queries = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
     (d_q,), (d_k, d_v), d_bias = solve(kernel, of_queries, (k, v), pairs, _no_gradient_yet(bias, d_lse))
     return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
 

@@ -143,7 +143,7 @@ def live_blocks(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
 
 def _live_by_structure(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
     rows = []  # [B, T, keys.number]
-    starts = jnp.arange(keys.number, dtype=jnp.int32) * keys.size
+    starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
     if pairs.first_key is not None and pairs.end_key is not None:
         first = jnp.maximum(pairs.first_key[..., None], starts)
         rows.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
@@ -161,7 +161,7 @@ def _live_by_structure(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | N
 def _gather_blocks(x: Array, blocks: Blocks) -> Array:
     """`[..., length]` as `[..., count, size]`; the last block ends with the last element."""
     starts = jnp.minimum(jnp.arange(blocks.number) * blocks.size, blocks.length - blocks.size)
-    return jnp.take(x, starts[:, None] + jnp.arange(blocks.size), axis=-1)
+    return jnp.take(x, starts[:, None] + jnp.arange(blocks.size)[None], axis=-1)
 
 
 def _live_by_array(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._blocks import is_sharded
+from masksafe._moments import widened
 from masksafe._typing import Array
 from masksafe.attention._mask import Pairs, part
 
@@ -120,4 +121,4 @@ def keys_by_user(x: Array) -> Array:
 
 
 def _widened(arrays: Arrays) -> Arrays:
-    return tuple(x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
+    return tuple(map(widened, arrays))

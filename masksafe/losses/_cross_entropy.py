@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from masksafe import _shards
-from masksafe._errors import (
-    as_array,
-    as_float_array,
-    as_label_array,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
+from masksafe._errors import as_float_array, as_label_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._moments import widened
 from masksafe._rules import differentiable, varying_with
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_distributions, check_integer_labels, spoiled
@@ -28,7 +22,7 @@ from masksafe.losses._cross_entropy_rows import (
     probs_minus_targets,
     target_costs,
 )
-from masksafe.losses._where import classes_or_rows, without
+from masksafe.losses._where import classes_or_rows, common_rows, without
 
 # The public functions: check the arguments, call the core.
 
@@ -50,7 +44,8 @@ def softmax_cross_entropy(
         booleans of one-hot rows. It broadcasts with `logits`.
       axis: the axis or axes of the classes; None is all of them.
       where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
-        of a lower rank they mask rows and broadcast to the shape of the loss.
+        of a lower rank they mask rows and broadcast to the shape of the loss: with logits `[2, 2]`, a mask `(2,)` is
+        of rows.
 
     Returns:
       The loss of every row, `[...]`, of the dtype to which JAX promotes `logits` and `labels`; it is computed
@@ -112,8 +107,8 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> logits = jnp.array([-jnp.inf, 0.0, 0.0])
-      >>> print(masksafe.losses.safe_softmax_cross_entropy(logits, jnp.array([0.0, 0.5, 0.5])))
-      0.6931472
+      >>> print(f"{masksafe.losses.safe_softmax_cross_entropy(logits, jnp.array([0.0, 0.5, 0.5])):.4f}")
+      0.6931
 
     References:
       `optax.losses.safe_softmax_cross_entropy
@@ -146,8 +141,8 @@ def softmax_cross_entropy_with_integer_labels(
       axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
         axes, in the order given.
       where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
-        of a lower rank they mask rows and broadcast to the shape of the loss. For labels padded in the way of
-        torch's `ignore_index` write `where=labels != -100`.
+        of a lower rank they mask rows and broadcast to the shape of the loss: with logits `[2, 2]`, a mask `(2,)` is
+        of rows. For labels padded in the way of torch's `ignore_index` write `where=labels != -100`.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of
         classes, are split; of several axes of classes the first. Labels count the classes of all devices, and
         every device gets the same loss. Gradients are right with `check_vma=True`, which is the default.
@@ -214,8 +209,9 @@ def softmax_cross_entropy_with_integer_labels(
     axes = canonical_axes(op, axis, logits.ndim)
     if labels.ndim != logits.ndim - len(axes):
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
-    rows = broadcast_shapes(op, logits=without(axes, logits.shape), labels=labels.shape)
+        hint = "Soft labels and one-hot rows go to softmax_cross_entropy." if labels.ndim == logits.ndim else ""
+        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
+    rows = common_rows(op, labels, axes, logits=logits)
     shape = _with(axes, rows, logits.shape)
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, rows)
@@ -234,18 +230,23 @@ def soft_cross_entropy(
     op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
     """`softmax_cross_entropy` by the name of `op`."""
-    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
+    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
     if jnp.issubdtype(labels.dtype, jnp.complexfloating):
         raise TypeError(message(op, "labels", f"dtype {labels.dtype}", "a real dtype"))
-    shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
-    dtype = jnp.result_type(logits, labels)
-    if not jnp.issubdtype(labels.dtype, jnp.floating):
-        labels = labels.astype(dtype)
+    are_integers = not jnp.issubdtype(labels.dtype, jnp.floating)
+    hint = "Integer labels go to softmax_cross_entropy_with_integer_labels." if are_integers else ""
+    shape = broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
+    dtype = jnp.result_type(logits.dtype, labels)
+    labels = labels.astype(dtype) if are_integers else labels
     axes = canonical_axes(op, axis, len(shape))
     classes = (1,) * (len(shape) - logits.ndim) + logits.shape
     if any(classes[a] != shape[a] for a in axes):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
+    rows_of_labels = (1,) * (len(shape) - labels.ndim) + labels.shape
+    if are_integers and any(rows_of_labels[a] != shape[a] for a in axes):  # the same number for every class
+        expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
+        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _broadcast(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
@@ -261,7 +262,7 @@ def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
     if x.shape == shape:
         return x
     # Widened first: the gradient is a sum over what was broadcast, and is to be rounded once.
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if is_soft(x) else x
+    wide = widened(x) if is_soft(x) else x
     return jnp.broadcast_to(wide, shape)
 
 

@@ -31,7 +31,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe import _shards
 from masksafe._blocks import is_sharded, map_row_blocks
-from masksafe._moments import selected
+from masksafe._moments import selected, wide_dtype
 from masksafe._typing import Array
 
 
@@ -196,5 +196,4 @@ def _sum(x: Array) -> Array:
 
 
 def _accumulation_dtype(x: Array, labels: Array) -> Any:
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
-    return jnp.promote_types(dtype, labels.dtype) if is_soft(labels) else dtype
+    return wide_dtype(jnp.promote_types(x.dtype, labels.dtype) if is_soft(labels) else x.dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_array, as_float_array, as_label_array, message
+from masksafe._errors import as_float_array, as_label_array, as_real_array, message
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike
 from masksafe.checks import check_integer_labels, spoiled
@@ -96,6 +96,8 @@ def ctc_loss_with_forward_probs(
     Returns:
       The loss `[batch]`, the logarithms of :math:`\alpha_{\text{blank}}` `[time, batch, length + 1]` and those of
       :math:`\alpha_{\text{label}}` `[time, batch, length]`; at a padded frame they are those of the frame before.
+      What is behind the last label that counts is no probability of the sequence: for a padded label `n` it is what
+      label 0 would give, whatever is in the padding, where optax has what the padding gives.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
@@ -135,8 +137,8 @@ def _solve(
     where: ArrayLike | None,
 ) -> tuple[Array, Array, Array]:
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    frame_paddings = as_array(op, "logit_paddings", logit_paddings)
-    label_paddings = as_array(op, "label_paddings", label_paddings)
+    frame_paddings = as_real_array(op, "logit_paddings", logit_paddings)
+    label_paddings = as_real_array(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = elements_or_rows(op, where, logits.shape, (1, 2))
 

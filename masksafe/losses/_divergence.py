@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_mask, at_rank_of, broadcast_shapes, canonical_axes
+from masksafe._errors import as_float_array, as_mask_of, broadcast_shapes, canonical_axes
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike, Axes, Axis
 from masksafe.checks import check_elements, spoiled
-from masksafe.losses._where import wide_selected
+from masksafe.losses._where import broadcast_alike, wide_selected
 
 Terms = Callable[[Array, Array], Array]  # of a sum, from log predictions and targets
 
@@ -27,8 +27,8 @@ def kl_divergence(
       log_predictions: logarithms of probabilities, floats `[..., dim]`.
       targets: probabilities that broadcast with them.
       axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class. (A mask of rows is
-        `where=mask[..., None]`.)
+      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
@@ -64,7 +64,8 @@ def generalized_kl_divergence(
       log_predictions: logarithms of positive numbers, floats `[..., dim]`.
       targets: numbers that are not negative and broadcast with them.
       axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class.
+      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
@@ -116,7 +117,8 @@ def kl_divergence_with_log_targets(
       log_predictions: logarithms of probabilities, floats `[..., dim]`.
       log_targets: logarithms of probabilities that broadcast with them.
       axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class.
+      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
@@ -162,7 +164,7 @@ def _sum(
     log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
 ) -> Array:
     dtype = jnp.result_type(log_p, t)
-    log_p, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (log_p, t))
+    log_p, t = (wide_selected(x, mask) for x in broadcast_alike((log_p, t), shape))
     loss = jnp.sum(selected(terms(log_p, t), mask), axes).astype(dtype)
     return spoiled(loss, None if bad is None else jnp.any(bad, axes))
 
@@ -172,7 +174,7 @@ def _layout(
 ) -> tuple[tuple[int, ...], Axes, Array | None]:
     """The common shape, the axes of the classes, and the mask at the rank of the shape."""
     shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
-    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "log_predictions")
+    mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
     return shape, canonical_axes(op, axis, len(shape)), mask
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, broadcast_shapes, message
+from masksafe._errors import as_real_array, broadcast_shapes, message
 from masksafe._moments import float_dtype, selected
 from masksafe._typing import Array, ArrayLike
 from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
@@ -45,7 +45,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
         scores: ArrayLike, targets: ArrayLike, *args: Any, where: ArrayLike | None = None, **kwargs: Any
     ) -> Array:
         op = "fenchel_young_loss"
-        scores, targets = as_array(op, "scores", scores), as_array(op, "targets", targets)
+        scores, targets = as_real_array(op, "scores", scores), as_real_array(op, "targets", targets)
         shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
         if scores.shape[-1:] != targets.shape[-1:] or not shape:
             expected = f"[..., dim], dim being that of scores {scores.shape}"

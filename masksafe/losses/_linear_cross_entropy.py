@@ -72,7 +72,8 @@ def linear_softmax_cross_entropy(
         count the classes of all devices. Gradients are right with `check_vma=True`, which is the default.
 
     Returns:
-      The loss in the dtype of the features and the kernel together. Nothing unmasked: 0, with zero gradients.
+      The loss in the dtype of the features and the kernel together, but in float32 at least, since losses are summed;
+      gradients have the dtypes of their arguments. Nothing unmasked: 0, with zero gradients.
       Sums are accumulated in float32 at least, and so is the gradient of the kernel. Masked tokens get the gradient 0
       and touch nothing, whatever they hold.
 
@@ -94,7 +95,7 @@ def linear_softmax_cross_entropy(
       >>> def loss(features, kernel):
       ...     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=labels >= 0)
       >>> value, (d_features, d_kernel) = jax.value_and_grad(loss, (0, 1))(features, kernel)
-      >>> print(value.round(4), d_features[2], d_kernel.shape)
+      >>> print(f"{value:.4f}", d_features[2], d_kernel.shape)
       1.4402 [0. 0. 0.] (3, 4)
 
     Source:
@@ -113,15 +114,14 @@ def linear_softmax_cross_entropy(
     mask = None if where is None else where[..., None]
     logits_shape = *labels.shape, kernel.shape[1]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
-    dtype = jnp.promote_types(features.dtype, kernel.dtype)
     if reduction == "none":
         losses = _shards.alike(axis_name, _losses(config, features, labels, where, kernel, bias))
-        return spoiled(losses.astype(dtype), bad_rows)
+        return spoiled(losses, bad_rows)
     total = _shards.alike(axis_name, _total(config, features, labels, where, kernel, bias))
     if reduction == "mean":
         count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1).astype(total.dtype)
-    return spoiled(total.astype(dtype), None if bad_rows is None else jnp.any(bad_rows))
+    return spoiled(total, None if bad_rows is None else jnp.any(bad_rows))
 
 
 # The arguments.
@@ -133,7 +133,9 @@ def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) ->
         raise ValueError(message(_OP, "features", "shape ()", "[..., D]"))
     if kernel.ndim != 2 or kernel.shape[0] != features.shape[-1] or kernel.shape[1] == 0:
         expected = f"[D, V] with at least one class, D being the {features.shape[-1]} of features {features.shape}"
-        raise ValueError(message(_OP, "kernel", f"shape {kernel.shape}", expected))
+        is_transposed = kernel.ndim == 2 and kernel.shape[1] == features.shape[-1]
+        hint = "For a kernel [V, D] pass kernel.T." if is_transposed else ""
+        raise ValueError(message(_OP, "kernel", f"shape {kernel.shape}", expected, hint))
     if bias is not None:
         bias = as_float_array(_OP, "bias", bias)
         if bias.shape != kernel.shape[1:]:
@@ -321,7 +323,8 @@ def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, G
         floats = jax.tree.map(widened, floats)
     losses, reverse = jax.vjp(of_floats, *floats)
     d_losses = _shards.alike(config.axis_name, d_losses) * jnp.ones_like(losses)  # split over devices as the losses are
-    gradients = jax.tree.map(widened, Gradients(*reverse(d_losses)))
+    dtype = _wide(features, kernel)  # that of the sums in blocks, whatever dtypes the arguments have
+    gradients = jax.tree.map(lambda gradient: gradient.astype(dtype), Gradients(*reverse(d_losses)))
     return cast(tuple[Array, Gradients], varying_with((losses, gradients), args_and_d_losses))
 
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_array, as_float_array, as_label_array, broadcast_shapes, message
-from masksafe._moments import float_dtype, selected, widened
+from masksafe._errors import as_float_array, as_label_array, as_real_array, message
+from masksafe._moments import selected, widened
 from masksafe._typing import Array, ArrayLike
-from masksafe.checks import check_elements, check_integer_labels, spoiled
-from masksafe.losses._where import elements_or_rows, of_elements
+from masksafe.checks import check_integer_labels, spoiled
+from masksafe.losses._where import bad_elements, common_rows, elements_or_rows, of_elements
 
 # Of binary targets, element by element.
 
@@ -23,7 +23,8 @@ def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: Array
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
       targets: -1 or 1; they broadcast with the scores.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
@@ -53,7 +54,8 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
       targets: -1 or 1, of the same shape.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
@@ -74,7 +76,7 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.perceptron_loss>`_.
     """
     op = "perceptron_loss"
-    scores, targets = as_array(op, "predictor_outputs", predictor_outputs), as_array(op, "targets", targets)
+    scores, targets = as_real_array(op, "predictor_outputs", predictor_outputs), as_real_array(op, "targets", targets)
     if scores.shape != targets.shape:
         raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
     return _of_signs(op, scores, targets, where, 0)
@@ -90,7 +92,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
     Args:
       logits: scores :math:`x`, floats `[...]`.
       labels: :math:`y`, 0 or 1; they broadcast with the logits.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype of `logits`; 0 where masked, with gradients of exactly 0.
@@ -112,34 +115,30 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
       "Learning with Fenchel-Young Losses", 2020, section 4.4.
     """
     op = "sparsemax_loss"
-    arrays = {"logits": as_array(op, "logits", logits), "labels": as_array(op, "labels", labels)}
+    arrays = {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
     bad = _bad_targets(op, where, (0, 1), **arrays)
 
     def loss(x: Array, y: Array) -> Array:
         return jax.nn.sparse_plus(jnp.where(jnp.isnan(y), jnp.nan, jnp.where(y != 0, -x, x)))
 
-    return spoiled(of_elements(op, where, float_dtype(arrays["logits"]), loss, **arrays), bad)
+    return of_elements(op, where, [arrays["logits"]], loss, bad=bad, **arrays)
 
 
 def _of_signs(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss with a margin of 1, and the perceptron's with 0."""
     arrays = {
-        "predictor_outputs": as_array(op, "predictor_outputs", scores),
-        "targets": as_array(op, "targets", targets),
+        "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
+        "targets": as_real_array(op, "targets", targets),
     }
     bad = _bad_targets(op, where, (-1, 1), **arrays)
-    dtype = jnp.result_type(*arrays.values())
     loss = lambda s, t: jnp.maximum(0, margin - s * t)  # noqa: E731
-    return spoiled(of_elements(op, where, dtype, loss, **arrays), bad)
+    return of_elements(op, where, [*arrays.values(), margin], loss, bad=bad, **arrays)
 
 
 def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
     """Which of the targets, the last of the arrays, are neither of two values while checks are on."""
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
-    mask = elements_or_rows(op, where, shape, ())
     is_valid = lambda t: (t == values[0]) | (t == values[1])  # noqa: E731
-    expected = f"neither {values[0]} nor {values[1]}"
-    return check_elements(op, jnp.broadcast_to([*arrays.values()][-1], shape), mask, is_valid, expected)
+    return bad_elements(op, where, is_valid, f"neither {values[0]} nor {values[1]}", **arrays)
 
 
 # Of integer labels, row by row.
@@ -273,7 +272,7 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
-    rows = broadcast_shapes(op, scores=scores.shape[:-1], labels=labels.shape)
+    rows = common_rows(op, labels, (scores.ndim - 1,), scores=scores)
     shape, axes, num_classes = (*rows, scores.shape[-1]), (len(rows),), scores.shape[-1]
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
     mask = elements_or_rows(op, where, shape, axes)

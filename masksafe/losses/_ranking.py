@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, broadcast_shapes
+from masksafe._errors import as_float_array, as_mask_of, as_real_array, broadcast_shapes
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike
 from masksafe.losses._cross_entropy import weighted_cross_entropy
@@ -29,8 +29,8 @@ def ranking_softmax_loss(
     Args:
       logits: scores, floats `[..., list_size]`.
       labels: relevances that broadcast with them; they need not sum to 1.
-      where: booleans that broadcast to the shape of both together; False masks an item. (A mask of lists is
-        `where=mask[..., None]`.)
+      where: booleans that broadcast to the shape of both together; False masks an item. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
       weights: of the items; they broadcast with the labels.
       reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and, if there is a mask, of `where`, which is
         False for lists with nothing left; None keeps the losses apart.
@@ -55,12 +55,12 @@ def ranking_softmax_loss(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ranking_softmax_loss>`_.
     """
     op = "ranking_softmax_loss"
-    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
-    weights = None if weights is None else as_array(op, "weights", weights)
+    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
+    weights = None if weights is None else as_real_array(op, "weights", weights)
     shapes = {"logits": logits.shape, "labels": labels.shape}
     shape = broadcast_shapes(op, **shapes, **({} if weights is None else {"weights": weights.shape}))
-    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "logits")
-    dtype = logits.dtype if weights is None else jnp.result_type(logits, weights)
+    mask = as_mask_of(op, where, shape, "logits and labels together")
+    dtype = logits.dtype if weights is None else jnp.result_type(logits.dtype, weights)
 
     targets = wide_selected(jnp.broadcast_to(labels, shape), mask)
     if weights is not None:

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, broadcast_shapes, canonical_axes, message
+from masksafe._errors import as_float_array, as_mask_of, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._where import anything_left, of_elements, wide_selected
+from masksafe.losses._where import anything_left, broadcast_alike, of_elements, wide_selected
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -19,7 +19,8 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
     Args:
       predictions: floats `[...]`.
       targets: of the same shape; None is 0 everywhere.
-      where: booleans of the rank of `predictions`; False masks an element.
+      where: booleans of the rank of `predictions`; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked. Masked elements have gradients of exactly 0,
@@ -53,7 +54,8 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     Args:
       predictions: floats `[...]`.
       targets: of the same shape; None is 0 everywhere.
-      where: booleans of the rank of `predictions`; False masks an element.
+      where: booleans of the rank of `predictions`; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
@@ -93,7 +95,8 @@ def huber_loss(
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
       delta: where the linear part begins; a number, or an array that broadcasts with `predictions`.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes all of them; 0 where masked, with gradients of exactly 0.
@@ -118,7 +121,7 @@ def huber_loss(
         quadratic = jnp.minimum(size, delta)
         return 0.5 * jnp.square(quadratic) + delta * (size - quadratic)
 
-    return _of_errors(op, predictions, targets, where, loss, delta=as_array(op, "delta", delta))
+    return _of_errors(op, predictions, targets, where, loss, delta=as_real_array(op, "delta", delta))
 
 
 def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -129,7 +132,8 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     Args:
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
@@ -150,7 +154,8 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     """
     op = "log_cosh"
     predictions, targets = _operands(op, predictions, targets)
-    return _of_errors(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
+    loss = _of_errors(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
+    return loss.astype(loss.dtype)  # which, as in optax, is never a weak type
 
 
 def cosine_similarity(
@@ -171,8 +176,8 @@ def cosine_similarity(
       targets: floats that broadcast with `predictions`.
       epsilon: the least squared norm.
       axis: the axis or axes of the vectors; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks an element. (A mask of vectors is
-        `where=mask[..., None]`.)
+      where: booleans that broadcast to the shape of both together; False masks an element. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and for a vector of zeros, whose
@@ -214,7 +219,8 @@ def cosine_distance(
       targets: floats that broadcast with `predictions`.
       epsilon: the least squared norm.
       axis: the axis or axes of the vectors; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks an element.
+      where: booleans that broadcast to the shape of both together; False masks an element. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and 1 for a vector of zeros.
@@ -227,7 +233,7 @@ def cosine_distance(
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> a, b = jnp.array([[3.0, 4.0], [jnp.nan, 0.0]]), jnp.array([[-4.0, 3.0], [1.0, 0.0]])
-      >>> print(masksafe.losses.cosine_distance(a, b, where=jnp.array([[True], [False]])))
+      >>> print(masksafe.losses.cosine_distance(a, b, where=jnp.array([[True], [False]])).round(4))
       [1. 0.]
 
     References:
@@ -241,7 +247,7 @@ def cosine_distance(
 def _operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
     return (
         as_float_array(op, "predictions", predictions),
-        None if targets is None else as_array(op, "targets", targets),
+        None if targets is None else as_real_array(op, "targets", targets),
     )
 
 
@@ -261,14 +267,13 @@ def _of_errors(
 ) -> Array:
     """`loss` of each error and of the other arguments."""
     if targets is None:
-        dtype = jnp.result_type(predictions, *others.values())
-        return of_elements(op, where, dtype, loss, predictions=predictions, **others)
+        return of_elements(op, where, [predictions, *others.values()], loss, predictions=predictions, **others)
 
     def of_both(predictions: Array, targets: Array, *others: Array) -> Array:
         return loss(predictions - targets, *others)
 
-    dtype = jnp.result_type(predictions, targets, *others.values())
-    return of_elements(op, where, dtype, of_both, predictions=predictions, targets=targets, **others)
+    types = [predictions, targets, *others.values()]
+    return of_elements(op, where, types, of_both, predictions=predictions, targets=targets, **others)
 
 
 def _cosine(
@@ -278,8 +283,8 @@ def _cosine(
     a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
     shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = canonical_axes(op, axis, len(shape))
-    where = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, "predictions")
-    a, b, dtype = jnp.broadcast_to(a, shape), jnp.broadcast_to(b, shape), jnp.result_type(a, b, epsilon)
+    where = as_mask_of(op, where, shape, "predictions and targets together")
+    a, b, dtype = *broadcast_alike((a, b), shape), jnp.result_type(a.dtype, b.dtype, epsilon)
     if where is not None:  # of a row with nothing left, epsilon does not matter either
         epsilon = jnp.where(jnp.any(where, axes, keepdims=True), epsilon, 1)
     units = unit(wide_selected(a, where), axes, epsilon) * unit(wide_selected(b, where), axes, epsilon)

@@ -1,11 +1,14 @@
 """Dice losses: how much of what is predicted and what is true overlaps."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from masksafe._errors import as_array, as_float_array, canonical_axes, message
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe.checks import check_probabilities, spoiled
 from masksafe.losses._where import elements_or_rows, wide_selected
 from masksafe.select import mean
 from masksafe.softmax import softmax
@@ -41,7 +44,9 @@ def dice_loss(
       smooth: :math:`\sigma`.
       alpha: the weight of false positives.
       beta: the weight of false negatives.
-      apply_softmax: False says that `predictions` are probabilities.
+      apply_softmax: False says that `predictions` are probabilities: those of a pixel's classes sum to 1, or lie in
+        [0, 1] if there is one. They are taken as they are; `masksafe.label_checks` reports those that are none. (optax
+        0.2.8 always refuses sums other than 1, also those of a single class, and cannot be traced then.)
       reduction: over the classes: "mean", "sum" or "none".
       ignore_background: leave out class 0, if it is not the only one.
       axis: the axes of the pixels; None is all but the first and the last.
@@ -55,8 +60,7 @@ def dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit or `reduction` is unknown; outside of jit, if `predictions` are said to be
-        probabilities and are none: they sum to 1 over the classes, or lie in [0, 1] if there is one.
+      ValueError: if the shapes do not fit or `reduction` is unknown.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -73,7 +77,8 @@ def dice_loss(
     op = "dice_loss"
     p, t = _operands(op, predictions, targets)
     class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
-    dtype = jnp.result_type(p, t, *([] if class_weights is None else [class_weights]), smooth, alpha, beta)
+    of_weights = [] if class_weights is None else [class_weights]
+    dtype = jnp.result_type(p.dtype, _dtype_of_targets(p, t), *of_weights, smooth, alpha, beta)
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
@@ -88,9 +93,8 @@ def dice_loss(
     if class_weights is not None:
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
-        losses = selected(losses * jnp.expand_dims(class_weights, range(losses.ndim - 1)), alive)
-    if ignore_background and p.shape[-1] > 1:
-        losses, alive = losses[..., 1:], alive[..., 1:]
+        losses = _weighted(losses, class_weights, alive)
+    losses, alive = _without_background(losses, alive) if ignore_background else (losses, alive)
     if reduction == "mean":
         losses = mean(losses, -1, alive)
     elif reduction == "sum":
@@ -117,7 +121,7 @@ def multiclass_generalized_dice_loss(
       predictions: logits, floats `[batch, ..., num_classes]`.
       targets: one-hot, of the same shape.
       smooth: as in `dice_loss`.
-      apply_softmax: False says that `predictions` are probabilities.
+      apply_softmax: as in `dice_loss`.
       ignore_background: leave out class 0, if it is not the only one; it still has its weight.
       where: booleans of the rank of `predictions`; False masks an element. `[batch, ..., 1]` masks pixels. Or a scalar:
         of everything.
@@ -128,7 +132,7 @@ def multiclass_generalized_dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes differ; for probabilities that are none, as in `dice_loss`.
+      ValueError: if the shapes differ.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -147,7 +151,8 @@ def multiclass_generalized_dice_loss(
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
-    dtype = jnp.result_type(p, t, smooth)
+    of_weights = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
+    dtype = jnp.result_type(p.dtype, of_weights, smooth)
     mask = elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     losses, alive = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
@@ -156,9 +161,8 @@ def multiclass_generalized_dice_loss(
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
     number = jnp.sum(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-    losses = selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), alive)
-    if ignore_background and p.shape[-1] > 1:
-        losses, alive = losses[..., 1:], alive[..., 1:]
+    losses = _weighted(losses, weights, alive)
+    losses, alive = _without_background(losses, alive) if ignore_background else (losses, alive)
     return mean(losses, where=alive).astype(dtype)
 
 
@@ -176,7 +180,8 @@ def binary_dice_loss(
       predictions: logits, floats `[batch, ...]` or `[batch, ..., 1]`.
       targets: 0 or 1, of the same shape.
       smooth: as in `dice_loss`.
-      apply_sigmoid: False says that `predictions` are probabilities.
+      apply_sigmoid: False says that `predictions` are probabilities. They are taken as they are;
+        `masksafe.label_checks` reports those outside of [0, 1]. (optax 0.2.8 refuses all but 1, and cannot be traced.)
       where: booleans, False is masked. Of the rank of `predictions` they mask pixels, of that of the loss samples.
 
     Returns:
@@ -185,7 +190,7 @@ def binary_dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit; outside of jit, for probabilities outside of [0, 1].
+      ValueError: if the shapes do not fit.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -204,7 +209,11 @@ def binary_dice_loss(
         mask = elements_or_rows(op, where, p.shape, tuple(range(1, p.ndim)))
         p, t = (selected(x, mask)[..., None] for x in (p, t))
         where = None if mask is None else mask[..., None]
-    return dice_loss(p, t, smooth=smooth, apply_softmax=apply_sigmoid, where=where)
+    p, t = _operands(op, p, t)
+    axes = tuple(range(1, p.ndim - 1))
+    mask = elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
+    losses, _ = _dice(op, p, t, mask, axes, smooth, 0.5, 0.5, apply_sigmoid)
+    return losses[..., 0].astype(jnp.result_type(p.dtype, _dtype_of_targets(p, t), smooth))
 
 
 def _operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
@@ -217,6 +226,11 @@ def _operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Arra
     if p.shape != t.shape:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"{p.shape}, that of predictions"))
     return p, t
+
+
+def _dtype_of_targets(p: Array, t: Array) -> Any:
+    """What the targets count as in the dtype of the loss: integers and booleans as predictions."""
+    return t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else p.dtype
 
 
 def _dice(
@@ -232,27 +246,24 @@ def _dice(
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and where anything is."""
     live = jnp.broadcast_to(True if mask is None else mask, p.shape)
-    tolerance = max(1e-5, 4 * float(jnp.finfo(p.dtype).eps))
+    bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
     p, t = wide_selected(p, live), wide_selected(t, live)
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, live)
-    else:
-        _check_probabilities(op, p, live, tolerance)
     p = selected(p, live)
     overlap, of_p, of_t = (jnp.sum(x, axes) for x in (p * t, p, t))
     union = overlap + alpha * (of_p - overlap) + beta * (of_t - overlap) + smooth
     alive = jnp.any(live, axes)
-    return selected(1 - (overlap + smooth) / jnp.where(alive, union, 1), alive), alive
+    losses = 1 - (overlap + smooth) / jnp.where(alive, union, 1)
+    bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
+    return selected(spoiled(losses, bad), alive), alive
 
 
-def _check_probabilities(op: str, p: Array, live: Array, tolerance: float) -> None:
-    """Refuses what is no distribution; a traced array cannot be looked at."""
-    if isinstance(p, jax.core.Tracer) or isinstance(live, jax.core.Tracer):
-        return
-    if p.shape[-1] == 1:
-        sound, expected = (p >= 0) & (p <= 1), "probabilities in [0, 1]"
-    else:
-        is_one = jnp.abs(jnp.sum(p, -1) - 1) <= tolerance
-        sound, expected = is_one | ~jnp.all(live, -1), "probabilities that sum to 1 over the classes"
-    if not jnp.all(sound):
-        raise ValueError(message(op, "predictions", "other values", expected, "Logits want apply_softmax=True."))
+def _weighted(losses: Array, weights: Array, alive: Array) -> Array:
+    """The losses `[..., num_classes]` times the weights `[num_classes]`."""
+    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), alive)
+
+
+def _without_background(losses: Array, alive: Array) -> tuple[Array, Array]:
+    """All but class 0, if it is not the only one."""
+    return (losses[..., 1:], alive[..., 1:]) if losses.shape[-1] > 1 else (losses, alive)

@@ -1,12 +1,15 @@
 """Losses of embeddings that are to be near to some others and far from the rest."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from masksafe._blocks import is_sharded
 from masksafe._errors import (
-    as_array,
     as_float_array,
     as_mask,
+    as_real_array,
     broadcast_shapes,
     canonical_axes,
     check_broadcasts_to,
@@ -15,7 +18,7 @@ from masksafe._errors import (
 from masksafe._moments import selected
 from masksafe._typing import Array, ArrayLike
 from masksafe.losses._regression import unit
-from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
+from masksafe.losses._where import anything_left, broadcast_alike, elements_or_rows, wide_selected
 from masksafe.select import mean
 from masksafe.softmax import logsumexp
 
@@ -58,23 +61,34 @@ def ntxent(
       "A Simple Framework for Contrastive Learning of Visual Representations", 2020.
     """
     op = "ntxent"
-    z, labels = as_float_array(op, "embeddings", embeddings), as_array(op, "labels", labels)
-    temperature = as_array(op, "temperature", temperature)
+    z, labels = as_float_array(op, "embeddings", embeddings), as_real_array(op, "labels", labels)
+    temperature = as_real_array(op, "temperature", temperature)
     if z.ndim != 2:
         raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
     if labels.shape != z.shape[:1]:
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
     mask = _samples_or_elements(op, where, z.shape)
-    dtype = jnp.result_type(z, temperature)
+    dtype = jnp.result_type(z.dtype, temperature)
 
-    alive = anything_left(mask, (1,))
-    both = jnp.ones((len(labels),) * 2, bool) if alive is None else alive[:, None] & alive[None]
-    same = labels[:, None] == labels[None]
+    # Of each pair of samples the first may be split over devices, as the batch is; the second is on all of them.
+    batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
+    own_label, every_label = _split(labels, batch), _split(labels, None)
+    alive, every_alive = (_split(anything_left(mask, (1,)), axes) for axes in (batch, None))
+    same = own_label[:, None] == every_label[None]
+    both = jnp.ones_like(same) if alive is None or every_alive is None else alive[:, None] & every_alive[None]
     units = unit(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
-    x = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST) / temperature
-    others = logsumexp(x, where=both & ~same, keepdims=True)  # -inf if there are none
-    pairs = both & same & ~jnp.eye(len(labels), dtype=bool)
+    units, every_unit = _split(units, batch), _split(units, None)
+    x = jnp.matmul(units, every_unit.T, precision=jax.lax.Precision.HIGHEST) / temperature
+    others = logsumexp(x, -1, keepdims=True, where=both & ~same)  # -inf if there are none
+    pairs = both & same & ~jnp.eye(z.shape[0], dtype=bool)
     return mean(jax.nn.softplus(others - x), where=pairs).astype(dtype)
+
+
+def _split(x: Any, batch: Any) -> Any:
+    """`x`, None or an array, split by the axes `batch` of an explicit mesh along its first axis and by none else."""
+    if x is None or (batch is None and not is_sharded(x)):
+        return x
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
 
 def _samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
@@ -145,8 +159,10 @@ def triplet_margin_loss(
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
     axes = canonical_axes(op, axis, len(shape))
     mask = elements_or_rows(op, where, shape, axes)
-    dtype = jnp.result_type(*arrays.values(), norm_degree, margin, eps)
-    a, p, n = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in arrays.values())
+    a, p, n = arrays.values()
+    distances = jnp.result_type(a, p), jnp.result_type(a, n)
+    dtype = jnp.result_type(*distances, norm_degree, margin, eps)
+    a, p, n = (wide_selected(x, mask) for x in broadcast_alike(arrays.values(), shape))
 
     alive = anything_left(mask, axes)
 

@@ -1,12 +1,13 @@
 """Losses of independent binary predictions, given as logits."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, as_float_array, broadcast_shapes
+from masksafe._errors import as_float_array, as_real_array
 from masksafe._typing import Array, ArrayLike
-from masksafe.checks import check_elements, spoiled
-from masksafe.losses._where import elements_or_rows, of_elements
+from masksafe.losses._where import bad_elements, of_elements
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -19,7 +20,8 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     Args:
       logits: unnormalised log probabilities, floats `[...]`.
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
-      where: booleans of the rank of the loss; False masks an element. For labels padded with -100 write
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`. For labels padded with -100 write
         `where=labels != -100`.
 
     Returns:
@@ -33,8 +35,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> logits, labels = jnp.array([0.0, 2.0, 1.0]), jnp.array([1, 0, -100])
-      >>> print(masksafe.losses.sigmoid_binary_cross_entropy(logits, labels, where=labels >= 0))
-      [0.6931472 2.126928  0.       ]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.sigmoid_binary_cross_entropy(logits, labels, where=labels >= 0))
+      [0.6931 2.1269 0.    ]
 
     References:
       `optax.losses.sigmoid_binary_cross_entropy
@@ -42,8 +45,8 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     """
     op = "sigmoid_binary_cross_entropy"
     logits, labels, bad = _operands(op, logits, labels, where)
-    loss = of_elements(op, where, logits.dtype, _cross_entropy, logits=logits, labels=labels)
-    return spoiled(loss, bad)
+    types = [logits.dtype]
+    return of_elements(op, where, types, _binary_cross_entropy, bad=bad, logits=logits, labels=labels)
 
 
 def sigmoid_focal_loss(
@@ -68,7 +71,8 @@ def sigmoid_focal_loss(
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
       alpha: the weight of label 1, less than 1; None weights nothing.
       gamma: the exponent.
-      where: booleans of the rank of the loss; False masks an element.
+      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
+        for rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype of `logits`, or that to which JAX promotes it with `alpha` and `gamma`; 0 where masked.
@@ -93,40 +97,30 @@ def sigmoid_focal_loss(
     """
     op = "sigmoid_focal_loss"
     logits, labels, bad = _operands(op, logits, labels, where)
-    factors = {"gamma": as_array(op, "gamma", gamma)}
+    factors = {"gamma": as_real_array(op, "gamma", gamma)}
     if alpha is not None:
-        factors["alpha"] = as_array(op, "alpha", alpha)
+        factors["alpha"] = as_real_array(op, "alpha", alpha)
 
     def focal(x: Array, t: Array, gamma: Array, alpha: Array | None = None) -> Array:
-        loss = _cross_entropy(x, t) * _power(_missed(x, t), gamma)
+        loss: Array = _focal(x, t, gamma)
         return loss if alpha is None else loss * (alpha * t + (1 - alpha) * (1 - t))
 
-    dtype = jnp.result_type(logits, *factors.values())
-    return spoiled(of_elements(op, where, dtype, focal, logits=logits, labels=labels, **factors), bad)
+    types = [logits.dtype, *factors.values()]
+    return of_elements(op, where, types, focal, bad=bad, logits=logits, labels=labels, **factors)
 
 
 def _operands(
     op: str, logits: ArrayLike, labels: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
     """Logits, labels, and which labels are bad while checks are on."""
-    logits, labels = as_float_array(op, "logits", logits), as_array(op, "labels", labels)
-    shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
-    mask = elements_or_rows(op, where, shape, ())
+    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
     is_valid = lambda t: (t >= 0) & (t <= 1)  # noqa: E731
-    return logits, labels, check_elements(op, jnp.broadcast_to(labels, shape), mask, is_valid, "outside [0, 1]")
+    return logits, labels, bad_elements(op, where, is_valid, "outside [0, 1]", logits=logits, labels=labels)
 
 
-def _cross_entropy(x: Array, t: Array) -> Array:
-    """Of the logit of the less likely label and its probability: digits are kept where the model is right and sure."""
-    z, u = _less_likely(x, t)
-    is_certain = (u == 0) & jnp.isinf(z)  # 0 log 0 = 0
-    return jax.nn.softplus(z) - u * jnp.where(is_certain, 0, z)
-
-
-def _missed(x: Array, t: Array) -> Array:
-    """1 - p_t, the probability of the other label."""
-    z, u = _less_likely(x, t)
-    return jax.nn.sigmoid(z) + u * (1 - 2 * jax.nn.sigmoid(z))
+@jax.jit
+def _binary_cross_entropy(x: Array, t: Array) -> Array:
+    return _cross_entropy(*_less_likely(x, t))
 
 
 def _less_likely(x: Array, t: Array) -> tuple[Array, Array]:
@@ -134,7 +128,88 @@ def _less_likely(x: Array, t: Array) -> tuple[Array, Array]:
     return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
 
 
-def _power(p: Array, gamma: Array) -> Array:
-    """P to the power of gamma, with derivatives of 0 where p is."""
-    is_zero = p == 0
-    return jnp.where(is_zero, (gamma == 0).astype(p.dtype), jnp.exp(gamma * jnp.log(jnp.where(is_zero, 1, p))))
+@jax.jit
+def _focal(x: Array, t: Array, gamma: Array) -> Array:
+    z, u = _less_likely(x, t)
+    # An infinite logit adds what it adds behind the product, in which its derivatives would be infinity times 0.
+    finite = jnp.clip(z, -_enormous(z), _enormous(z))
+    weight = jnp.exp(gamma * _log_missed(finite, u))
+    infinite = jnp.where(jnp.isinf(z), _linear_part(z, u) * jax.lax.stop_gradient(weight), 0)
+    return _cross_entropy(finite, u) * weight + infinite
+
+
+def _linear_part(z: Array, u: Array) -> Array:
+    """Of the cross-entropy, which is at most log 2 more."""
+    return jnp.where(z > 0, 1 - u, -u) * _unless_certain(z, u)
+
+
+def _unless_certain(z: Array, u: Array) -> Array:
+    """The logit, and 0 where the label and the model are certain: 0 log 0 = 0."""
+    return jnp.where((u == 0) & (z <= -_enormous(z)), 0, z)
+
+
+def _enormous(z: Array) -> float:
+    """What stands for infinity in a product."""
+    return math.sqrt(jnp.finfo(z.dtype).max)
+
+
+# Functions of the logit z of the less likely label and of its probability u. They have rules of their own, made of
+# sigmoids, so that derivatives of every order keep their digits where the model is sure: JAX's have a factor of
+# 1 - sigmoid(z), which rounds to 0.
+
+
+@jax.custom_jvp
+def _cross_entropy(z: Array, u: Array) -> Array:
+    return _linear_part(z, u) + jnp.log1p(_falling(z))
+
+
+@_cross_entropy.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (z, u), (d_z, d_u) = primals, tangents
+    return _cross_entropy(z, u), (_sigmoid(z) - u) * d_z - _unless_certain(z, u) * d_u
+
+
+@jax.custom_jvp
+def _log_missed(z: Array, u: Array) -> Array:
+    """log(1 - p_t), of the probability of the other label."""
+    return jnp.where(_is_right(z, u), z, jnp.log(_missed(z, u))) - jnp.log1p(_falling(z))
+
+
+@_log_missed.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (z, u), (d_z, d_u) = primals, tangents
+    log_missed = _log_missed(z, u)
+    # Bounded, and so is its derivative, its square: times the loss, which is 0 there, they are no NaN.
+    most = 0.9 * math.log(jnp.finfo(z.dtype).max)
+    inverse = jnp.exp(jnp.minimum(-log_missed, most))
+    inverse = jnp.where(log_missed < -most / 2, jax.lax.stop_gradient(inverse), inverse)
+    share = jnp.where(_is_right(z, u), 1, jnp.where(z < 0, _falling(z), 1) / _missed(z, u))
+    by_logit = (1 - 2 * u) * _sigmoid(-z) * share
+    return log_missed, by_logit * d_z + (_sigmoid(-z) - _sigmoid(z)) * inverse * d_u
+
+
+def _is_right(z: Array, u: Array) -> Array:
+    """Whether the label is certain and the model is for it."""
+    return (u == 0) & (z < 0)
+
+
+def _missed(z: Array, u: Array) -> Array:
+    """1 - p_t, divided by the larger of the two sigmoids of z and -z; 1 where the label is certain and right."""
+    a = _falling(z)
+    return jnp.where(_is_right(z, u), 1, jnp.where(z < 0, (1 - u) * a + u, (1 - u) + u * a))
+
+
+def _falling(z: Array) -> Array:
+    """exp(-|z|), whose derivative at 0 is that from above."""
+    return jnp.exp(jnp.where(z < 0, z, -z))
+
+
+@jax.custom_jvp
+def _sigmoid(z: Array) -> Array:
+    return jax.nn.sigmoid(z)
+
+
+@_sigmoid.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (z,), (d_z,) = primals, tangents
+    return _sigmoid(z), _sigmoid(z) * _sigmoid(-z) * d_z

@@ -4,10 +4,10 @@ import math
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, as_float_array, as_mask, at_rank_of, canonical_axes
+from masksafe._errors import as_float_array, as_mask_of, as_real_array, canonical_axes
 from masksafe._moments import selected, widened
 from masksafe._typing import Array, ArrayLike, Axis
-from masksafe.losses._where import wide_selected
+from masksafe.losses._where import promoted_as, wide_selected
 
 
 def smooth_labels(
@@ -21,8 +21,8 @@ def smooth_labels(
       labels: one-hot rows or distributions, floats `[..., num_classes]`.
       alpha: the part that is shared, in [0, 1].
       axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of `labels`; False masks a class. (A mask of rows is
-        `where=mask[..., None]`.)
+      where: booleans that broadcast to the shape of `labels`; False masks a class. A mask of a lower
+        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
 
     Returns:
       An array of the shape of `labels`, or to which they broadcast with `alpha`, of the dtype to which JAX promotes
@@ -35,7 +35,8 @@ def smooth_labels(
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> labels, mask = jnp.array([1.0, 0.0, jnp.nan]), jnp.array([True, True, False])
-      >>> print(masksafe.losses.smooth_labels(labels, 0.1, where=mask))
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.smooth_labels(labels, 0.1, where=mask))
       [0.95 0.05 0.  ]
 
     References:
@@ -44,14 +45,14 @@ def smooth_labels(
       label smoothing help?", 2019.
     """
     op = "smooth_labels"
-    labels, alpha = as_float_array(op, "labels", labels), as_array(op, "alpha", alpha)
+    labels, alpha = as_float_array(op, "labels", labels), as_real_array(op, "alpha", alpha)
     axes = canonical_axes(op, axis, labels.ndim)
-    dtype = jnp.result_type(labels, alpha)
-    mask = None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), labels.shape, "labels")
+    types = [labels, alpha / 1]
+    mask = as_mask_of(op, where, labels.shape, "labels")
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, alpha = wide_selected(labels, mask), widened(alpha)
     smoothed = (1 - alpha) * wide + alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return selected(smoothed, mask).astype(dtype)
+    return promoted_as(types, selected(smoothed, mask))

@@ -5,14 +5,17 @@ done in float32 at least, and what came out of nothing is replaced by 0 behind i
 exact zeros for all that is masked.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
-from masksafe._errors import as_mask, at_rank_of, broadcast_shapes, check_broadcasts_to, message
+from masksafe._blocks import is_sharded
+from masksafe._errors import as_mask, at_rank_of, at_the_front, broadcast_shapes, check_broadcasts_to, message
 from masksafe._moments import selected, widened
 from masksafe._typing import Array, ArrayLike, Axes
+from masksafe.checks import check_elements, spoiled
 
 
 def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
@@ -32,7 +35,8 @@ def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], a
     expected = f"rank {len(shape)}, to mask elements of the input {shape}"
     if axes:
         expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
-    raise ValueError(message(op, "where", f"shape {where.shape}", expected))
+    hint = at_the_front("where", where.shape, shape)
+    raise ValueError(message(op, "where", f"shape {where.shape}", expected, hint))
 
 
 def classes_or_rows(
@@ -46,9 +50,23 @@ def classes_or_rows(
         return None
     where = as_mask(op, "where", where)
     if where.ndim in (logits_ndim, len(shape)):
-        return at_rank_of(op, "where", where, shape, "logits")
-    of_rows = "a mask of rows; a mask of classes has the rank of logits"
+        return at_rank_of(op, "where", where, shape, "logits and labels together")
+    of_rows = "the loss, for a mask of rows; a mask of classes has the rank of logits"
     return jnp.expand_dims(at_rank_of(op, "where", where, without(axes, shape), of_rows), axes)
+
+
+def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[int, ...]:
+    """The common shape of the labels and of the rows of the scores, which have the classes on `axes` too."""
+    ((name, x),) = scores.items()
+    rows = without(axes, x.shape)
+    try:
+        return jnp.broadcast_shapes(rows, labels.shape)
+    except ValueError as error:
+        shapes, expected = (
+            f"shapes {x.shape} and {labels.shape}",
+            f"labels that broadcast with the rows {rows} of {name}",
+        )
+        raise ValueError(message(op, f"{name} and labels", shapes, expected)) from error
 
 
 def without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,9 +83,59 @@ def wide_selected(x: Array, where: Array | None) -> Array:
     return widened(selected(x, where))
 
 
-def of_elements(op: str, where: ArrayLike | None, dtype: Any, loss: Callable[..., Array], **arguments: Array) -> Array:
-    """`loss` of each element of the arguments, which broadcast together; 0 where masked."""
+def of_elements(
+    op: str,
+    where: ArrayLike | None,
+    types: Sequence[Any],
+    loss: Callable[..., Array],
+    *,
+    bad: Array | None = None,
+    **arguments: Array,
+) -> Array:
+    """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where `bad`.
+
+    It has the dtype to which JAX promotes `types`, arrays, numbers or dtypes.
+    """
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = elements_or_rows(op, where, shape, ())
-    arrays = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in arguments.values())
-    return selected(loss(*arrays), mask).astype(dtype)
+    arrays = (wide_selected(x, mask) for x in broadcast_alike(arguments.values(), shape))
+    return promoted_as(types, spoiled(selected(loss(*arrays), mask), bad))
+
+
+def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
+    """The arrays at one shape, and split over the explicit axes of a mesh as the first one is that is split."""
+    whole = [jnp.broadcast_to(x, shape) for x in arrays]
+    specs = [jax.typeof(x).sharding.spec for x in whole]
+    spec = next((spec for spec, x in zip(specs, whole, strict=True) if is_sharded(x)), None)
+    if spec is None:
+        return whole
+    return [x if own == spec else jax.sharding.reshard(x, spec) for own, x in zip(specs, whole, strict=True)]
+
+
+def promoted_as(types: Sequence[Any], x: Array) -> Array:
+    """`x` in the dtype to which JAX promotes `types`; weakly typed, as a Python number is, if that is."""
+    dtype = jnp.result_type(*types)
+    if not _is_weak(types, dtype):
+        return x.astype(dtype)
+    number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
+    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
+    return weak
+
+
+def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
+    """Whether what `types` promote to, `dtype`, yields to a narrow one."""
+    numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
+    if not any(jax.typeof(x).weak_type for x in numbers):
+        return False
+    narrow = jnp.dtype(jnp.bfloat16 if jnp.issubdtype(dtype, jnp.floating) else jnp.int8)
+    with jax.numpy_dtype_promotion("standard"):
+        return bool(dtype != narrow and jnp.result_type(*types, narrow) == narrow)
+
+
+def bad_elements(
+    op: str, where: ArrayLike | None, is_valid: Callable[[Array], Array], otherwise: str, **arguments: Array
+) -> Array | None:
+    """Which of the labels, the last of the arguments, are not valid, while checks are on; see `check_elements`."""
+    shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
+    labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
+    return check_elements(op, labels, elements_or_rows(op, where, shape, ()), is_valid, otherwise)

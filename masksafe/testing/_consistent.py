@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from masksafe._errors import message
 from masksafe.testing._modes import MODES, Derive, Function
 from masksafe.testing._trees import bits, generator, is_float, random_like, weighted_sum
 
@@ -109,7 +110,7 @@ def assert_consistent(
     """
     __tracebackhide__ = True
     if not set(modes) <= set(MODES):
-        raise ValueError(f"assert_consistent: modes has {list(modes)}; expected some of {CONSISTENCY_MODES}.")
+        raise ValueError(message("assert_consistent", "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
     flat = _flatten(fn, args)
     runs = {"value": _run_all(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
     if grad and flat.floats:

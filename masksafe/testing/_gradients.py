@@ -7,9 +7,11 @@ import jax
 import numpy as np
 from jax.test_util import check_grads
 
+from masksafe._errors import message
 from masksafe._switches import forward_mode
 from masksafe.testing._trees import generator, only_floats, random_like, with_floats
 
+_OP = "assert_gradients"
 _MODES = ("fwd", "rev")
 
 
@@ -61,9 +63,9 @@ def assert_gradients(
     """
     __tracebackhide__ = True
     if not modes or not set(modes) <= set(_MODES):
-        raise ValueError(f"assert_gradients: modes has {list(modes)}; expected some of {_MODES}.")
+        raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {_MODES}"))
     if not jax.tree.leaves(only_floats(args)):
-        raise ValueError("assert_gradients: args has no floats; expected an array to differentiate with respect to.")
+        raise ValueError(message(_OP, "args", "no floats", "an array to differentiate with respect to"))
     cpu = jax.devices("cpu")[0]
     with jax.enable_x64(True), jax.default_device(cpu):
         wide = jax.tree.map(lambda leaf: jax.device_put(_widened(leaf), cpu), only_floats(args))
@@ -72,7 +74,7 @@ def assert_gradients(
             return only_floats(fn(*with_floats(args, floats)))
 
         if not jax.tree.leaves(jax.eval_shape(of_floats, wide)):
-            raise ValueError("assert_gradients: fn has no output of floats; expected one to differentiate.")
+            raise ValueError(message(_OP, "fn", "no output of floats", "one to differentiate"))
         if "rev" in modes:
             check_grads(of_floats, (wide,), order, ("rev",), atol=atol, rtol=rtol)
         if "fwd" in modes:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from masksafe._errors import message
 from masksafe.testing._trees import (
     Tree,
     as_jax,
@@ -22,6 +23,7 @@ from masksafe.testing._trees import (
     with_floats,
 )
 
+_OP = "assert_mask_safe"
 _TRANSFORMS = ("eager", "jit", "vmap")
 _PRODUCT = "Hessian-vector product"
 _RANDOM = "random numbers"
@@ -72,7 +74,8 @@ def assert_mask_safe(
     Raises:
       AssertionError: if a masked element is not gone. The text names the argument, the garbage, the
         transform, the derivative and the first index that differs, with both values.
-      ValueError: for arguments that make no sense, such as a `masked` that names no argument.
+      TypeError: if `masked` is no mapping.
+      ValueError: for arguments that make no sense, such as a `masked` that names no argument or masks nothing.
 
     Example:
       `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
@@ -117,6 +120,8 @@ def assert_mask_safe(
     _check_arguments(args, masked, order, transforms)
     rng = generator(seed)
     masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
+    if not any(mask.any() for mask in jax.tree.leaves(masks)):
+        raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
     harmless = with_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
     probe = _probe(fn, harmless, output_mask, order, rng)
 
@@ -216,13 +221,13 @@ def _mask_of_leaf(leaf: Any, mask: Any) -> np.ndarray:
 def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
     mask = np.asarray(mask)
     if mask.dtype != np.bool_:
-        raise ValueError(f"assert_mask_safe: {argument} has dtype {mask.dtype}; expected bool, True where masked.")
+        raise ValueError(message(_OP, argument, f"dtype {mask.dtype}", "bool, True where masked"))
     try:
         expanded: np.ndarray = np.broadcast_to(mask, shape)
         return expanded
     except ValueError as error:
         expected = f"a shape that broadcasts to {shape}"
-        raise ValueError(f"assert_mask_safe: {argument} has shape {mask.shape}; expected {expected}.") from error
+        raise ValueError(message(_OP, argument, f"shape {mask.shape}", expected)) from error
 
 
 def _fill_harmless(rng: np.random.Generator) -> Callable[[Any, np.ndarray], np.ndarray]:
@@ -376,10 +381,13 @@ def _describe(i: int, arg: Tree, mask: Tree) -> str:
 
 
 def _check_arguments(args: tuple[Any, ...], masked: Mapping[int, Any], order: int, transforms: Sequence[str]) -> None:
+    if not isinstance(masked, Mapping):
+        found, expected = f"type {type(masked).__name__}", "a mapping from positions of arguments to masks"
+        raise TypeError(message(_OP, "masked", found, expected, "For a mask of the first argument write {0: mask}."))
     if order not in (0, 1, 2):
-        raise ValueError(f"assert_mask_safe: order has value {order}; expected 0, 1 or 2.")
+        raise ValueError(message(_OP, "order", f"value {order}", "0, 1 or 2"))
     if not set(transforms) <= set(_TRANSFORMS):
-        raise ValueError(f"assert_mask_safe: transforms has {list(transforms)}; expected some of {_TRANSFORMS}.")
+        raise ValueError(message(_OP, "transforms", f"{list(transforms)}", f"some of {_TRANSFORMS}"))
     if not masked or not set(masked) <= set(range(len(args))):
         expected = f"positions of arguments, in [0, {len(args)})"
-        raise ValueError(f"assert_mask_safe: masked has keys {sorted(masked)}; expected {expected}.")
+        raise ValueError(message(_OP, "masked", f"keys {sorted(masked)}", expected))

@@ -5,19 +5,26 @@ the bad elements of the outputs: which elements of which inputs made them bad? A
 finite inputs is a source.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._errors import as_array, message
-from masksafe.testing._influence import ELEMENTWISE, ahead, behind
-from masksafe.testing._replay import Replay, Step, Value
+import masksafe
+from masksafe._errors import as_array, is_of_user, message
+from masksafe.testing._blame import Blame, blame
+from masksafe.testing._influence import ELEMENTWISE
+from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
 from masksafe.testing._trees import first_index, is_float, only_floats, with_floats
 
+_MASKSAFE = f"{Path(masksafe.__file__).parent}{os.sep}"
 _SHOWN = 5  # entries in a part of the printed report
 
 
@@ -32,13 +39,14 @@ class NonfiniteSource:
     index: tuple[int, ...]  # of the first one
     value: float
     inputs: tuple[float, ...]  # there, for an elementwise equation
+    note: str = ""  # what else there is to know
 
     def __str__(self) -> str:
         values = f" from {', '.join(f'{v:g}' for v in self.inputs)}" if self.inputs else ""
         return (
             f"{self.primitive} gives {self.value:g}{values}, at {self.place}\n"
             f"    {self.count} bad of {self.result}, the first at index {self.index}"
-        )
+        ) + (f"\n    {self.note}" if self.note else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +54,7 @@ class NonfiniteReport:
     """What `nonfinite_report` found; it is False if every output is finite, and prints as a short text."""
 
     outputs: tuple[str, ...]  # those that are not finite
-    sources: tuple[NonfiniteSource, ...]  # equations that made bad elements from finite ones, in their order
+    sources: tuple[NonfiniteSource, ...]  # equations that made bad elements from finite ones
     from_infinities: tuple[NonfiniteSource, ...]  # equations that made NaN from infinities, such as inf - inf
     arguments: tuple[str, ...]  # that had bad elements already, and handed them on to an output
     harmless: tuple[NonfiniteSource, ...]  # equations whose bad elements reach no output
@@ -86,8 +94,13 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     """Tells which equation of a function made the NaN or the infinity in its outputs.
 
     The function is traced and replayed equation by equation, also inside of `jax.jit`, `jax.checkpoint`, custom
-    derivatives, `scan`, `while` and `cond`; this is slow, and keeps every intermediate value. A bad element that a
-    selection or a mask keeps from the outputs is harmless, and listed apart: `jax_debug_nans` stops at it.
+    derivatives, `scan`, `while`, `cond`, `custom_linear_solve`, and on every device of a `jax.shard_map`; this is slow,
+    and keeps every intermediate value. An equation whose inside could not be looked into says so in its `note`.
+
+    A bad element that a selection or a mask keeps from the outputs is harmless, and listed apart: `jax_debug_nans`
+    stops at it. One that is found, and answered with a NaN of its own (`jnp.where(jnp.isfinite(x).all(), y, jnp.nan)`),
+    is followed through the predicate to what made it. A NaN that is chosen for the sake of finite values is a source
+    itself. If it is masksafe that writes it, for a bad label, the `note` names the op and `masksafe.label_checks`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
@@ -96,7 +109,7 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
 
     Returns:
       A `NonfiniteReport`. Its `first` has the primitive, the user's line, shape and number of the bad elements, the
-      index and value of the first one, and the values of the inputs there. Print the report for a short text.
+      index and value of the first one, the values of the inputs there, and a `note`. Print the report for a short text.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -122,122 +135,81 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
         fn, args = _gradient(fn, args), (only_floats(args),)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     arguments = [Value(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
-    replay = Replay(program, arguments)
-    blamed = _blame(replay)
-    sources = blamed.sources if blamed.sources or blamed.from_infinities else blamed.written
+    with _mesh_of(arguments):
+        replay = Replay(program, arguments)
+        blamed = blame(replay)
     outputs = zip(_names(shapes), replay.outputs, strict=True)
     named_arguments = zip(_names(args), arguments, strict=True)
     return NonfiniteReport(
-        tuple(_described(f"output{name}", value) for name, value in outputs if value.bad.any()),
-        tuple(_source(*blame) for blame in sources),
-        tuple(_source(*blame) for blame in blamed.from_infinities),
+        tuple(_described(f"output{name}", value) for name, value in outputs if value.is_bad),
+        tuple(map(_source, blamed.sources)),
+        tuple(map(_source, blamed.from_infinities)),
         tuple(_described(f"argument {name}", value) for name, value in named_arguments if value in blamed.reached),
-        tuple(_source(*blame) for blame in _unused_sources(replay, blamed)),
+        tuple(map(_source, blamed.harmless)),
     )
+
+
+def _mesh_of(arguments: Sequence[Value]) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of which the arguments' types speak; single equations have to be told it."""
+    for value in arguments:
+        mesh = getattr(value.array.sharding, "mesh", None)
+        if mesh is not None and mesh.explicit_axes and jax.sharding.get_abstract_mesh().empty:
+            context: contextlib.AbstractContextManager[Any] = jax.set_mesh(mesh)
+            return context
+    return contextlib.nullcontext()
 
 
 def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], Any]:
     def total(floats: Any) -> Any:
         outputs = [out for out in jax.tree.leaves(fn(*with_floats(args, floats))) if is_float(out)]
         if not outputs:
-            raise TypeError(message("nonfinite_report", "fn", "no float output", "one, whose gradient is looked at"))
+            raise TypeError(message("nonfinite_report", "fn", "no output of floats", "one to differentiate"))
         return sum(map(jnp.sum, outputs))
 
     return jax.grad(total)
 
 
-# Walking backwards. A mask says which bad elements of a value reach an output.
-
-_Blame = tuple[Step, int, np.ndarray]  # a step, which of its outputs, and the elements that it made bad
-
-
-class _Blamed(NamedTuple):
-    sources: list[_Blame]
-    from_infinities: list[_Blame]
-    written: list[_Blame]  # infinities that the program has as constants
-    reached: dict[Value, np.ndarray]
-
-
-def _blame(replay: Replay) -> _Blamed:
-    reached: dict[Value, np.ndarray] = {}
-    blamed = _Blamed([], [], [], reached)
-
-    def reach(value: Value, mask: np.ndarray) -> None:
-        if mask.any():
-            reached[value] = reached[value] | mask if value in reached else mask
-
-    for value in replay.outputs:
-        reach(value, value.bad)
-    for step in reversed(replay.steps):
-        for k, value in enumerate(step.outputs):
-            if value not in reached:
-                continue
-            masks = [
-                v.bad & behind(step, k, i, reached[value]) if v.bad.any() else v.bad for i, v in enumerate(step.inputs)
-            ]
-            for operand, mask in zip(step.inputs, masks, strict=True):
-                reach(operand, mask)
-            _blame_step(blamed, step, k, masks)
-    for part in blamed[:3]:
-        part.reverse()
-    return blamed
-
-
-def _blame_step(blamed: _Blamed, step: Step, k: int, masks: list[np.ndarray]) -> None:
-    """What the step itself is to be blamed for, of the bad elements of output k; `masks` are those behind them."""
-    value = step.outputs[k]
-    bad = blamed.reached[value]
-    nans = [mask & _is_nan(v) for v, mask in zip(step.inputs, masks, strict=True)]
-    from_bad, from_nan = (_any_ahead(step, k, marked) for marked in (masks, nans))
-    parts = {
-        "sources": bad & ~from_bad | bad & _any_ahead(step, k, _of_constants(step, nans)),
-        "from_infinities": bad & from_bad & _is_nan(value) & ~from_nan,
-        "written": bad & _any_ahead(step, k, _of_constants(step, masks)),
-    }
-    for name, mask in parts.items():
-        if mask.any():
-            getattr(blamed, name).append((step, k, mask))
-
-
-def _any_ahead(step: Step, k: int, masks: list[np.ndarray]) -> np.ndarray:
-    """The elements of output k that have a masked element of any operand behind them."""
-    found = np.zeros(step.outputs[k].bad.shape, bool)
-    for i, mask in enumerate(masks):
-        if mask.any():
-            found = found | ahead(step, k, i, mask)
-    return found
-
-
-def _of_constants(step: Step, masks: list[np.ndarray]) -> list[np.ndarray]:
-    return [mask & v.is_constant for v, mask in zip(step.inputs, masks, strict=True)]
-
-
-def _is_nan(value: Value) -> np.ndarray:
-    if not value.bad.any():
-        return value.bad
-    return np.asarray(jnp.isnan(value.array))
-
-
-def _unused_sources(replay: Replay, blamed: _Blamed) -> Iterator[_Blame]:
-    """What made bad elements out of finite inputs, none of which reach an output."""
-    for step in replay.steps:
-        for k, value in enumerate(step.outputs):
-            if value not in blamed.reached and value.bad.any() and not any(v.bad.any() for v in step.inputs):
-                yield step, k, value.bad
-
-
 # Telling the user.
 
 
-def _source(step: Step, k: int, mask: np.ndarray) -> NonfiniteSource:
-    result = step.outputs[k].array
-    index = first_index(mask)
+def _source(found: Blame) -> NonfiniteSource:
+    step, result = found.step, np.asarray(found.step.outputs[found.k].array)
+    index = first_index(found.mask)
     is_elementwise = step.operation.name in ELEMENTWISE
-    inputs = [jnp.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise]
+    inputs = [np.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise]
     kind = f"{result.dtype}{list(result.shape)}"
+    value, count = result[index].item(), int(found.mask.sum())
     return NonfiniteSource(
-        step.operation.name, step.place, kind, int(mask.sum()), index, result[index].item(), tuple(inputs)
+        step.operation.name, place_of(step.callers), kind, count, index, value, tuple(inputs), _note(found)
     )
+
+
+def _note(found: Blame) -> str:
+    if isinstance(found.step.operation, Operation) and found.step.operation.hides_a_program:
+        return "what is inside of it was not looked into"
+    is_written = found.is_constant and any(v.is_constant and v.is_bad for v in found.step.inputs)
+    op = _op_of(found.step) if is_written else None
+    if op is None:
+        return ""
+    checks_labels = hasattr(inspect.getmodule(op), "check_integer_labels")
+    if not checks_labels or "labels" not in inspect.signature(op).parameters:
+        return f"{op.__name__} writes it on purpose"
+    return (
+        f"{op.__name__} writes it on purpose, for a label out of range or at a masked class: "
+        'masksafe.label_checks("raise") tells which'
+    )
+
+
+def _op_of(step: Step) -> Callable[..., Any] | None:
+    """The public op of masksafe whose own line, and no user's, is the innermost one behind the step."""
+    op = None
+    for frame in frames_of(step.callers):
+        if is_of_user(frame.file_name):
+            break
+        name = frame.function_name.partition(".")[0]
+        if frame.file_name.startswith(_MASKSAFE):
+            op = getattr(masksafe.losses, name, getattr(masksafe, name, op))
+    return op if callable(op) else None
 
 
 def _described(name: str, value: Value) -> str:

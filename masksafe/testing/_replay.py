@@ -1,10 +1,13 @@
 """A JAX program replayed equation by equation, with every value kept.
 
 What a program calls is replayed as well: jit, checkpoint, custom derivatives, the branch of a cond, every step of a
-scan or a while. All other equations are run as they are.
+scan or a while, the solver of a custom_linear_solve, every device of a shard_map. All other equations are run as they
+are.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 from jax.extend import core
 
 from masksafe._errors import is_of_user
+from masksafe.testing._devices import EXCHANGES, Device, Exchange, Part, mesh_axes
 
 UNKNOWN_PLACE = "an unknown line"
 # Primitives that do nothing but run the program in one of their parameters.
@@ -21,32 +25,57 @@ _CALLS = frozenset(
     pjit remat remat2""".split()  # noqa: SIM905
 )
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+# Primitives that say of an array over which axes of a mesh it varies, in a shard_map.
+_RETYPINGS = frozenset("pbroadcast pcast pvary reduced_vary_cast vary_unreduced_cast".split())  # noqa: SIM905
+# Primitives that move an array between devices.
+_PLACEMENTS = frozenset("device_put mesh_cast reshard sharding_constraint".split())  # noqa: SIM905
+# Primitives whose program is no more than the way in which they combine two numbers.
+_WITH_COMBINERS = ("reduce", "scatter", "select_and_")
 
 
 class Value:
     """An array that the program computes; it is told apart from equal ones."""
 
-    def __init__(self, array: Any, is_constant: bool = False) -> None:
+    def __init__(self, array: Any, is_written: bool = False) -> None:
         self.array = array
-        self.is_constant = is_constant  # and so written in the program
+        self.is_captured = is_written and array.ndim > 0  # by the function, from outside
+        self.is_written = is_written
+        self.is_constant = is_written and array.ndim == 0  # or computed from such alone
         inexact = jnp.issubdtype(array.dtype, jnp.inexact)
+        self.is_discrete = not inexact or self.is_constant  # or computed from such alone: a decision, a count of them
         self.bad = ~np.asarray(jnp.isfinite(array)) if inexact else np.zeros(array.shape, bool)
+        self.is_bad = bool(inexact and self.bad.any())  # anywhere
+        # Whether the program has a NaN for all of it, or computes it from such a one, whatever else it meets.
+        self.is_written_nan = self.is_constant and self.is_bad and bool(self.nan)
+
+    @functools.cached_property
+    def nan(self) -> np.ndarray:
+        return np.asarray(jnp.isnan(self.array)) if self.is_bad else self.bad
 
 
 class Operation:
     """What an equation does, however often it is run."""
 
-    def __init__(self, equation: Any) -> None:
+    def __init__(self, equation: Any, is_of_device: bool) -> None:
         self.name: str = equation.primitive.name
         self.params: dict[str, Any] = equation.params
-        self.place = _place(equation)
+        if is_of_device:  # in a shard_map, where arrays are typed by a mesh that is not there in a replay
+            is_sharding = lambda p: isinstance(p, jax.sharding.Sharding)  # noqa: E731
+            self.params = {name: None if is_sharding(p) else p for name, p in self.params.items()}
         self._primitive = equation.primitive
         self._pull_backs: dict[tuple[int, int], Callable[..., Any]] = {}
         self._push_forwards: dict[tuple[int, int], Callable[..., Any]] = {}
 
-    def __call__(self, *arrays: Any) -> list[Any]:
-        results = self._primitive.bind(*arrays, **self._primitive.get_bind_params(self.params))
+    def __call__(self, *arrays: Any, **params: Any) -> list[Any]:
+        results = self._primitive.bind(*arrays, **self._primitive.get_bind_params(self.params | params))
         return list(results) if self._primitive.multiple_results else [results]
+
+    @property
+    def hides_a_program(self) -> bool:
+        """Whether the equation runs a program that is not replayed."""
+        is_program = lambda p: isinstance(p, (core.Jaxpr, core.ClosedJaxpr))  # noqa: E731
+        programs = any(map(is_program, jax.tree.leaves(list(self.params.values()), is_leaf=is_program)))
+        return programs and not self.name.startswith(_WITH_COMBINERS)
 
     def pull_back(self, k: int, i: int) -> Callable[..., Any]:
         """The cotangent of operand i at `arrays`, of one of output k."""
@@ -65,7 +94,9 @@ class Operation:
         return self._push_forwards.setdefault((k, i), jax.jit(tangent))
 
     def _of_one(self, k: int, i: int, arrays: Sequence[Any]) -> Callable[[Any], Any]:
-        return lambda x: self(*arrays[:i], x, *arrays[i + 1 :])[k]
+        # The operands may be floats in place of integers.
+        params = {"preferred_element_type": None} if "preferred_element_type" in self.params else {}
+        return lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]
 
 
 class Slice:
@@ -89,14 +120,78 @@ class Stack:
         return [jnp.stack(arrays)]
 
 
-class Step:
-    """An operation that was run."""
+class Gathered:
+    """What a shard_map returns, which is `array`, and has the parts of the devices at `places`."""
 
-    def __init__(self, operation: Operation | Slice | Stack, place: str, inputs: list[Value]) -> None:
+    name = "shard_map"
+
+    def __init__(self, array: Any, places: Sequence[Any]) -> None:
+        self.array = array
+        self.places = places
+
+    def __call__(self, *parts: Any) -> list[Any]:
+        return [self.array]
+
+
+class Choice:
+    """Having one value and no other for what the first operand says: the branch of a cond, the end of a while."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, predicate: Any, array: Any) -> list[Any]:
+        return [array]
+
+
+class Step:
+    """An operation that was run, by an equation that other equations called; the innermost one comes first."""
+
+    def __init__(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> None:
         self.operation = operation
-        self.place = place
         self.inputs = inputs
+        self.callers = callers
         self.outputs = [Value(array) for array in operation(*(value.array for value in inputs))]
+        is_constant = not isinstance(operation, Exchange) and all(v.is_constant for v in inputs)
+        is_discrete = all(v.is_discrete for v in inputs)
+        for value in self.outputs:
+            value.is_constant = is_constant and not self._makes_bad(value)
+            value.is_discrete = value.is_discrete or is_discrete
+            value.is_written_nan = value.is_bad and self._is_written_nan(value)
+
+    def _makes_bad(self, value: Value) -> bool:
+        if value.nan.any():
+            return not any(v.nan.any() for v in self.inputs)
+        return value.is_bad and not any(v.is_bad for v in self.inputs)
+
+    def _is_written_nan(self, value: Value) -> bool:
+        if len(self.inputs) > 1 and self.operation.name in ("add", "div", "mul", "sub"):
+            return any(v.is_written_nan for v in self.inputs)
+        return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
+
+
+def frames_of(callers: tuple[Any, ...]) -> Iterator[Any]:
+    """The lines of code that lead to an equation and those that called it, the innermost line first."""
+    for equation in callers:
+        traceback = equation.source_info.traceback
+        yield from () if traceback is None else traceback.frames
+
+
+def place_of(callers: tuple[Any, ...]) -> str:
+    """The innermost of them that is neither masksafe's nor JAX's."""
+    for frame in frames_of(callers):
+        if is_of_user(frame.file_name):
+            return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
+    return UNKNOWN_PLACE
+
+
+def _is_of_device(callers: tuple[Any, ...]) -> bool:
+    return any(caller.primitive.name == "shard_map" for caller in callers[1:])
+
+
+# The replay of a program hands out what a device sends to others (the equation, what called it, and its operands), and
+# is handed what the device receives.
+_Sent = tuple[Any, tuple[Any, ...], list[Value]]
+_Exchanging = Generator[_Sent, list[Value], list[Value]]
 
 
 class Replay:
@@ -104,57 +199,75 @@ class Replay:
 
     def __init__(self, program: core.ClosedJaxpr, arguments: Sequence[Value]) -> None:
         self.steps: list[Step] = []
-        self._operations: dict[int, Operation] = {}
-        self.outputs = self._program(program, arguments)
+        self._operations: dict[int, Any] = {}
+        self.outputs = _finished(self._program(program, arguments, ()))
 
-    def _program(self, program: Any, arguments: Sequence[Value]) -> list[Value]:
-        consts = [Value(jnp.asarray(c), is_constant=True) for c in getattr(program, "consts", ())]
+    def _program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
+        consts = [Value(jnp.asarray(c), is_written=True) for c in getattr(program, "consts", ())]
         jaxpr = getattr(program, "jaxpr", program)
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, core.Literal):
-                return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_constant=True)
+                return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
             value: Value = values[atom]
             return value
 
         for equation in jaxpr.eqns:
-            outputs = self._equation(equation, [read(atom) for atom in equation.invars])
+            inputs = [read(atom) for atom in equation.invars]
+            outputs = yield from self._equation(equation, inputs, (equation, *callers))
             values |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[Value]) -> list[Value]:
+    def _equation(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         name, params = equation.primitive.name, equation.params
-        if name == "scan":
-            return self._scan(equation, inputs)
-        if name == "while":
-            return self._while(params, inputs)
-        if name == "cond":
-            return self._called(params["branches"][int(inputs[0].array)], inputs[1:], _place(equation))
+        if name in _STRUCTURES:
+            return (yield from _STRUCTURES[name](self, equation, inputs, callers))
         if name in _CALLS:
             program = next(params[key] for key in _PROGRAMS if key in params)
-            return self._called(program, inputs, _place(equation))
-        if any("Ref" in type(atom.aval).__name__ for atom in [*equation.invars, *equation.outvars]):
-            raise NotImplementedError(
-                f"nonfinite_report: fn uses a mutable reference ({name}, at {_place(equation)}); "
-                "expected a function without them, which can be replayed."
-            )
-        operation = self._operations.setdefault(id(equation), Operation(equation))
-        return self._run(operation, inputs, operation.place)
+            return (yield from self._program(program, inputs, callers))
+        if name in _RETYPINGS or (name in _PLACEMENTS and _is_of_device(callers)):
+            return inputs
+        if name in EXCHANGES:
+            return (yield equation, callers, inputs)
+        return self._run(self._operation(equation, callers), inputs, callers)
 
-    def _run(self, operation: Operation | Slice | Stack, inputs: list[Value], place: str = "") -> list[Value]:
-        self.steps.append(Step(operation, place, inputs))
+    def _operation(self, equation: Any, callers: tuple[Any, ...]) -> Operation:
+        if id(equation) not in self._operations:
+            if any("Ref" in type(atom.aval).__name__ for atom in [*equation.invars, *equation.outvars]):
+                name, place = equation.primitive.name, place_of(callers)
+                raise NotImplementedError(
+                    f"nonfinite_report: fn uses a mutable reference ({name}, at {place}); "
+                    "expected a function without them, which can be replayed."
+                )
+            self._operations[id(equation)] = Operation(equation, _is_of_device(callers))
+        operation: Operation = self._operations[id(equation)]
+        return operation
+
+    def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
+        self.steps.append(Step(operation, inputs, callers))
         return self.steps[-1].outputs
 
-    def _called(self, program: Any, inputs: list[Value], place: str) -> list[Value]:
-        """What has no line of the user's gets the place where it is called."""
-        before = len(self.steps)
-        outputs = self._program(program, inputs)
-        for step in self.steps[before:]:
-            step.place = place if step.place == UNKNOWN_PLACE else step.place
-        return outputs
+    def _cond(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+        index, *operands = inputs
+        outputs = yield from self._program(equation.params["branches"][int(index.array)], operands, callers)
+        return self._chosen("cond", index, outputs, callers)
 
-    def _scan(self, equation: Any, inputs: list[Value]) -> list[Value]:
+    def _chosen(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
+        return [self._run(Choice(name), [index, value], callers)[0] for value in values]
+
+    def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+        params = equation.params
+        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
+        condition_consts, body_consts = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
+        carry = inputs[of_condition + of_body :]
+        while True:
+            (goes_on,) = yield from self._program(params["cond_jaxpr"], condition_consts + carry, callers)
+            if not bool(goes_on.array):
+                return self._chosen("while", goes_on, carry, callers)
+            carry = yield from self._program(params["body_jaxpr"], [*body_consts, *carry], callers)
+
+    def _scan(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
         # Counted by their ranks, since the names of the other parameters change from version to version of JAX: what is
         # stacked over the steps has one axis more outside than inside. It is last among the inputs and the outputs.
@@ -165,36 +278,96 @@ class Replay:
         consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
         ys: list[list[Value]] = [[] for _ in range(num_ys)]
         for at in reversed(range(length)) if is_reversed else range(length):
-            slices = [self._run(Slice(at), [x])[0] for x in xs]
-            results = self._called(program, [*consts, *carry, *slices], _place(equation))
+            slices = [self._run(Slice(at), [x], callers)[0] for x in xs]
+            results = yield from self._program(program, [*consts, *carry, *slices], callers)
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
-                column.insert(0, y) if is_reversed else column.append(y)
+                column.append(y)
         if length == 0:
             stacked = [Value(jnp.zeros(var.aval.shape, var.aval.dtype)) for var in equation.outvars[num_carry:]]
         else:
-            stacked = [self._run(Stack(), column)[0] for column in ys]
+            in_order = [column[::-1] if is_reversed else column for column in ys]
+            stacked = [self._run(Stack(), column, callers)[0] for column in in_order]
         return [*carry, *stacked]
 
-    def _while(self, params: dict[str, Any], inputs: list[Value]) -> list[Value]:
-        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-        condition_consts, body_consts = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
-        carry = inputs[of_condition + of_body :]
-        condition = core.jaxpr_as_fun(params["cond_jaxpr"])
-        while bool(condition(*(value.array for value in condition_consts + carry))[0]):
-            carry = self._called(params["body_jaxpr"], [*body_consts, *carry], UNKNOWN_PLACE)
-        return carry
+    def _linear_solve(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        solver_consts, rest = inputs[first : first + lengths.solve], inputs[first + lengths.solve :]
+        operands = [*solver_consts, *rest[lengths.transpose_solve :]]
+        return (yield from self._program(equation.params["jaxprs"].solve, operands, callers))
+
+    def _shard_map(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+        """The program of each device, if all that they exchange is known; else the equation as it is."""
+        yield from ()
+        operation, before = self._operation(equation, callers), len(self.steps)
+        arrays = operation(*(value.array for value in inputs))
+        sizes = mesh_axes(equation.params)
+        devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
+        try:
+            outputs = self._of_devices(equation, devices, inputs, callers)
+        except (NameError, NotImplementedError, TypeError, ValueError):
+            del self.steps[before:]
+            return self._run(operation, inputs, callers)
+        gathered = []
+        for array, spec, parts in zip(arrays, equation.params["out_specs"], zip(*outputs, strict=True), strict=True):
+            places = [device.part(array.shape, spec) for device in devices]
+            gathered += self._run(Gathered(array, places), list(parts), callers)
+        return gathered
+
+    def _of_devices(
+        self, equation: Any, devices: Sequence[Device], inputs: list[Value], callers: tuple[Any, ...]
+    ) -> list[list[Value]]:
+        """The outputs of each device."""
+        in_specs, running = equation.params["in_specs"], []
+        for device in devices:
+            parts = [Part(device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)]
+            operands = [self._run(part, [v], callers)[0] for part, v in zip(parts, inputs, strict=True)]
+            running.append(self._program(equation.params["jaxpr"], operands, callers))
+        outputs: list[list[Value]] = []
+        received: list[Any] = [None] * len(devices)
+        while not outputs:
+            sent = []
+            for program, values in zip(running, received, strict=True):
+                try:
+                    sent.append(program.send(values))
+                except StopIteration as finished:
+                    outputs.append(finished.value)
+            if not outputs:
+                received = self._exchanged(sent, mesh_axes(equation.params))
+        if len(outputs) < len(devices):
+            raise NotImplementedError("Some devices wait for others that are at the end.")
+        return outputs
+
+    def _exchanged(self, sent: Sequence[_Sent], sizes: dict[str, int]) -> list[list[Value]]:
+        """What each device gets for what each has sent."""
+        equation, callers, _ = sent[0]
+        if any(other is not equation for other, _, _ in sent):
+            raise NotImplementedError("Devices are at different places of the program.")
+        operation = self._operations.setdefault(id(equation), Exchange(equation, sizes))
+        operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
+        received = [self._run(operation, list(values), callers) for values in operands]
+        return [list(of_device) for of_device in zip(*received, strict=True)]
+
+
+# What is more than a call.
+_STRUCTURES: dict[str, Callable[..., _Exchanging]] = {
+    "cond": Replay._cond,
+    "custom_linear_solve": Replay._linear_solve,
+    "scan": Replay._scan,
+    "shard_map": Replay._shard_map,
+    "while": Replay._while,
+}
+
+
+def _finished(program: _Exchanging) -> list[Value]:
+    try:
+        next(program)
+    except StopIteration as finished:
+        outputs: list[Value] = finished.value
+        return outputs
+    raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
 
 
 def _number_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(outer.aval.ndim != inner.aval.ndim for outer, inner in zip(outside, inside, strict=True))
-
-
-def _place(equation: Any) -> str:
-    """The innermost line of the equation's traceback that is neither masksafe's nor JAX's."""
-    traceback = equation.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    for frame in frames:
-        if is_of_user(frame.file_name):
-            return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
-    return UNKNOWN_PLACE

@@ -1,0 +1,108 @@
+"""The devices of a `jax.shard_map`: which part of an array each has, and what they exchange."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_SUMS = frozenset(("psum", "psum2", "psum_invariant"))
+# These give each device an array whose elements come from those at the same place.
+_ELEMENTWISE = _SUMS | {"pmax", "pmin", "ppermute"}
+_OTHERS = frozenset(
+    """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pgather reduce_scatter
+    unreduced_psum unreduced_reduce_scatter""".split()  # noqa: SIM905
+)
+EXCHANGES = _ELEMENTWISE | _OTHERS
+
+
+class Device:
+    """A device of a mesh, by its place along the axes that a shard_map splits over."""
+
+    def __init__(self, sizes: dict[str, int], number: int) -> None:
+        self._sizes = sizes
+        self._place = dict(zip(sizes, np.unravel_index(number, tuple(sizes.values())), strict=True))
+
+    def part(self, shape: tuple[int, ...], spec: Sequence[Any]) -> tuple[slice, ...]:
+        """Where the device's part of an array of `shape` is, which is split as `spec` says."""
+        slices = []
+        for size, names in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
+            axes = [a for a in ((names,) if isinstance(names, str) else names or ()) if a in self._sizes]
+            number = functools.reduce(lambda n, a: n * self._sizes[a] + int(self._place[a]), axes, 0)
+            length = size // math.prod(self._sizes[a] for a in axes)
+            slices.append(slice(number * length, (number + 1) * length))
+        return tuple(slices)
+
+
+def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the axes over which a shard_map splits."""
+    return {name: size for name, size in params["mesh"].shape.items() if name in params["newly_manual_axes"]}
+
+
+class Part:
+    """What a device has of an array that lies on many."""
+
+    name = "shard_map"
+
+    def __init__(self, at: tuple[slice, ...]) -> None:
+        self.at = at
+
+    def __call__(self, array: Any) -> list[Any]:
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # keys of random numbers, which NumPy does not have
+            return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
+        return [jnp.asarray(np.asarray(array)[self.at])]
+
+
+class Exchange:
+    """What an equation with names of mesh axes gives each device, of an operand of each device."""
+
+    def __init__(self, equation: Any, sizes: dict[str, int]) -> None:
+        self.name: str = equation.primitive.name
+        self._primitive, self._params = equation.primitive, equation.params
+        self._sizes = sizes
+        self._has_operand = bool(equation.invars)
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        shape = tuple(self._sizes.values())
+        if self._has_operand:
+            stacked = jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
+            results = self._of_all(self._one)(stacked)
+        else:
+            results = self._of_all(lambda _: self._one())(jnp.zeros(shape))
+        return list(results.reshape(-1, *results.shape[len(shape) :]))
+
+    def connects(self, i: int, k: int) -> bool:
+        """Whether the elements that device k gets have to do with those at the same place of device i."""
+        return bool(self._connections[i, k])
+
+    @property
+    def is_elementwise(self) -> bool:
+        return self.name in _ELEMENTWISE
+
+    @functools.cached_property
+    def _connections(self) -> np.ndarray:
+        n = math.prod(self._sizes.values())
+        found = np.zeros((n, n), bool)
+        for base in (0.0, 1.0):  # a maximum shows with the one, a minimum with the other
+            usual = np.array(self(*np.full(n, base, np.float32)))
+            for i in range(n):
+                changed = np.full(n, base, np.float32)
+                changed[i] = 1 - base
+                found[i] |= np.array(self(*changed)) != usual
+        return found
+
+    def _of_all(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(self._sizes):
+            fn = jax.vmap(fn, axis_name=name)
+        return fn
+
+    def _one(self, *operand: Any) -> Any:
+        if self.name in _SUMS:  # the primitive asks for types that only arrays in a shard_map have
+            groups = self._params.get("axis_index_groups")
+            return lax.psum(operand[0], self._params["axes"], axis_index_groups=groups)
+        results = self._primitive.bind(*operand, **self._params)
+        return results[0] if self._primitive.multiple_results else results

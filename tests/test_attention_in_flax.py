@@ -1,0 +1,104 @@
+"""flax's attention layers with masksafe inside: causal masks, dropout, and decoding step by step with their caches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from test_attention_examples import load
+
+flax_attention = load("attention_in_flax").flax_attention
+TIME, WIDTH, HEADS = 5, 8, 2
+X = jax.random.normal(jax.random.key(0), (2, TIME, WIDTH))
+IS_WORD = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+CAUSAL = linen.make_causal_mask(IS_WORD)
+PADDED = linen.combine_masks(CAUSAL, linen.make_attention_mask(IS_WORD, IS_WORD))
+
+
+def linen_layers(**arguments):
+    """With masksafe inside, and flax's own, and parameters for both."""
+    layer = linen.MultiHeadDotProductAttention(HEADS, attention_fn=flax_attention, **arguments)
+    own = linen.MultiHeadDotProductAttention(HEADS, **arguments)
+    return layer, own, own.init(jax.random.key(1), X, deterministic=True)["params"]
+
+
+def nnx_layer(**arguments):
+    return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), **arguments)
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL, PADDED], ids=["no mask", "causal", "causal and padded"])
+def test_linen_value_and_gradient_are_flax_own(mask):
+    layer, own, params = linen_layers()
+    words = IS_WORD[..., None]  # of flax's own, the rows without a key are averages over padding
+
+    def total(layer):
+        return lambda p: jnp.sum(jnp.sin(jnp.where(words, layer.apply({"params": p}, X, mask=mask), 0)))
+
+    for ours, theirs in zip(*(jax.tree.leaves(jax.grad(total(x))(params)) for x in (layer, own)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [None, CAUSAL, PADDED], ids=["no mask", "causal", "causal and padded"])
+def test_nnx_is_flax_own(mask):
+    ours, theirs = nnx_layer(attention_fn=flax_attention)(X, mask=mask), nnx_layer()(X, mask=mask)
+    words = np.asarray(IS_WORD)
+    np.testing.assert_allclose(ours[words], theirs[words], rtol=1e-5, atol=1e-6)
+
+
+def test_linen_decodes_step_by_step_what_it_computes_at_once():
+    layer, _, params = linen_layers()
+    at_once = layer.apply({"params": params}, X, mask=CAUSAL)
+    decoder = layer.clone(decode=True)
+    cache = decoder.init(jax.random.key(0), X)["cache"]
+
+    @jax.jit
+    def step(cache, x):
+        out, updated = decoder.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return out, updated["cache"]
+
+    outs = []
+    for t in range(TIME):
+        out, cache = step(cache, X[:, t : t + 1])
+        outs.append(out)
+    np.testing.assert_allclose(jnp.concatenate(outs, 1), at_once, rtol=1e-5, atol=1e-6)
+
+
+def test_nnx_decodes_step_by_step_what_it_computes_at_once():
+    layer = nnx_layer(attention_fn=flax_attention)
+    at_once = layer(X, mask=CAUSAL)
+    layer.init_cache(X.shape)
+    steps = [layer(X[:, t : t + 1], decode=True) for t in range(TIME)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_of_linen_is_drawn_only_where_it_is_asked_for():
+    layer, own, params = linen_layers(dropout_rate=0.5)
+
+    def run(layer, seed, deterministic):
+        rngs = {"dropout": jax.random.key(seed)}
+        return layer.apply({"params": params}, X, mask=CAUSAL, deterministic=deterministic, rngs=rngs)
+
+    np.testing.assert_allclose(run(layer, 0, True), run(own, 0, True), rtol=1e-5, atol=1e-6)
+    assert (run(layer, 0, False) != run(layer, 1, False)).any()
+
+
+def test_dropout_of_nnx_is_drawn_only_where_it_is_asked_for():
+    def run(seed, deterministic, **arguments):
+        layer = nnx_layer(dropout_rate=0.5, **arguments)
+        return layer(X, mask=CAUSAL, deterministic=deterministic, rngs=nnx.Rngs(seed))
+
+    ours = dict(attention_fn=flax_attention)
+    np.testing.assert_allclose(run(0, True, **ours), run(0, True), rtol=1e-5, atol=1e-6)
+    assert (run(0, False, **ours) != run(1, False, **ours)).any()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_mean_over_dropout_is_what_comes_without(dropout):
+    layer, _, params = linen_layers(dropout_rate=dropout)
+
+    def run(key):
+        return layer.apply({"params": params}, X, mask=CAUSAL, deterministic=False, rngs={"dropout": key})
+
+    mean = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 2000)).mean(0)
+    expected = layer.apply({"params": params}, X, mask=CAUSAL, deterministic=True)
+    np.testing.assert_allclose(mean, expected, atol=0.1 if dropout else 1e-6)
