@@ -3,6 +3,8 @@
 import os
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Compiling is most of the time. Set it to 0 to test what XLA makes of the programs otherwise, as CI does.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import hypothesis
 import pytest

@@ -1,19 +1,13 @@
 """The training example: the swap of the loss changes nothing but the failures."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import train_names
 from jax.experimental import checkify
 from rich.console import Console
-
-PATH = Path(__file__).parent.parent / "examples" / "train_names.py"
-SPEC = importlib.util.spec_from_file_location("train_names", PATH)
-train_names = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(train_names)
 
 CONFIG = train_names.Config(width=32, batch_size=16, steps=12, evaluate_every=6)
 FUNCTIONS = [

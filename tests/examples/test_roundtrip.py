@@ -1,16 +1,9 @@
 """The round-trip example: a network loaded from disk predicts what the trained one does."""
 
-import importlib.util
-from pathlib import Path
-
 import numpy as np
 import pytest
+import roundtrip
 from rich.console import Console
-
-PATH = Path(__file__).parent.parent / "examples" / "roundtrip.py"
-SPEC = importlib.util.spec_from_file_location("roundtrip", PATH)
-roundtrip = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(roundtrip)
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,9 @@
 """The example of corrupted labels: what each mode tells of each batch."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
-PATH = Path(__file__).parent.parent / "examples" / "debug_labels.py"
-SPEC = importlib.util.spec_from_file_location("debug_labels", PATH)
-debug_labels = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(debug_labels)
+import debug_labels
 
 FIRST = "1 of 599 labels are outside [0, 10); first at (101,): 10"  # 700 in batches of 599
 SECOND = "1 of 598 labels are outside [0, 10); first at (102,): -1"  # 1300; the masked one does not count
@@ -26,7 +21,7 @@ def test_checks_tell_which_label_is_bad():
         assert good == "loss 2.303"
         assert FIRST in first
         assert SECOND in second
-        assert f"called at {PATH}:" in first
+        assert f"called at {debug_labels.__file__}:" in first
 
 
 def test_main_prints_all_three(capsys):
@@ -37,6 +32,6 @@ def test_main_prints_all_three(capsys):
 
 
 def test_nothing_but_the_report_is_printed():
-    done = subprocess.run([sys.executable, str(PATH)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, debug_labels.__file__], capture_output=True, text=True, check=True)
     assert done.stdout.count(FIRST) == done.stdout.count(SECOND) == 2
     assert done.stderr == ""

@@ -2,19 +2,13 @@
 
 import _collections_abc
 import ast
-import importlib.util
 import inspect
 import io
-from pathlib import Path
 
+import language_model
 import numpy as np
 import pytest
 from rich.console import Console
-
-PATH = Path(__file__).parent.parent / "examples" / "language_model.py"
-SPEC = importlib.util.spec_from_file_location("language_model", PATH)
-language_model = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(language_model)
 
 CONFIG = language_model.Config(
     vocabulary=400, length=64, batch_size=2, width=16, heads=2, layers=1, steps=6, evaluate_every=3

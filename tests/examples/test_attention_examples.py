@@ -1,21 +1,11 @@
 """The examples of attention: flax's and equinox's layers with masksafe inside, and the empty context."""
 
-import importlib.util
-from pathlib import Path
-
+import attention_in_flax
+import empty_context
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-
-def load(name):
-    path = Path(__file__).parent.parent / "examples" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 X, CONTEXT = jax.random.normal(jax.random.key(0), (2, 2, 4, 8))
 MASK = jnp.array([[1, 1, 0, 1], [0, 0, 0, 0]], bool)[:, None, None, :]
@@ -31,7 +21,7 @@ def assert_the_layer_is_flax_own_but_for_empty_contexts(ours, theirs):
 
 def test_nnx():
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
-    layer = load("attention_in_flax").nnx_layer()
+    layer = attention_in_flax.nnx_layer()
     own = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
     call = lambda layer: lambda mask: layer(X, CONTEXT, mask=mask)  # noqa: E731
     assert_the_layer_is_flax_own_but_for_empty_contexts(call(layer), call(own))
@@ -39,7 +29,7 @@ def test_nnx():
 
 def test_linen():
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
-    layer, own = load("attention_in_flax").linen_layer(), linen.MultiHeadDotProductAttention(2)
+    layer, own = attention_in_flax.linen_layer(), linen.MultiHeadDotProductAttention(2)
     variables = own.init(jax.random.key(0), X, CONTEXT)
     call = lambda layer: lambda mask: layer.apply(variables, X, CONTEXT, mask=mask)  # noqa: E731
     assert_the_layer_is_flax_own_but_for_empty_contexts(call(layer), call(own))
@@ -47,7 +37,7 @@ def test_linen():
 
 def test_linen_with_dropout():
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
-    attention = load("attention_in_flax").flax_attention
+    attention = attention_in_flax.flax_attention
     layer = linen.MultiHeadDotProductAttention(2, dropout_rate=0.5, attention_fn=attention)
     variables = layer.init(jax.random.key(0), X, CONTEXT, deterministic=True)
     run = lambda key: layer.apply(variables, X, CONTEXT, deterministic=False, rngs={"dropout": key})  # noqa: E731
@@ -58,7 +48,7 @@ def test_linen_with_dropout():
 def test_equinox():
     equinox = pytest.importorskip("equinox", reason="equinox is not installed")
     layer = equinox.nn.MultiheadAttention(2, 8, key=jax.random.key(0))
-    attention = load("attention_in_flax").equinox_attention
+    attention = attention_in_flax.equinox_attention
     expected = layer(X[0], CONTEXT[0], CONTEXT[0], jnp.broadcast_to(MASK[0, 0], (4, 4)))
     np.testing.assert_allclose(attention(layer, X[0], CONTEXT[0], mask=MASK[0]), expected, rtol=1e-5, atol=1e-6)
     assert (attention(layer, X[1], CONTEXT[1], mask=MASK[1]) == 0).all()
@@ -66,7 +56,7 @@ def test_equinox():
 
 @pytest.mark.parametrize("padding", [1.0, 100.0, float("nan")])
 def test_padding_moves_nothing_in_an_empty_context(padding, tmp_path):
-    example = load("empty_context")
+    example = empty_context
     moved, gradient = example.largest_move(example.LIBRARIES["masksafe"], padding)
     assert moved == [0, 0, 0]
     assert gradient == 0

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_in_flax import flax_attention
 from flax import linen, nnx
-from test_attention_examples import load
 
-flax_attention = load("attention_in_flax").flax_attention
 TIME, WIDTH, HEADS = 5, 8, 2
 X = jax.random.normal(jax.random.key(0), (2, TIME, WIDTH))
 IS_WORD = jnp.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
