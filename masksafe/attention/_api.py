@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._errors import as_array, as_float_array, as_mask, as_promoted_float_array, at_rank_of, message
-from masksafe._typing import Array, ArrayLike
+from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
+from masksafe._core.masks import as_mask
+from masksafe._core.sharding import gathered_along
+from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._batch import attend_over_batch, scaled_queries
 from masksafe.attention._blockwise import Config
@@ -188,7 +190,7 @@ def dot_product_attention(
       Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
       https://arxiv.org/abs/2307.08691.
     """
-    q, k, v = (_whole(x, -3) for x in _operands(query, key, value))
+    q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
     static_scale, scale = _as_scale(scale, q)
     bias = None if bias is None else _over_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
@@ -260,17 +262,6 @@ def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array
     return q, k, v
 
 
-def _whole(x: Array, *axes: int) -> Array:
-    """`x` with the axes gathered that are split across devices: a loop over blocks of such an axis is refused."""
-    sharding = jax.typeof(x).sharding
-    if all(sharding.spec[axis] is None for axis in axes):
-        return x
-    gathered = [axis % x.ndim for axis in axes]
-    spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
-    whole: Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec)))
-    return whole
-
-
 def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
     """The factor of the logits, and that of the queries if it is an array."""
     if scale is None:
@@ -293,7 +284,9 @@ def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
     elif x.ndim > 1 and x.shape[-2:] == (q.shape[-2], k.shape[-2]):
         hint = _HEADS_FIRST
-    return _whole(at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]", hint), -2, -1)
+    return gathered_along(
+        at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]", hint), -2, -1
+    )
 
 
 def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> Array | None:
@@ -346,7 +339,7 @@ def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(message(_OP, argument, f"dtype {ids.dtype}", "an integer dtype"))
     hint = _HEADS_FIRST if ids.shape[-1:] == x.shape[-2:-1] else ""
-    ids = _whole(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]", hint), -1)
+    ids = gathered_along(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]", hint), -1)
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
 
 

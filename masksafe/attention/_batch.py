@@ -9,13 +9,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from masksafe._moments import wide_dtype
-from masksafe._rules import explains_forward_mode
-from masksafe._typing import Array
+from masksafe._core.derivatives import explains_forward_mode
+from masksafe._core.precision import wide_dtype
+from masksafe._core.typing import Array
 from masksafe.attention._blockwise import Config
-from masksafe.attention._core import attention
+from masksafe.attention._derivatives import attention
+from masksafe.attention._heads import grouped_heads
 from masksafe.attention._mask import Pairs
-from masksafe.attention._problems import grouped_heads
 
 
 @explains_forward_mode

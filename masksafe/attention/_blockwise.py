@@ -31,17 +31,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._moments import selected, wide_dtype
-from masksafe._spans import Blocks, Span, divide, take
-from masksafe._typing import Array
-from masksafe.attention._mask import (
-    Pairs,
-    add_to_block,
-    cut,
-    for_live_blocks,
-    live_blocks,
-    once_if,
-    unmasked,
+from masksafe._core.masks import selected
+from masksafe._core.tiles import Tile, Tiles, divide, take
+from masksafe._core.typing import Array
+from masksafe.attention._mask import Pairs, add_to_block, cut, for_live_blocks, live_blocks, once_if, unmasked
+from masksafe.attention._products import (
+    dot_keys,
+    dot_pairs_with_keys,
+    dot_pairs_with_queries,
+    dot_queries,
+    dot_queries_as_forward,
+    dot_values,
+    keys_first,
 )
 
 
@@ -86,7 +87,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
         def add_keys(j: Any, state: _Running) -> _Running:
             columns = keys.span(j)
             mask = unmasked(pairs, rows, columns)
-            x = _dot_keys(q_i, take(clean_k, 2, columns)) * after
+            x = dot_keys(q_i, take(clean_k, 2, columns)) * after
             if config.soft_cap is not None:  # whose derivative must not see a product that is not finite
                 x = _capped(config, x if mask is None else jnp.where(mask, x, 0))
             if pairs.bias is not None:
@@ -113,7 +114,7 @@ class _Running(NamedTuple):
 
 def _nothing_yet(q: Array, k: Array, v: Array) -> _Running:
     # Made out of a product, so that the loop that carries it finds the sharding of its own results.
-    zero = jnp.zeros_like(_dot_keys(q, k[:, :, :1]))
+    zero = jnp.zeros_like(dot_keys(q, k[:, :, :1]))
     return _Running(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1].astype(zero.dtype)))
 
 
@@ -123,7 +124,7 @@ def _add_keys(config: Config, state: _Running, x: Array, mask: Array | None, v: 
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     exps, decay = jnp.exp(x - shift), jnp.exp(state.largest - shift)
     total = state.total * decay + jnp.sum(exps, -1, keepdims=True)
-    weighted = state.weighted * decay + _dot_values(_dropped(config, keep, exps), v)
+    weighted = state.weighted * decay + dot_values(_dropped(config, keep, exps), v)
     return _Running(largest, total, weighted)
 
 
@@ -184,9 +185,9 @@ def pull_back(
             rows = queries.span(i)
             of_block = jax.tree.map(lambda a: take(a, 3, rows), clean_queries)
             weights, d_dots, d_x = _differentiate_block(config, of_block, k_j, v_j, pairs, (i, rows), (j, columns))
-            d_v = state.value + _dot_pairs_with_queries(weights, of_block.d_out)
-            d_k = state.key + _dot_pairs_with_queries(d_dots, of_block.q)
-            d_q = _add_to_part(state.query, 3, _dot_pairs_with_keys(d_dots, k_j), rows)
+            d_v = state.value + dot_pairs_with_queries(weights, of_block.d_out)
+            d_k = state.key + dot_pairs_with_queries(d_dots, of_block.q)
+            d_q = _add_to_part(state.query, 3, dot_pairs_with_keys(d_dots, k_j), rows)
             if state.bias is None:
                 return Gradients(d_q, d_k, d_v, None)
             d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
@@ -225,31 +226,31 @@ def _differentiate_block(
     k: Array,
     v: Array,
     pairs: Pairs,
-    row: tuple[Any, Span],
-    column: tuple[Any, Span],
+    row: tuple[Any, Tile],
+    column: tuple[Any, Tile],
 ) -> tuple[Array, Array, Array]:
     """The weights and the cotangents of the products q k and of the logits of a block, keys first."""
     (i, rows), (j, columns) = row, column
-    capped = _capped(config, _dot_queries_as_forward(k, of_queries.q) * _scales(config, of_queries.q)[1])
+    capped = _capped(config, dot_queries_as_forward(k, of_queries.q) * _scales(config, of_queries.q)[1])
     x = (
         capped
         if pairs.bias is None
-        else capped + _keys_first(cut(pairs.bias, pairs.problem, rows, columns).astype(capped.dtype))
+        else capped + keys_first(cut(pairs.bias, pairs.problem, rows, columns).astype(capped.dtype))
     )
     mask = unmasked(pairs, rows, columns)
     assert mask is not None  # for not all queries are used
-    mask = _keys_first(mask)
+    mask = keys_first(mask)
     keep = _kept_by_dropout(config, pairs, i, j, (*of_queries.q.shape[:4], columns.size))
-    keep = None if keep is None else _keys_first(keep)
+    keep = None if keep is None else keys_first(keep)
 
-    p = jnp.exp(jnp.where(mask, x - _keys_first(of_queries.shift), -jnp.inf))
+    p = jnp.exp(jnp.where(mask, x - keys_first(of_queries.shift), -jnp.inf))
     if of_queries.reciprocal is not None:
-        p = p * _keys_first(of_queries.reciprocal)
-    d_p = _dropped(config, keep, _dot_queries_as_forward(v, of_queries.d_out))
+        p = p * keys_first(of_queries.reciprocal)
+    d_p = _dropped(config, keep, dot_queries_as_forward(v, of_queries.d_out))
     # Selected, for a masked value may be finite and yet so large that its product is not.
-    d_x = p * (d_p - _keys_first(of_queries.delta))
+    d_x = p * (d_p - keys_first(of_queries.delta))
     # A key that has all of the weight is the output: what is left of d_p - delta there is rounding.
-    d_x = jnp.where(p > _keys_first(of_queries.all_weight), _keys_first(of_queries.d_lse), d_x)
+    d_x = jnp.where(p > keys_first(of_queries.all_weight), keys_first(of_queries.d_lse), d_x)
     d_x = jnp.where(mask, d_x, 0)
     d_dots = d_x
     if config.soft_cap is not None:
@@ -276,46 +277,46 @@ def used_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: 
 
 
 def _nans_of_queries(
-    q: Array, k: Array, v: Array, pairs: Pairs, queries: Blocks, keys: Blocks, live: Array | None
+    q: Array, k: Array, v: Array, pairs: Pairs, queries: Tiles, keys: Tiles, live: Array | None
 ) -> Array:
     """Where a query is not finite or sees what is not: the columns of its output, then its sum of weights.
 
     `[B, K, G, T, width of v + 1]`. For queries that see no key it says nothing.
     """
 
-    def mark(rows: Span, columns: Span, marks: Array) -> Array:
+    def mark(rows: Tile, columns: Tile, marks: Array) -> Array:
         q_i, k_j, v_j = take(q, 3, rows), take(k, 2, columns), take(v, 2, columns)
-        ones = jnp.ones_like(_dot_keys(jnp.zeros_like(q_i), jnp.zeros_like(k_j)))
+        ones = jnp.ones_like(dot_keys(jnp.zeros_like(q_i), jnp.zeros_like(k_j)))
         seen = selected(ones, unmasked(pairs, rows, columns))
-        found = _dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), _is_bad(k_j)], -1)) > 0
+        found = dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), _is_bad(k_j)], -1)) > 0
         of_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | _is_bad(q_i)], -1)
         return _add_to_part(marks, 3, found | of_queries, rows)
 
     no_q, no_k, no_v = map(jnp.zeros_like, (q, k[:, :, :1], v[:, :, :1]))  # a NaN in the product would alarm checkify
-    like = _dot_values(_dot_keys(no_q, no_k), jnp.concatenate([no_v, no_k[..., :1]], -1))
+    like = dot_values(dot_keys(no_q, no_k), jnp.concatenate([no_v, no_k[..., :1]], -1))
     return _mark_by_block(mark, queries, keys, live, _has_bad(q) | _has_bad(k) | _has_bad(v), like)
 
 
 def _nans_of_keys(
-    d_out: Array, q: Array, k: Array, pairs: Pairs, queries: Blocks, keys: Blocks, live: Array | None
+    d_out: Array, q: Array, k: Array, pairs: Pairs, queries: Tiles, keys: Tiles, live: Array | None
 ) -> Array:
     """Where a key is seen by a query whose cotangent is not finite, by column, `[B, K, S, width of v]`."""
 
-    def mark(rows: Span, columns: Span, marks: Array) -> Array:
-        ones = jnp.ones_like(_dot_queries(take(k, 2, columns), take(q, 3, rows)))
+    def mark(rows: Tile, columns: Tile, marks: Array) -> Array:
+        ones = jnp.ones_like(dot_queries(take(k, 2, columns), take(q, 3, rows)))
         mask = unmasked(pairs, rows, columns)
-        seen = selected(ones, None if mask is None else _keys_first(mask))
+        seen = selected(ones, None if mask is None else keys_first(mask))
         bad = ~jnp.isfinite(take(d_out, 3, rows))  # those of unused queries are masked
-        return _add_to_part(marks, 2, _dot_pairs_with_queries(seen, bad) > 0, columns)
+        return _add_to_part(marks, 2, dot_pairs_with_queries(seen, bad) > 0, columns)
 
-    like = _dot_pairs_with_queries(_dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
+    like = dot_pairs_with_queries(dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
     return _mark_by_block(mark, queries, keys, live, _has_bad(d_out), like)
 
 
 def _mark_by_block(
-    mark: Callable[[Span, Span, Array], Array],
-    queries: Blocks,
-    keys: Blocks,
+    mark: Callable[[Tile, Tile, Array], Array],
+    queries: Tiles,
+    keys: Tiles,
     live: Array | None,
     is_needed: Array,
     like: Array,
@@ -338,70 +339,20 @@ def _nan_where(marks: Array, x: Array) -> Array:
     return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives know of it as well
 
 
-def _each_block(blocks: Blocks, of_block: Callable[[Any], Any]) -> Any:
+def _each_block(blocks: Tiles, of_block: Callable[[Any], Any]) -> Any:
     """The results of all blocks `[..., size, n]`, joined."""
     if blocks.number == 1:
         return of_block(0)
     return jax.tree.map(blocks.join, lax.map(of_block, jnp.arange(blocks.number, dtype=jnp.int32)))
 
 
-def _add_to_part(x: Array, axis: int, block: Array, span: Span) -> Array:
+def _add_to_part(x: Array, axis: int, block: Array, span: Tile) -> Array:
     if span.size == x.shape[axis]:
         return x + block
     return lax.dynamic_update_slice_in_dim(x, take(x, axis, span) + block, span.start, axis)
 
 
 # The products, accumulated in float32 at least. The G query heads of a key head are rows of one matrix.
-
-
-def _dot_keys(q: Array, k: Array) -> Array:
-    """`[B, K, G, T, H]` and `[B, K, S, H]` to `[B, K, G, T, S]`."""
-    return _dot(_rows(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
-
-
-def _dot_values(p: Array, v: Array) -> Array:
-    """`[B, K, G, T, S]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
-    return _dot(_rows(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
-
-
-def _dot_queries(k: Array, q: Array) -> Array:
-    """`[B, K, S, H]` and `[B, K, G, T, H]` to `[B, K, S, G, T]`."""
-    return _dot(k, _rows(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
-
-
-def _dot_queries_as_forward(k: Array, q: Array) -> Array:
-    """The products with the very rounding errors that they have in the forward pass.
-
-    Other errors would be errors of the weights, whose sum is known from there. A CPU rounds a product and its transpose
-    alike in whole tiles only.
-    """
-    is_whole = k.shape[2] % _TILE == 0 and q.shape[2] * q.shape[3] % _TILE == 0
-    return _dot_queries(k, q) if is_whole else _keys_first(_dot_keys(q, k))
-
-
-_TILE = 64
-
-
-def _dot_pairs_with_queries(p: Array, q: Array) -> Array:
-    """`[B, K, S, G, T]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
-    return _dot(p.reshape(*p.shape[:3], -1), _rows(q), 3, 2)
-
-
-def _dot_pairs_with_keys(p: Array, k: Array) -> Array:
-    """`[B, K, S, G, T]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
-    return _dot(p.reshape(*p.shape[:3], -1), k, 2, 2).reshape(*p.shape[:2], *p.shape[3:], k.shape[3])
-
-
-def _rows(x: Array) -> Array:
-    return x.reshape(*x.shape[:2], -1, x.shape[4])
-
-
-def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product for every sample and key head; weights are rounded to the dtype of what they weigh."""
-    dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
-    if b.dtype == jnp.bool_:
-        b = b.astype(a.dtype)
-    return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
 
 
 # Small pieces.
@@ -428,11 +379,6 @@ def _has_bad(x: Array) -> Array:
 def _is_bad(x: Array) -> Array:
     """`[..., 1]`: where anything in `[..., n]` is not finite."""
     return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
-
-
-def _keys_first(x: Array) -> Array:
-    """A block of pairs transposed, `[B, K, G, T, S]` to `[B, K, S, G, T]`."""
-    return jnp.moveaxis(x, -1, 2)
 
 
 def _kept_by_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:

@@ -8,10 +8,10 @@ sees a NaN is NaN again.
 import jax
 import jax.numpy as jnp
 
-from masksafe._spans import Blocks
-from masksafe._typing import Array
+from masksafe._core.tiles import Tiles
+from masksafe._core.typing import Array
+from masksafe.attention._heads import grouped_heads, keys_by_problem, keys_by_user, queries_by_user
 from masksafe.attention._mask import Pairs, unmasked
-from masksafe.attention._problems import grouped_heads, keys_by_problem, keys_by_user, queries_by_user
 
 
 def reason_against(
@@ -85,7 +85,7 @@ def attention(
 
 def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
     """`[B, K, G, T, S]`; XLA fuses it into the reductions that use it."""
-    all_queries, all_keys = (Blocks(x.shape[1], x.shape[1]).span(0) for x in (q, k))
+    all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).span(0) for x in (q, k))
     live = unmasked(pairs, all_queries, all_keys)
     shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1])
     return jnp.broadcast_to(True if live is None else live, shape)

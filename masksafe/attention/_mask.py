@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._spans import Blocks, Span, take
-from masksafe._typing import Array
+from masksafe._core.tiles import Tile, Tiles, take
+from masksafe._core.typing import Array
 
 
 def part(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> Array:
@@ -66,13 +66,13 @@ class Pairs(NamedTuple):
         )
 
 
-def cut(x: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
+def cut(x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
     """The block of an array over pairs; axes of size 1 stay so."""
     starts, sizes = _block_of(x, problem, queries, keys)
     return x if sizes == x.shape else part(x, starts, sizes)
 
 
-def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span) -> Array:
+def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
     """`x` with `block` `[B, K, G, queries, keys]` added, summed over the axes on which `x` broadcasts."""
     starts, sizes = _block_of(x, problem, queries, keys)
     summed = jnp.sum(block, [a for a in range(5) if sizes[a] < block.shape[a]], keepdims=True)
@@ -82,7 +82,7 @@ def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, qu
 
 
 def _block_of(
-    x: Array, problem: tuple[Array, Array] | None, queries: Span, keys: Span
+    x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     sample, head = (0, 0) if problem is None else problem
     one = x.shape[:2] if problem is None else (1, 1)
@@ -94,7 +94,7 @@ def _block_of(
     )
 
 
-def unmasked(pairs: Pairs, queries: Span, keys: Span) -> Array | None:
+def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
     """Where the pairs of a block are not masked, `[B, K, G, queries, keys]` up to broadcasting; None is everywhere."""
     conditions = []
     key_index = keys.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, keys.size), 4)
@@ -126,11 +126,11 @@ def _all_of(conditions: list[Array]) -> Array | None:
     return result
 
 
-# Blocks with nothing unmasked are skipped. Whether a block is one of them is decided without a look at its pairs for
+# Tiles with nothing unmasked are skipped. Whether a block is one of them is decided without a look at its pairs for
 # the structural masks, which may keep a block in vain, and by a look at all of them for arrays over pairs.
 
 
-def live_blocks(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
+def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """Where a block holds an unmasked pair, `[queries.number, keys.number]`; None is everywhere."""
     if queries.number == keys.number == 1:
         return None
@@ -141,7 +141,7 @@ def live_blocks(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
     return _all_of([c for c in conditions if c is not None])
 
 
-def _live_by_structure(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | None:
+def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     rows = []  # [B, T, keys.number]
     starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
     if pairs.first_key is not None and pairs.end_key is not None:
@@ -158,7 +158,7 @@ def _live_by_structure(pairs: Pairs, queries: Blocks, keys: Blocks) -> Array | N
     return jnp.any(_gather_blocks(jnp.any(live_rows, 0).T, queries), -1).T
 
 
-def _gather_blocks(x: Array, blocks: Blocks) -> Array:
+def _gather_blocks(x: Array, blocks: Tiles) -> Array:
     """`[..., length]` as `[..., count, size]`; the last block ends with the last element."""
     starts = jnp.minimum(jnp.arange(blocks.number) * blocks.size, blocks.length - blocks.size)
     return jnp.take(x, starts[:, None] + jnp.arange(blocks.size)[None], axis=-1)
@@ -168,10 +168,10 @@ def _live_by_array(
     x: Array,
     is_live: Callable[[Array], Array],
     problem: tuple[Array, Array] | None,
-    queries: Blocks,
-    keys: Blocks,
+    queries: Tiles,
+    keys: Tiles,
 ) -> Array:
-    all_keys = Blocks(keys.length, keys.length).span(0)
+    all_keys = Tiles(keys.length, keys.length).span(0)
 
     def of_query_block(i: Array) -> Array:
         return jnp.any(is_live(cut(x, problem, queries.span(i), all_keys)), (0, 1, 2, 3))

@@ -1,18 +1,24 @@
 """Softmax cross-entropy: of integer labels, and of distributions. One core serves all of it."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from masksafe import _shards
-from masksafe._errors import as_float_array, as_label_array, as_real_array, broadcast_shapes, canonical_axes, message
-from masksafe._moments import widened
-from masksafe._rules import differentiable, varying_with
-from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.checks import check_distributions, check_integer_labels, spoiled
+from masksafe._core import sharding
+from masksafe._core.arguments import (
+    as_float_array,
+    as_label_array,
+    as_real_array,
+    broadcast_shapes,
+    canonical_axes,
+    message,
+)
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
+from masksafe._core.sharding import varying_with
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
     Plan,
     Rows,
@@ -22,7 +28,14 @@ from masksafe.losses._cross_entropy_rows import (
     probs_minus_targets,
     target_costs,
 )
-from masksafe.losses._where import classes_or_rows, common_rows, without
+from masksafe.losses._layout import (
+    as_rows,
+    broadcast_widened,
+    classes_or_rows,
+    common_rows,
+    from_rows,
+    with_classes,
+)
 
 # The public functions: check the arguments, call the core.
 
@@ -203,7 +216,7 @@ def softmax_cross_entropy_with_integer_labels(
     """
     op = "softmax_cross_entropy_with_integer_labels"
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    axis_name = _shards.as_axis_name(op, axis_name)
+    axis_name = sharding.as_axis_name(op, axis_name)
     if axis is None:
         raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
     axes = canonical_axes(op, axis, logits.ndim)
@@ -212,13 +225,15 @@ def softmax_cross_entropy_with_integer_labels(
         hint = "Soft labels and one-hot rows go to softmax_cross_entropy." if labels.ndim == logits.ndim else ""
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     rows = common_rows(op, labels, axes, logits=logits)
-    shape = _with(axes, rows, logits.shape)
+    shape = with_classes(axes, rows, logits.shape)
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
-    labels = _broadcast(labels, rows)
+    labels = broadcast_widened(labels, rows)
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
     layout = _Layout(axes, logits.dtype, axis_name)
-    loss = _shards.alike(axis_name, _cross_entropy(layout, _broadcast(logits, shape), labels, where))
-    return spoiled(loss, bad_rows)
+    loss = sharding.same_on_all_devices(
+        axis_name, _cross_entropy(layout, broadcast_widened(logits, shape), labels, where)
+    )
+    return nan_where_bad(loss, bad_rows)
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
@@ -248,22 +263,11 @@ def soft_cross_entropy(
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
-    labels = _broadcast(labels, shape)
+    labels = broadcast_widened(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
-    return spoiled(_cross_entropy(_Layout(axes, dtype), _broadcast(logits, shape), labels, where), bad_rows)
-
-
-def _with(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    remaining = iter(rows)
-    return tuple(n if i in axes else next(remaining) for i, n in enumerate(shape))
-
-
-def _broadcast(x: Array, shape: tuple[int, ...]) -> Array:
-    if x.shape == shape:
-        return x
-    # Widened first: the gradient is a sum over what was broadcast, and is to be rounded once.
-    wide = widened(x) if is_soft(x) else x
-    return jnp.broadcast_to(wide, shape)
+    return nan_where_bad(
+        _cross_entropy(_Layout(axes, dtype), broadcast_widened(logits, shape), labels, where), bad_rows
+    )
 
 
 # The core. It takes the arguments as the user laid them out, so that nothing is copied to be kept for the
@@ -289,10 +293,10 @@ def _forward(layout: _Layout, logits: Array, labels: Array, where: Array | None)
 
 
 def _reverse(layout: _Layout, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
-    return *_pull_back(layout.axes, *residuals, _shards.whole(layout.axis_name, d_loss)), None
+    return *_pull_back(layout.axes, *residuals, sharding.whole_cotangent(layout.axis_name, d_loss)), None
 
 
-@differentiable(_forward, _reverse, static_argnums=(0,))
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def _cross_entropy(layout: _Layout, logits: Array, labels: Array, where: Array | None) -> Array:
     return _finish(layout, logits, _evaluate(layout, True, logits, labels, where))
 
@@ -306,46 +310,25 @@ def _finish(layout: _Layout, logits: Array, rows: Rows) -> Array:
 def _evaluate(layout: _Layout, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
     # The devices exchange what they have once, not once for each block.
     plan = Plan(in_blocks and layout.axis_name is None, layout.axis_name)
-    return evaluate_rows(plan, *_as_rows(layout.axes, logits, labels, where))
+    return evaluate_rows(plan, *as_rows(layout.axes, logits, labels, where))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
-    x, t, live = _as_rows(axes, logits, labels, where)
+    x, t, live = as_rows(axes, logits, labels, where)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # The cotangent is 0 where the user has selected the loss away: then a NaN in the row is gone as well.
     used = is_sound(rows) | (d_loss != 0)
     # Selected behind the product: the cotangent of a masked row may be infinite, as that of sqrt(0) is.
     kept = used if live is None else used & live
-    d_logits = _from_rows(axes, logits, jnp.where(kept, probs_minus_targets(x, t, live, rows) * d_loss, 0))
+    d_logits = from_rows(axes, logits, jnp.where(kept, probs_minus_targets(x, t, live, rows) * d_loss, 0))
     if not is_soft(labels):
         return d_logits, None
     costs = target_costs(x, t, live, rows)
     kept &= jnp.isfinite(costs) | (d_loss != 0)
-    return d_logits, _from_rows(axes, labels, jnp.where(kept, costs * d_loss, 0))
+    return d_logits, from_rows(axes, labels, jnp.where(kept, costs * d_loss, 0))
 
 
 # The user's layout and the core's: the classes are one axis, the last one.
-
-
-def _as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Array, Array | None]:
-    """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
-    labels = _classes_last(axes, labels) if is_soft(labels) else labels[..., None]
-    if where is not None:
-        if any(where.shape[a] > 1 for a in axes):
-            where = jnp.broadcast_to(where, _with(axes, without(axes, where.shape), logits.shape))
-        where = _classes_last(axes, where)
-    return _classes_last(axes, logits), labels, where
-
-
-def _classes_last(axes: Axes, x: Array) -> Array:
-    moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
-    rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]
-    return moved if len(axes) == 1 else moved.reshape(*rows, math.prod(classes))
-
-
-def _from_rows(axes: Axes, like: Array, x: Array) -> Array:
-    classes = tuple(like.shape[a] for a in axes)
-    return jnp.moveaxis(x.reshape(*x.shape[:-1], *classes), range(-len(axes), 0), axes).astype(like.dtype)

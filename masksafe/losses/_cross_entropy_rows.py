@@ -29,10 +29,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from masksafe import _shards
-from masksafe._blocks import is_sharded, map_row_blocks
-from masksafe._moments import selected, wide_dtype
-from masksafe._typing import Array
+from masksafe._core import sharding
+from masksafe._core.masks import selected
+from masksafe._core.precision import wide_dtype
+from masksafe._core.row_blocks import map_row_blocks
+from masksafe._core.sharding import is_sharded
+from masksafe._core.typing import Array
 
 
 class Plan(NamedTuple):
@@ -59,7 +61,7 @@ def is_soft(labels: Array) -> bool:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
-    """The forward pass, differentiable to any order: the reverse rule, which uses its results, is too."""
+    """The forward pass, with_reverse_rule to any order: the reverse rule, which uses its results, is too."""
     row_values = functools.partial(_row_values, plan.axis_name)
     return map_row_blocks(row_values, x, labels, where) if plan.in_blocks else row_values(x, labels, where)
 
@@ -71,7 +73,7 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     rows = evaluate_rows(plan, x, labels, where)
     x_dot = _instantiated(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
-    total = functools.partial(_shards.total, plan.axis_name)
+    total = functools.partial(sharding.sum_over_devices, plan.axis_name)
     d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
     d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
     d_anchor_log_prob = _at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
@@ -98,14 +100,14 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
         return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
     x = selected(x, where, -jnp.inf)
-    largest = _shards.largest(axis_name, jnp.max(x, -1, keepdims=True))
+    largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
     anchor = _first(x == largest) if is_soft(labels) else _class_of(axis_name, labels, x.shape[-1])
     # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
-    alive = None if where is None else _shards.any_of(axis_name, jnp.any(where, -1, keepdims=True))
+    alive = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
     anchor = selected(anchor, alive, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
     anchor_z = selected(_at_anchor(axis_name, x, anchor).astype(dtype) - shift, alive, 0)
-    others = _shards.total(axis_name, _sum(_others(x, shift, anchor)))
+    others = sharding.sum_over_devices(axis_name, _sum(_others(x, shift, anchor)))
     log_sum = jnp.log1p(others + jnp.expm1(anchor_z))
 
     rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
@@ -163,8 +165,8 @@ def _first(found: Array) -> Array:
 
 def _class_of(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32, with -1 for those outside [0, num_classes) and `number` for those on another device."""
-    valid = (labels >= 0) & (labels < _shards.of_all(axis_name, number))
-    local = _shards.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
+    valid = (labels >= 0) & (labels < sharding.size_over_devices(axis_name, number))
+    local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
     is_here = (local >= 0) & (local < number)
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
 
@@ -174,7 +176,7 @@ def _at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
     if axis_name is None:
         return _pick(x, anchor)
     last = x.shape[-1] - 1
-    return _shards.total(axis_name, jnp.where(anchor <= last, _pick(x, jnp.minimum(anchor, last)), 0))
+    return sharding.sum_over_devices(axis_name, jnp.where(anchor <= last, _pick(x, jnp.minimum(anchor, last)), 0))
 
 
 def _pick(x: Array, index: Array) -> Array:

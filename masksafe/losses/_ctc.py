@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_label_array, as_real_array, message
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike
-from masksafe.checks import check_integer_labels, spoiled
-from masksafe.losses._where import elements_or_rows, wide_selected
-from masksafe.softmax import log_softmax
+from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
+from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._softmax import log_softmax
+from masksafe.losses._layout import elements_or_rows, wide_selected
 
 
 def ctc_loss(
@@ -163,7 +163,7 @@ def _solve(
         is_own = lax.broadcasted_iota(labels.dtype, (*labels.shape, logits.shape[-1]), 2) == labels[..., None]
         is_ruled_out = counts & is_valid & ~jnp.any(is_own & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
-    loss = spoiled(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
+    loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
     return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_mask_of, broadcast_shapes, canonical_axes
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.checks import check_elements, spoiled
-from masksafe.losses._where import broadcast_alike, wide_selected
+from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
+from masksafe._core.label_checks import check_elements, nan_where_bad
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._layout import broadcast_alike, wide_selected
 
 Terms = Callable[[Array, Array], Array]  # of a sum, from log predictions and targets
 
@@ -166,7 +166,7 @@ def _sum(
     dtype = jnp.result_type(log_p, t)
     log_p, t = (wide_selected(x, mask) for x in broadcast_alike((log_p, t), shape))
     loss = jnp.sum(selected(terms(log_p, t), mask), axes).astype(dtype)
-    return spoiled(loss, None if bad is None else jnp.any(bad, axes))
+    return nan_where_bad(loss, None if bad is None else jnp.any(bad, axes))
 
 
 def _layout(

@@ -5,10 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_real_array, broadcast_shapes, message
-from masksafe._moments import float_dtype, selected
-from masksafe._typing import Array, ArrayLike
-from masksafe.losses._where import anything_left, elements_or_rows, wide_selected
+from masksafe._core.arguments import as_real_array, broadcast_shapes, message
+from masksafe._core.masks import selected
+from masksafe._core.precision import float_dtype
+from masksafe._core.typing import Array, ArrayLike
+from masksafe.losses._layout import anything_left, elements_or_rows, wide_selected
 
 
 def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]:

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe import _shards
-from masksafe._blocks import is_sharded
-from masksafe._errors import as_float_array, as_label_array, as_mask, as_number, at_rank_of, message
-from masksafe._moments import selected, widened
-from masksafe._rules import differentiable, differentiated_as, varying_with
-from masksafe._typing import Array, ArrayLike
-from masksafe.checks import check_integer_labels, spoiled
+from masksafe._core import sharding
+from masksafe._core.arguments import as_float_array, as_label_array, as_number, at_rank_of, message
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.masks import as_mask, selected
+from masksafe._core.precision import widened
+from masksafe._core.sharding import has_symbolic_size, may_loop, varying_with
+from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._linear_cross_entropy_blocks import (
     Config,
     Gradients,
@@ -108,20 +109,20 @@ def linear_softmax_cross_entropy(
     labels, where = _of_tokens(features, labels, where)
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
-    axis_name = _shards.as_axis_name(_OP, axis_name)
+    axis_name = sharding.as_axis_name(_OP, axis_name)
     config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
 
     mask = None if where is None else where[..., None]
     logits_shape = *labels.shape, kernel.shape[1]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
     if reduction == "none":
-        losses = _shards.alike(axis_name, _losses(config, features, labels, where, kernel, bias))
-        return spoiled(losses, bad_rows)
-    total = _shards.alike(axis_name, _total(config, features, labels, where, kernel, bias))
+        losses = sharding.same_on_all_devices(axis_name, _losses(config, features, labels, where, kernel, bias))
+        return nan_where_bad(losses, bad_rows)
+    total = sharding.same_on_all_devices(axis_name, _total(config, features, labels, where, kernel, bias))
     if reduction == "mean":
         count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1).astype(total.dtype)
-    return spoiled(total, None if bad_rows is None else jnp.any(bad_rows))
+    return nan_where_bad(total, None if bad_rows is None else jnp.any(bad_rows))
 
 
 # The arguments.
@@ -176,7 +177,7 @@ def _configure(
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
     token_block = class_block = 1
-    if _is_static(features, kernel):
+    if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
         chosen = default_token_block(kernel.shape[1]) if block_size is None else int(block_size)
         token_block = max(1, min(chosen, math.prod(features.shape[:-1])))
         class_block = default_class_block(kernel.shape[0], token_block)
@@ -198,7 +199,7 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     gradients, live, empty = residuals  # the empty arrays tell the dtypes of the arguments
     d_features, d_kernel, _ = empty
-    d_total = _shards.whole(config.axis_name, d_total) / _unit(d_features, d_kernel)
+    d_total = sharding.whole_cotangent(config.axis_name, d_total) / _unit(d_features, d_kernel)
     used = d_total != 0  # a NaN that is selected away behind the op takes no part
 
     def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
@@ -220,7 +221,7 @@ def _unit(features: Array, kernel: Array) -> float:
     return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
 
 
-@differentiable(_total_forward, _total_reverse, static_argnums=(0,))
+@with_reverse_rule(_total_forward, _total_reverse, static_argnums=(0,))
 def _total(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
@@ -233,7 +234,7 @@ def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
     features, labels, live, kernel, bias = args
-    d_losses = _shards.whole(config.axis_name, d_losses)
+    d_losses = sharding.whole_cotangent(config.axis_name, d_losses)
     used = d_losses != 0  # a NaN that is selected away behind the op takes no part
     used = used if live is None else used & live
     args = (features, labels, used, kernel, bias)
@@ -243,7 +244,7 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
     return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
 
-@differentiable(_losses_forward, _losses_reverse, static_argnums=(0,))
+@with_reverse_rule(_losses_forward, _losses_reverse, static_argnums=(0,))
 def _losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
@@ -258,11 +259,6 @@ def _wide(features: Array, kernel: Array) -> Any:
     return widened(jnp.zeros(0, jnp.promote_types(features.dtype, kernel.dtype))).dtype
 
 
-def _is_static(*arrays: Array) -> bool:
-    """False if one of the sizes is a symbol, as `jax.export` gives."""
-    return all(isinstance(n, int) for x in arrays for n in x.shape)
-
-
 def _flat(
     features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> tuple[Tokens, Layer]:
@@ -275,9 +271,8 @@ def _flat(
 
 
 def _is_in_one_pass(args: Any) -> bool:
-    """Whether a loop over the tokens is refused by JAX, or there are none."""
-    arrays = jax.tree.leaves(args)
-    return not _is_static(*arrays) or any(x.size == 0 for x in arrays) or any(map(is_sharded, arrays))
+    """Whether JAX refuses a loop over the tokens, or there are none."""
+    return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
 
 
 def _losses_plainly(
@@ -302,7 +297,7 @@ def _losses_plainly(
     return cast(Array, varying_with(losses.reshape(labels.shape), args))
 
 
-@differentiated_as(_losses_plainly)
+@with_derivatives_of(_losses_plainly)
 @functools.partial(jax.jit, static_argnums=0)
 def _value_in_blocks(config: Config, *args: Any) -> Array:
     return solve(config, *_flat(*args), None)[0].reshape(args[1].shape)
@@ -316,19 +311,23 @@ def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, G
     features, labels, live, kernel, bias, d_losses = args_and_d_losses
 
     def of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
-        return _shards.alike(config.axis_name, _losses_plainly(config, features, labels, live, kernel, bias))
+        return sharding.same_on_all_devices(
+            config.axis_name, _losses_plainly(config, features, labels, live, kernel, bias)
+        )
 
     floats = features, kernel, bias
     if _unit(features, kernel) != 1:  # cotangents of float16 would be float16, too narrow for such a unit
         floats = jax.tree.map(widened, floats)
     losses, reverse = jax.vjp(of_floats, *floats)
-    d_losses = _shards.alike(config.axis_name, d_losses) * jnp.ones_like(losses)  # split over devices as the losses are
+    d_losses = sharding.same_on_all_devices(config.axis_name, d_losses) * jnp.ones_like(
+        losses
+    )  # split over devices as the losses are
     dtype = _wide(features, kernel)  # that of the sums in blocks, whatever dtypes the arguments have
     gradients = jax.tree.map(lambda gradient: gradient.astype(dtype), Gradients(*reverse(d_losses)))
     return cast(tuple[Array, Gradients], varying_with((losses, gradients), args_and_d_losses))
 
 
-@differentiated_as(_evaluate_plainly)
+@with_derivatives_of(_evaluate_plainly)
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     *args, d_losses = args_and_d_losses

@@ -29,11 +29,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe import _shards
-from masksafe._moments import selected, widened
-from masksafe._rules import nothing_of
-from masksafe._spans import Span, divide, take
-from masksafe._typing import Array
+from masksafe._core import sharding
+from masksafe._core.masks import selected
+from masksafe._core.precision import widened
+from masksafe._core.sharding import nothing_of
+from masksafe._core.tiles import Tile, divide, take
+from masksafe._core.typing import Array
 
 # On two CPU cores a product of 512 tokens runs at full speed, one of 128 at three quarters of it: the kernel and its
 # gradient pass through the caches once in a block. Where there are many classes, 160 tokens are a compromise: their
@@ -97,12 +98,12 @@ def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array)
     return _losses(config, layer, _combined(config, _of_columns(config, layer, logits, labels, columns)), labels)
 
 
-def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, columns: Span) -> _Rows:
+def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, columns: Tile) -> _Rows:
     """The sums over a block of classes."""
     x = _capped(config, take(logits, logits.ndim - 1, columns))
     index = columns.start + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
     own = index >= columns.first if columns.is_ragged else None
-    is_label = index == _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
+    is_label = index == sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if own is None else is_label & own
     largest = lax.stop_gradient(jnp.max(selected(x, own, -jnp.inf), -1, keepdims=True))
     shift = _shift(largest)
@@ -139,8 +140,8 @@ def _combined(config: Config, rows: _Rows) -> _Rows:
     """The sums over the classes of all devices."""
     if config.axis_name is None:
         return rows
-    total = functools.partial(_shards.total, config.axis_name)
-    largest = _shards.largest(config.axis_name, lax.stop_gradient(rows.largest))
+    total = functools.partial(sharding.sum_over_devices, config.axis_name)
+    largest = sharding.max_over_devices(config.axis_name, lax.stop_gradient(rows.largest))
     rows = _relative_to(largest, rows)
     return _Rows(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
 
@@ -151,7 +152,7 @@ def _logsumexp(rows: _Rows) -> Array:
 
 
 def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
-    smoothing, classes = config.label_smoothing, _shards.of_all(config.axis_name, layer.kernel.shape[1])
+    smoothing, classes = config.label_smoothing, sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
     label = rows.label - _shift(rows.largest)
     loss = jnp.log1p(rows.others + jnp.expm1(label))
     if smoothing < 1:
@@ -171,7 +172,7 @@ def _sound(labels: Array, classes: int, dtype: Any) -> Array:
 
 def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
     """Of the logits."""
-    classes = _shards.of_all(config.axis_name, layer.kernel.shape[1])
+    classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
     x, shift = _capped(config, logits), _shift(rows.largest)
     of_label = jnp.exp(rows.label - shift)
     of_all = rows.others + of_label
@@ -179,7 +180,7 @@ def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows
     # The probability of the label less 1 is kept in full.
     at_label = z_term * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
     d_loss = d_loss * _sound(labels, classes, d_loss.dtype)
-    own = _shards.local_class(config.axis_name, labels, layer.kernel.shape[1])
+    own = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == own
     of_others = jnp.exp(x - shift) * ((1 + z_term) / of_all * d_loss) - smoothing / classes * d_loss
     d_x = jnp.where(is_label, at_label * d_loss, of_others)
@@ -260,7 +261,7 @@ def _nothing_yet(tokens: Tokens, layer: Layer, d_losses: Array | None, length: i
 
 
 def _block_sizes(config: Config) -> tuple[int, ...]:
-    """Blocks of the large size, and of the small one for the rest, so that little is computed in vain."""
+    """Tiles of the large size, and of the small one for the rest, so that little is computed in vain."""
     small = -(-config.token_block // 4)
     return (config.token_block, small) if small >= FEWEST_IN_VAIN else (config.token_block,)
 

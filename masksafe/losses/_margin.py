@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_float_array, as_label_array, as_real_array, message
-from masksafe._moments import selected, widened
-from masksafe._typing import Array, ArrayLike
-from masksafe.checks import check_integer_labels, spoiled
-from masksafe.losses._where import bad_elements, common_rows, elements_or_rows, of_elements
+from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
+from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.masks import selected
+from masksafe._core.precision import widened
+from masksafe._core.typing import Array, ArrayLike
+from masksafe.losses._layout import bad_elements, common_rows, elements_or_rows, of_elements
 
 # Of binary targets, element by element.
 
@@ -291,7 +292,7 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     if mask is not None:
         is_ruled_out |= jnp.any(is_label & ~live, -1)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
-    return spoiled(selected(losses, alive).astype(dtype), bad_rows)
+    return nan_where_bad(selected(losses, alive).astype(dtype), bad_rows)
 
 
 def _of_label(scores: Array, is_label: Array) -> Array:

@@ -2,12 +2,12 @@
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_float_array, as_real_array, broadcast_shapes, canonical_axes
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike, Axis
+from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._softmax import softmax
 from masksafe.losses._cross_entropy import soft_cross_entropy
-from masksafe.losses._where import anything_left, broadcast_alike, classes_or_rows, wide_selected
-from masksafe.softmax import softmax
+from masksafe.losses._layout import anything_left, broadcast_alike, classes_or_rows, wide_selected
 
 
 def poly_loss_cross_entropy(

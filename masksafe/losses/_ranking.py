@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_float_array, as_mask_of, as_real_array, broadcast_shapes
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike
+from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._reductions import mean
 from masksafe.losses._cross_entropy import weighted_cross_entropy
-from masksafe.losses._where import anything_left, wide_selected
-from masksafe.select import mean
+from masksafe.losses._layout import anything_left, wide_selected
 
 
 def ranking_softmax_loss(

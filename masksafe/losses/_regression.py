@@ -5,10 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_float_array, as_mask_of, as_real_array, broadcast_shapes, canonical_axes, message
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._where import anything_left, broadcast_alike, of_elements, wide_selected
+from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._layout import anything_left, broadcast_alike, of_elements, wide_selected
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:

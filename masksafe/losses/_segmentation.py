@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._errors import as_array, as_float_array, canonical_axes, message
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike, Axes, Axis
-from masksafe.checks import check_probabilities, spoiled
-from masksafe.losses._where import elements_or_rows, wide_selected
-from masksafe.select import mean
-from masksafe.softmax import softmax
+from masksafe._core.arguments import as_array, as_float_array, canonical_axes, message
+from masksafe._core.label_checks import check_probabilities, nan_where_bad
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._reductions import mean
+from masksafe._softmax import softmax
+from masksafe.losses._layout import elements_or_rows, wide_selected
 
 
 def dice_loss(
@@ -256,7 +256,7 @@ def _dice(
     alive = jnp.any(live, axes)
     losses = 1 - (overlap + smooth) / jnp.where(alive, union, 1)
     bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
-    return selected(spoiled(losses, bad), alive), alive
+    return selected(nan_where_bad(losses, bad), alive), alive
 
 
 def _weighted(losses: Array, weights: Array, alive: Array) -> Array:

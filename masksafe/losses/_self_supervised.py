@@ -5,22 +5,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._blocks import is_sharded
-from masksafe._errors import (
+from masksafe._core.arguments import (
     as_float_array,
-    as_mask,
     as_real_array,
     broadcast_shapes,
     canonical_axes,
     check_broadcasts_to,
     message,
 )
-from masksafe._moments import selected
-from masksafe._typing import Array, ArrayLike
+from masksafe._core.masks import as_mask, selected
+from masksafe._core.sharding import is_sharded
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._reductions import mean
+from masksafe._softmax import logsumexp
+from masksafe.losses._layout import anything_left, broadcast_alike, elements_or_rows, wide_selected
 from masksafe.losses._regression import unit
-from masksafe.losses._where import anything_left, broadcast_alike, elements_or_rows, wide_selected
-from masksafe.select import mean
-from masksafe.softmax import logsumexp
 
 
 def ntxent(

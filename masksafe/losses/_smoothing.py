@@ -4,10 +4,11 @@ import math
 
 import jax.numpy as jnp
 
-from masksafe._errors import as_float_array, as_mask_of, as_real_array, canonical_axes
-from masksafe._moments import selected, widened
-from masksafe._typing import Array, ArrayLike, Axis
-from masksafe.losses._where import promoted_as, wide_selected
+from masksafe._core.arguments import as_float_array, as_real_array, canonical_axes
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.precision import widened
+from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe.losses._layout import promoted_as, wide_selected
 
 
 def smooth_labels(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._errors import message
+from masksafe._core.arguments import message
 from masksafe.testing._modes import MODES, Derive, Function
 from masksafe.testing._trees import bits, generator, is_float, random_like, weighted_sum
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.test_util import check_grads
 
-from masksafe._errors import message
-from masksafe._switches import forward_mode
+from masksafe._core.arguments import message
+from masksafe._core.switches import forward_mode
 from masksafe.testing._trees import generator, only_floats, random_like, with_floats
 
 _OP = "assert_gradients"

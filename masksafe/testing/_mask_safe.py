@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._errors import message
+from masksafe._core.arguments import message
 from masksafe.testing._trees import (
     Tree,
     as_jax,

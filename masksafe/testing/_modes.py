@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from masksafe._switches import forward_mode
+from masksafe._core.switches import forward_mode
 from masksafe.testing._trees import is_float, only_floats, weighted_sum, with_floats
 
 Function = Callable[..., dict[str, Any]]

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe._errors import as_array, is_of_user, message
+from masksafe._core.arguments import as_array, message
+from masksafe._core.call_site import is_of_user
 from masksafe.testing._blame import Blame, blame
 from masksafe.testing._influence import ELEMENTWISE
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of

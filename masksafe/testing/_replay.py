@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from masksafe._errors import is_of_user
+from masksafe._core.call_site import is_of_user
 from masksafe.testing._devices import EXCHANGES, Device, Exchange, Part, mesh_axes
 
 UNKNOWN_PLACE = "an unknown line"

@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 
 import masksafe
-from masksafe.attention import _api, _problems
+from masksafe.attention import _api, _heads
 from masksafe.testing import assert_mask_safe
 
 attention = masksafe.dot_product_attention
@@ -35,7 +35,7 @@ def shrink_blocks(monkeypatch, size=4):
     for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
         monkeypatch.setattr(_api, name, size)
     for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
-        monkeypatch.setattr(_problems, name, 1)
+        monkeypatch.setattr(_heads, name, 1)
 
 
 def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=jnp.float32, seed=0):

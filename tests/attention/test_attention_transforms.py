@@ -13,7 +13,7 @@ from jax.test_util import check_grads
 from test_attention import CASES, attention, blocks, few_of, many_blocks, random_inputs, shrink_blocks  # noqa: F401
 
 import masksafe
-from masksafe._spans import divide
+from masksafe._core.tiles import divide
 from masksafe.attention import _cudnn
 from masksafe.attention._mask import Pairs, live_blocks
 
@@ -343,7 +343,7 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
 
     monkeypatch.setattr("masksafe.attention._blockwise.live_blocks", spy)
     shrink_blocks(monkeypatch, size)
-    monkeypatch.setattr("masksafe.attention._problems.IN_TURN_LOGITS_OF_ALL", 2**30)
+    monkeypatch.setattr("masksafe.attention._heads.IN_TURN_LOGITS_OF_ALL", 2**30)
     with jax.disable_jit():
         attention(*random_inputs(), **arguments)
     allowed = np.broadcast_to(allowed, (2, 2, 6, 7)).any((0, 1))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe import _errors
+from masksafe._core import arguments
 
 LOGITS = jnp.zeros((2, 3))
 LABELS = jnp.zeros(2, jnp.int32)
@@ -95,4 +95,4 @@ def test_bad_argument_is_refused_by_name(call, error, text):
 
 def test_numpy_label_beyond_32_bits_stays_out_of_range():
     labels = np.array([2**32, -(2**32), 5], np.int64)
-    assert _errors.as_label_array("op", "labels", labels).tolist() == [2**31 - 1, -(2**31), 5]
+    assert arguments.as_label_array("op", "labels", labels).tolist() == [2**31 - 1, -(2**31), 5]

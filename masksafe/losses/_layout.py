@@ -5,17 +5,20 @@ done in float32 at least, and what came out of nothing is replaced by 0 behind i
 exact zeros for all that is masked.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._blocks import is_sharded
-from masksafe._errors import as_mask, at_rank_of, at_the_front, broadcast_shapes, check_broadcasts_to, message
-from masksafe._moments import selected, widened
-from masksafe._typing import Array, ArrayLike, Axes
-from masksafe.checks import check_elements, spoiled
+from masksafe._core.arguments import at_rank_of, at_the_front, broadcast_shapes, check_broadcasts_to, message
+from masksafe._core.label_checks import check_elements, nan_where_bad
+from masksafe._core.masks import as_mask, selected
+from masksafe._core.precision import widened
+from masksafe._core.sharding import is_sharded
+from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe.losses._cross_entropy_rows import is_soft
 
 
 def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
@@ -99,7 +102,7 @@ def of_elements(
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = elements_or_rows(op, where, shape, ())
     arrays = (wide_selected(x, mask) for x in broadcast_alike(arguments.values(), shape))
-    return promoted_as(types, spoiled(selected(loss(*arrays), mask), bad))
+    return promoted_as(types, nan_where_bad(selected(loss(*arrays), mask), bad))
 
 
 def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -139,3 +142,37 @@ def bad_elements(
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
     return check_elements(op, labels, elements_or_rows(op, where, shape, ()), is_valid, otherwise)
+
+
+def with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    remaining = iter(rows)
+    return tuple(n if i in axes else next(remaining) for i, n in enumerate(shape))
+
+
+def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
+    if x.shape == shape:
+        return x
+    # Widened first: the gradient is a sum over what was broadcast, and is to be rounded once.
+    wide = widened(x) if is_soft(x) else x
+    return jnp.broadcast_to(wide, shape)
+
+
+def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Array, Array | None]:
+    """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
+    labels = _classes_last(axes, labels) if is_soft(labels) else labels[..., None]
+    if where is not None:
+        if any(where.shape[a] > 1 for a in axes):
+            where = jnp.broadcast_to(where, with_classes(axes, without(axes, where.shape), logits.shape))
+        where = _classes_last(axes, where)
+    return _classes_last(axes, logits), labels, where
+
+
+def _classes_last(axes: Axes, x: Array) -> Array:
+    moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
+    rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]
+    return moved if len(axes) == 1 else moved.reshape(*rows, math.prod(classes))
+
+
+def from_rows(axes: Axes, like: Array, x: Array) -> Array:
+    classes = tuple(like.shape[a] for a in axes)
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], *classes), range(-len(axes), 0), axes).astype(like.dtype)

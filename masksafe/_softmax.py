@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._errors import as_array, as_mask_of, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._moments import selected, widened
-from masksafe._rules import differentiable
-from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.precision import widened
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
 @overload
@@ -191,7 +192,7 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array],
     return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
 
 
-@differentiable(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
+@with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
 def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     result: Array = _evaluate_logsumexp(axes, x, where)
     return result.astype(x.dtype)
@@ -245,7 +246,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where, 0).astype(dtype), None
 
 
-@differentiable(_softmax_forward, _softmax_reverse, static_argnums=(0,))
+@with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))
 def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     result: Array = _evaluate_softmax(axes, x, where)
     return result
@@ -272,7 +273,7 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     return selected(d_x, where, 0).astype(log_probs.dtype), None
 
 
-@differentiable(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
+@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
 def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     result: Array = _evaluate_log_softmax(axes, x, where)
     return result

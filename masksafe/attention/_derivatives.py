@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._rules import differentiable, differentiated_as
-from masksafe._typing import Array
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.typing import Array
 from masksafe.attention._blockwise import Config, Gradients, attend, logsumexp, pull_back, used_queries
+from masksafe.attention._heads import queries_by_problem, solve
 from masksafe.attention._mask import Pairs
-from masksafe.attention._problems import queries_by_problem, solve
 
 _Result = tuple[Array, Array]
 _Parts = tuple[Array, Array, Array]  # the output, and the logsumexp in two parts
@@ -34,7 +34,7 @@ def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tupl
     return (*_pull_back_in_blocks(config, *residuals, *cotangents), None)
 
 
-@differentiable(_forward, _reverse, static_argnums=(0,))
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
     """Output `[B, T, N, width of v]` in the dtype of `q`, and logsumexp `[B, T, N]` in float32 at least.
 
@@ -48,7 +48,7 @@ def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array 
     return _solve_forward(config._replace(skips=False), q, k, v, bias, pairs)
 
 
-@differentiated_as(_evaluate_plainly)
+@with_derivatives_of(_evaluate_plainly)
 def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     return _solve_forward(config, q, k, v, bias, pairs)
 
@@ -78,7 +78,7 @@ def _pull_back_plainly(
     return Gradients(*reverse((d_out, jnp.where(used[..., 0], d_lse, 0))))
 
 
-@differentiated_as(_pull_back_plainly)
+@with_derivatives_of(_pull_back_plainly)
 def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
 ) -> Gradients:

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from masksafe import _reports, _shards
-from masksafe._errors import is_of_user, message
-from masksafe._moments import first_of, selected, wide_dtype
-from masksafe._switches import label_check_mode
-from masksafe._typing import Array, Axes
+from masksafe._core import callback_errors, sharding
+from masksafe._core.arguments import message
+from masksafe._core.call_site import place_of_call
+from masksafe._core.masks import first_of, selected
+from masksafe._core.precision import wide_dtype
+from masksafe._core.switches import label_check_mode
+from masksafe._core.typing import Array, Axes
 
 # How far from 1 a row of a distribution may sum: about ten roundings of a probability of 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -49,25 +51,25 @@ def check_integer_labels(
       axis_name: the mesh axis over which `jax.shard_map` splits the classes, or None.
 
     Returns:
-      The rows to be spoiled, for `spoiled`.
+      The rows to be nan_where_bad, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
     classes_here = math.prod(shape[a] for a in axes)
-    num_classes = _shards.of_all(axis_name, classes_here)
+    num_classes = sharding.size_over_devices(axis_name, classes_here)
     in_range = (labels >= 0) & (labels < num_classes)
     any_class = functools.partial(_any_class, axis_name, axes)
     alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
     findings = {f"labels are outside [0, {num_classes})": _Finding(alive & ~in_range, alive, labels)}
     if where is not None and any(where.shape[a] > 1 for a in axes):
-        own = _shards.local_class(axis_name, labels, classes_here)
+        own = sharding.local_class(axis_name, labels, classes_here)
         at_unmasked = any_class(where & (jnp.expand_dims(own, axes) == _class_index(axes, shape)))
         findings["labels are at a masked class"] = _Finding(alive & in_range & ~at_unmasked, alive, labels)
     return _report(op, findings, [finding.bad for finding in findings.values()])
 
 
 def _any_class(axis_name: str | None, axes: Axes, found: Array) -> Array:
-    return _shards.any_of(axis_name, jnp.any(found, axes))
+    return sharding.any_over_devices(axis_name, jnp.any(found, axes))
 
 
 def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes) -> Array | None:
@@ -80,7 +82,7 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
       axes: the axes of the classes.
 
     Returns:
-      The rows to be spoiled, for `spoiled`.
+      The rows to be nan_where_bad, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -109,7 +111,7 @@ def check_elements(
       otherwise: what labels are that are not, such as "outside [0, 1]".
 
     Returns:
-      The elements to be spoiled, for `spoiled`.
+      The elements to be nan_where_bad, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -128,7 +130,7 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
       where: booleans of that shape.
 
     Returns:
-      The rows to be spoiled, `[...]`, for `spoiled`.
+      The rows to be nan_where_bad, `[...]`, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -148,7 +150,7 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
     return _report(op, findings, [jnp.any(outside.bad, -1), strange])
 
 
-def spoiled(loss: Array, bad_rows: Array | None) -> Array:
+def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
     """The loss with NaN in the bad rows, also in its gradient.
 
     Nothing trains on them then, not even where JAX loses the check itself.
@@ -188,7 +190,7 @@ class _Details(NamedTuple):
 
 
 def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -> Array | None:
-    """Raises or stages an error for what was found, and returns the rows to be spoiled."""
+    """Raises or stages an error for what was found, and returns the rows to be nan_where_bad."""
     mode = label_check_mode()
     if mode == "checkify":
         _refuse_where_checkify_fails(op)
@@ -197,7 +199,7 @@ def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -
     for what, finding in findings.items():
         finding = _Finding(*map(lax.stop_gradient, finding))
         text = f"{op}: {{bad}} of {{checked}} {_escaped(what)}; first at {{index}}{{shard}}: {{value}}"
-        text += _escaped(f" (called {_place_of_call()})")
+        text += _escaped(f" (called {place_of_call()})")
         if mode == "checkify":
             _stage_check(text, _details(finding))
         elif isinstance(finding.bad, jax.core.Tracer):
@@ -324,7 +326,7 @@ def _fails(text: str, bad: Array, checked: Array, values: Array) -> Array:
 
 def _fail(text: str, details: _Details) -> None:
     if details.bad:
-        raise _reports.failure(_filled(text, details))
+        raise callback_errors.failure(_filled(text, details))
 
 
 def _of_all_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
@@ -341,14 +343,6 @@ def _filled(text: str, details: _Details) -> str:
     return text.format(
         bad=details.bad.item(), checked=details.checked.item(), index=index, shard=shard, value=details.value.item()
     )
-
-
-def _place_of_call() -> str:
-    """The innermost line of the call stack that is neither masksafe's nor JAX's."""
-    frame = sys._getframe()
-    while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def _escaped(text: str) -> str:

@@ -12,11 +12,12 @@ mean, the remainder, is taken off as well:
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._typing import Array, Axes
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array, Axes
 
 
 class Mean(NamedTuple):
@@ -24,34 +25,6 @@ class Mean(NamedTuple):
 
     centre: Array
     remainder: Array | None  # None where the rounding error of the centre is of no account
-
-
-def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
-    """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
-    return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
-
-
-def first_of(found: Array) -> tuple[Array, Array]:
-    """The flat index of the first True, the size if there is none; and an array that is True there alone."""
-    # A position and a minimum rather than argmax and indexing: they work on sharded arrays as well.
-    position = jnp.arange(found.size).reshape(found.shape)
-    first = jnp.min(jnp.where(found, position, found.size), initial=found.size)
-    return first, position == first
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """The dtype in which it is safe to accumulate `dtype`, a float: float32 at least."""
-    # jnp.promote_types would refuse a dtype of 16 bits under strict promotion.
-    return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
-
-
-def widened(x: Array) -> Array:
-    """`x` in a dtype in which it is safe to accumulate."""
-    return x.astype(wide_dtype(float_dtype(x)))
-
-
-def float_dtype(x: Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
 
 
 def count(x: Array, axes: Axes, where: Array | None) -> Array:

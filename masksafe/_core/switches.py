@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import jax
 
-from masksafe import _reports
-from masksafe._errors import message
+from masksafe._core import callback_errors
+from masksafe._core.arguments import message
 
 LABEL_CHECKS = ("off", "checkify", "raise")
 _VARIABLE = "MASKSAFE_LABEL_CHECKS"
@@ -132,7 +132,7 @@ def label_checks(mode: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            _reports.note_raised(error)
+            callback_errors.note_raised(error)
             if mode == "checkify" and isinstance(error, ValueError) and "not functionalized" in str(error):
                 raise ValueError(f"{error} {_WITHOUT_CHECKIFY}") from error
             raise

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._blocks import is_sharded
-from masksafe._moments import widened
-from masksafe._typing import Array
+from masksafe._core.precision import widened
+from masksafe._core.sharding import may_loop
+from masksafe._core.typing import Array
 from masksafe.attention._mask import Pairs, part
 
 # A CPU solves the problems in turn if one of them and all together have this many logits. With fewer, 128 x 128 for one
@@ -51,8 +51,7 @@ def solve(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, car
     def in_turn(*args: Any) -> Solution:
         return _solve_in_turn(kernel, *args)
 
-    has_symbolic_sizes = not all(isinstance(n, int) for n in q.shape + k.shape)  # as jax.export has them
-    if has_symbolic_sizes or any(map(is_sharded, jax.tree.leaves(args))):  # a loop over a sharded axis is refused
+    if not may_loop(args):
         return at_once(*args)
     number, logits = k.shape[0] * k.shape[2], math.prod(q.shape[:3]) * k.shape[1]
     is_large = number > 1 and logits >= max(IN_TURN_LOGITS_OF_ALL, number * IN_TURN_LOGITS_OF_ONE)

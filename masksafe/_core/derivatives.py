@@ -6,21 +6,20 @@ been through. The primal of every op here is itself safe to differentiate, so th
 of the `custom_vjp` function.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._switches import uses_plain_rules
+from masksafe._core.sharding import Shardings, varying_alike
+from masksafe._core.switches import uses_plain_rules
 
 Primal = TypeVar("Primal", bound=Callable[..., Any])
 
 
-def differentiable(
+def with_reverse_rule(
     forward: Callable[..., tuple[Any, Any]], reverse: Callable[..., Any], *, static_argnums: tuple[int, ...] = ()
 ) -> Callable[[Primal], Primal]:
     """Decorates the primal of an op with its reverse rule.
@@ -34,7 +33,7 @@ def differentiable(
         def forward_with_types(*args: Any) -> tuple[Any, Any]:
             output, residuals = forward(*args)
             arrays = [arg for i, arg in enumerate(args) if i not in static_argnums]
-            return output, (residuals, _Shardings.of(arrays))
+            return output, (residuals, Shardings.of(arrays))
 
         def reverse_to_types(*args: Any) -> Any:
             *static, (residuals, shardings), d_output = args
@@ -48,7 +47,7 @@ def differentiable(
         def op(*args: Any) -> Any:
             if uses_plain_rules():
                 return primal(*args)
-            return with_reverse_rule(*_varying_alike(args))
+            return with_reverse_rule(*varying_alike(args))
 
         return op  # type: ignore[return-value]
 
@@ -78,67 +77,7 @@ _FORWARD_MODE_NOTE = (
 )
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Shardings:
-    """How the arguments of an op are split over the explicit axes of a mesh.
-
-    Their cotangents have to be split alike, and come out split as all of the arguments are together.
-    """
-
-    specs: tuple[Any, ...]
-    tree: Any
-
-    @classmethod
-    def of(cls, args: Any) -> "_Shardings":
-        leaves, tree = jax.tree.flatten(args)
-        return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
-
-    def apply(self, cotangents: Any) -> tuple[Any, ...]:
-        def resharded(cotangent: Any, sharding: Any) -> Any:
-            if cotangent is None or jax.typeof(cotangent).sharding.spec == sharding.spec:
-                return cotangent
-            return jax.sharding.reshard(cotangent, sharding)
-
-        of_args = jax.tree.unflatten(self.tree, self.specs)
-        is_none = lambda x: x is None  # noqa: E731
-        return tuple(
-            None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
-            for cotangent, sharding in zip(cotangents, of_args, strict=True)
-        )
-
-
-def _varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inside `jax.shard_map`, the arguments with all floats varying over the same mesh axes.
-
-    A reverse rule has to return cotangents that vary as its arguments do, and its results vary as all of them
-    do together. JAX makes an array vary where it meets one that does, and sums its cotangent over the devices.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return args
-    leaves, tree = jax.tree.flatten(args)
-    zero = nothing_of([x for x in leaves if isinstance(x, jax.Array)])
-
-    def moved(x: Any) -> Any:
-        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x + jnp.asarray(zero, x.dtype) if is_float else x
-
-    return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
-
-
-def varying_with(tree: Any, others: Any) -> Any:
-    """The arrays of `tree`, which inside `jax.shard_map` vary over all mesh axes over which one of `others` does."""
-    zero = nothing_of([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
-
-
-def nothing_of(arrays: list[jax.Array]) -> jax.Array:
-    """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
-    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
-    return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
-
-
-def differentiated_as(plain: Primal) -> Callable[[Primal], Primal]:
+def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
     """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, which computes the same.
 
     A loop whose length depends on values has no reverse mode. Where JAX is asked to differentiate the kernel,

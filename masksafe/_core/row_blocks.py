@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._rules import differentiated_as, nothing_of
-from masksafe._typing import Array, Axes
+from masksafe._core.derivatives import with_derivatives_of
+from masksafe._core.sharding import may_loop, nothing_of
+from masksafe._core.typing import Array, Axes
 
 # 1 MiB of float32, about a core's second-level cache. Between 2**17 and 2**20 the time of the
 # cross-entropy hardly changes; smaller blocks pay for their number, larger ones leave the cache.
@@ -36,11 +37,9 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
       rows: an array.
       *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
 
-    A loop over a dimension that is sharded across devices is refused by JAX, or makes XLA gather the
-    array, so arrays with an explicit sharding take the one pass.
+    Arrays through which JAX allows no loop take the one pass.
     """
-    has_symbolic_size = not all(isinstance(n, int) for n in rows.shape)  # as jax.export gives
-    if has_symbolic_size or any(map(is_sharded, jax.tree.leaves((rows, others)))):
+    if not may_loop((rows, others)):
         return fn(rows, *others)
     count, block = math.prod(rows.shape[:leading]), max(1, BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:])))
     if count <= 2 * block:
@@ -63,11 +62,6 @@ def axes_of_row(axes: Axes, ndim: int) -> Axes:
     return tuple(a - ndim for a in axes)
 
 
-def is_sharded(x: Array) -> bool:
-    """Whether the type of `x` says that one of its dimensions is split across devices."""
-    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
-
-
 class _Loop(NamedTuple):
     fn: Callable[..., tuple[Any, Any]]
     leading: tuple[int, ...]
@@ -78,7 +72,7 @@ def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     return loop.fn(*args)
 
 
-@differentiated_as(_in_one_pass)
+@with_derivatives_of(_in_one_pass)
 def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     arrays, tree = jax.tree.flatten(args)
     flat = [_as_bits(_flat_rows(a, loop.leading)) for a in arrays]

@@ -5,10 +5,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._typing import Array
+from masksafe._core.typing import Array
 
 
-class Span(NamedTuple):
+class Tile(NamedTuple):
     """Neighbours on an axis: `size` of them from `start` on. Those in front of `first` are not its own."""
 
     start: Array | int
@@ -17,7 +17,7 @@ class Span(NamedTuple):
     is_ragged: bool
 
 
-class Blocks(NamedTuple):
+class Tiles(NamedTuple):
     """A division of an axis of `length` into blocks of one size.
 
     Where the sizes do not divide, the last block is moved up to end with the last one; what it repeats
@@ -31,11 +31,11 @@ class Blocks(NamedTuple):
     def number(self) -> int:
         return 1 if self.size is self.length else -(-self.length // self.size)
 
-    def span(self, i: Array | int) -> Span:
+    def span(self, i: Array | int) -> Tile:
         start = i * self.size
         if not self._is_ragged:
-            return Span(start, self.size, start, False)
-        return Span(jnp.minimum(start, self.length - self.size), self.size, start, True)
+            return Tile(start, self.size, start, False)
+        return Tile(jnp.minimum(start, self.length - self.size), self.size, start, True)
 
     @property
     def _is_ragged(self) -> bool:
@@ -55,14 +55,14 @@ class Blocks(NamedTuple):
         return jnp.concatenate([body, blocks[-1, ..., self.repeated :, :]], -2)
 
 
-def divide(length: int, target: int) -> Blocks:
+def divide(length: int, target: int) -> Tiles:
     """As few blocks as sizes up to `target` allow, as even as can be; a symbolic length is one block."""
     if not isinstance(length, int):
-        return Blocks(length, length)
-    return Blocks(length, -(-length // max(1, -(-length // target))))
+        return Tiles(length, length)
+    return Tiles(length, -(-length // max(1, -(-length // target))))
 
 
-def take(x: Array, axis: int, span: Span) -> Array:
+def take(x: Array, axis: int, span: Tile) -> Array:
     """The part of `x` that belongs to a span."""
     if span.size == x.shape[axis]:
         return x

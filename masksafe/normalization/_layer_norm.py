@@ -12,21 +12,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe import _moments as moments
-from masksafe._blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._errors import (
+from masksafe._core import moments
+from masksafe._core.arguments import (
     as_array,
     as_float_array,
-    as_mask_of,
     as_number,
     as_promoted_float_array,
     at_rank_of,
     canonical_axes,
     message,
 )
-from masksafe._moments import Mean, selected, widened
-from masksafe._rules import differentiable
-from masksafe._typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.moments import Mean
+from masksafe._core.precision import widened
+from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
 def layer_norm(
@@ -287,7 +288,7 @@ def _normalized_reverse(
     return d_x, None, d_scale, d_bias
 
 
-@differentiable(_normalized_forward, _normalized_reverse, static_argnums=(0,))
+@with_reverse_rule(_normalized_forward, _normalized_reverse, static_argnums=(0,))
 def _normalized(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     y: Array = _evaluate(config, x, where, scale, bias)[0]
     return y

@@ -6,26 +6,19 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
 
 import operator
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._typing import Array, Axis
+from masksafe._core.typing import Array, Axis
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
     """The one form of an error text: op, argument, what was found, what was expected, the way out."""
     return f"{op}: {argument}: got {found}; expected {expected}." + (f" {hint}" if hint else "")
-
-
-def is_of_user(file_name: str) -> bool:
-    """Whether a line of code belongs to neither masksafe nor JAX."""
-    return not file_name.startswith(_PACKAGES)
 
 
 def as_array(op: str, argument: str, value: Any) -> Array:
@@ -98,15 +91,6 @@ def as_number(op: str, argument: str, value: Any) -> float:
         raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
 
 
-def as_mask(op: str, argument: str, value: Any) -> Array:
-    """`value` as an array of booleans."""
-    array = as_array(op, argument, value)
-    if array.dtype != jnp.bool_:
-        hint = f"Write {argument} != 0."
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "bool", hint))
-    return array
-
-
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None is every axis."""
     if axis is None:
@@ -159,11 +143,6 @@ def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: s
     return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
 
 
-def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Array | None:
-    """The argument `where` of an op: booleans at the rank of `shape`, that of `of`, but not expanded to it, or None."""
-    return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
-
-
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
     try:
@@ -172,6 +151,3 @@ def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> t
         found = " and ".join(str(shape) for shape in shapes.values())
         arguments = " and ".join(shapes)
         raise ValueError(message(op, arguments, f"shapes {found}", "shapes that broadcast together", hint)) from error
-
-
-_PACKAGES = tuple(f"{Path(module).parent}{os.sep}" for module in (__file__, jax.__file__))

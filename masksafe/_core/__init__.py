@@ -1,0 +1,1 @@
+"""What the public ops share: a file for each idea, importing only from those below it."""

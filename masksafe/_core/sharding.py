@@ -1,0 +1,164 @@
+"""Arrays that are split over devices: over the explicit axes of a mesh, inside `jax.shard_map`, over a named axis."""
+
+import dataclasses
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.arguments import message
+from masksafe._core.typing import Array
+
+# Over the explicit axes of a mesh: the type of an array says how it is split.
+
+
+def is_sharded(x: Array) -> bool:
+    """Whether the type of `x` says that one of its dimensions is split across devices."""
+    return any(axis is not None for axis in jax.typeof(x).sharding.spec)
+
+
+def may_loop(tree: Any) -> bool:
+    """Whether JAX lets a loop go through the arrays of `tree` in blocks.
+
+    It refuses a loop over a dimension that is split across devices, or gathers the array first; and a symbolic size,
+    as `jax.export` has them, cannot be cut into blocks.
+    """
+    return not any(is_sharded(x) or has_symbolic_size(x) for x in jax.tree.leaves(tree))
+
+
+def has_symbolic_size(x: Array) -> bool:
+    """Whether a size of `x` is a symbol of `jax.export` in place of an int."""
+    return not all(isinstance(n, int) for n in x.shape)
+
+
+def gathered_along(x: Array, *axes: int) -> Array:
+    """`x` with the axes gathered that are split across devices, for a loop over blocks of them."""
+    sharding = jax.typeof(x).sharding
+    if all(sharding.spec[axis] is None for axis in axes):
+        return x
+    gathered = [axis % x.ndim for axis in axes]
+    spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
+    whole: Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec)))
+    return whole
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Shardings:
+    """How the arguments of an op are split over the explicit axes of a mesh.
+
+    Their cotangents have to be split alike, and come out split as all of the arguments are together.
+    """
+
+    specs: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, args: Any) -> "Shardings":
+        leaves, tree = jax.tree.flatten(args)
+        return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
+
+    def apply(self, cotangents: Any) -> tuple[Any, ...]:
+        def resharded(cotangent: Any, sharding: Any) -> Any:
+            if cotangent is None or jax.typeof(cotangent).sharding.spec == sharding.spec:
+                return cotangent
+            return jax.sharding.reshard(cotangent, sharding)
+
+        of_args = jax.tree.unflatten(self.tree, self.specs)
+        is_none = lambda x: x is None  # noqa: E731
+        return tuple(
+            None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
+            for cotangent, sharding in zip(cotangents, of_args, strict=True)
+        )
+
+
+# Inside `jax.shard_map`: an array varies over some axes of the mesh, and the types have to agree.
+
+
+def varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inside `jax.shard_map`, the arguments with all floats varying over the same mesh axes.
+
+    A reverse rule has to return cotangents that vary as its arguments do, and its results vary as all of them
+    do together. JAX makes an array vary where it meets one that does, and sums its cotangent over the devices.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return args
+    leaves, tree = jax.tree.flatten(args)
+    zero = nothing_of([x for x in leaves if isinstance(x, jax.Array)])
+
+    def moved(x: Any) -> Any:
+        is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x + jnp.asarray(zero, x.dtype) if is_float else x
+
+    return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
+
+
+def varying_with(tree: Any, others: Any) -> Any:
+    """The arrays of `tree`, which inside `jax.shard_map` vary over all mesh axes over which one of `others` does."""
+    zero = nothing_of([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+
+
+def nothing_of(arrays: list[jax.Array]) -> jax.Array:
+    """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
+    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
+    return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
+
+
+# Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; None says that everything
+# is on every device, and nothing is exchanged.
+
+AxisName = str | None
+
+
+def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
+    """The name of an axis that is there, or None."""
+    if axis_name is None:
+        return None
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        expected = "an axis of the mesh of the jax.shard_map around the call, or None"
+        raise ValueError(message(op, "axis_name", f"value {axis_name!r}", expected)) from None
+    return axis_name
+
+
+def size_over_devices(axis_name: AxisName, number: int) -> int:
+    """How many classes there are on all devices, each of which has `number`."""
+    return number if axis_name is None else number * lax.axis_size(axis_name)
+
+
+def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
+    """Labels, which count the classes of all devices, as classes of this one; outside [0, number) is elsewhere."""
+    return labels if axis_name is None else labels - lax.axis_index(axis_name) * number
+
+
+def sum_over_devices(axis_name: AxisName, x: Array) -> Array:
+    """The sum over the devices, the same on each."""
+    return x if axis_name is None else lax.psum(x, axis_name)
+
+
+def max_over_devices(axis_name: AxisName, x: Array) -> Array:
+    """The largest over the devices, the same on each; +inf for a NaN, which has no defined order."""
+    return x if axis_name is None else lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axis_name)
+
+
+def any_over_devices(axis_name: AxisName, x: Array) -> Array:
+    """Whether it is True on any device, the same on each."""
+    return x if axis_name is None else lax.pmax(x.astype(jnp.int32), axis_name) > 0
+
+
+# Every device computes the whole loss, but as far as JAX knows the result of a derivative rule may vary from device to
+# device. Behind the rule the mean over the devices tells JAX that they all have the same. Its derivative gives each
+# device a part of the cotangent, and the rule's reverse pass adds the parts up again.
+
+
+def same_on_all_devices(axis_name: AxisName, loss: Array) -> Array:
+    """The loss, as one that JAX knows to be the same on all devices."""
+    return loss if axis_name is None else lax.pmean(loss, axis_name)
+
+
+def whole_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
+    """The cotangent of the loss, summed from the parts that the devices have."""
+    return sum_over_devices(axis_name, d_loss)
