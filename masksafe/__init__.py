@@ -1,22 +1,49 @@
 """Loss, softmax, attention, normalisation and selection ops for JAX in which masked means gone."""
 
-from masksafe import losses as losses
-from masksafe import testing as testing
-from masksafe._core.switches import forward_mode as forward_mode
-from masksafe._core.switches import label_checks as label_checks
-from masksafe._core.switches import set_label_checks as set_label_checks
-from masksafe._reductions import mean as mean
-from masksafe._reductions import sum as sum
-from masksafe._reductions import var as var
-from masksafe._reductions import var_mean as var_mean
-from masksafe._selection import apply_where as apply_where
-from masksafe._selection import mask_where as mask_where
-from masksafe._softmax import log_softmax as log_softmax
-from masksafe._softmax import logsumexp as logsumexp
-from masksafe._softmax import softmax as softmax
-from masksafe.attention import dot_product_attention as dot_product_attention
-from masksafe.normalization._layer_norm import layer_norm as layer_norm
-from masksafe.normalization._layer_norm import rms_norm as rms_norm
-from masksafe.normalization._layer_norm import standardize as standardize
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from masksafe import losses
+from masksafe._core.switches import forward_mode, label_checks, set_label_checks
+from masksafe._reductions import mean, sum, var, var_mean
+from masksafe._selection import apply_where, mask_where
+from masksafe._softmax import log_softmax, logsumexp, softmax
+from masksafe.attention import dot_product_attention
+from masksafe.normalization import layer_norm, rms_norm, standardize
+
+if TYPE_CHECKING:
+    from masksafe import testing
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "apply_where",
+    "dot_product_attention",
+    "forward_mode",
+    "label_checks",
+    "layer_norm",
+    "log_softmax",
+    "logsumexp",
+    "losses",
+    "mask_where",
+    "mean",
+    "rms_norm",
+    "set_label_checks",
+    "softmax",
+    "standardize",
+    "sum",
+    "testing",
+    "var",
+    "var_mean",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `masksafe.testing` when it is first used: a quarter of the import time, for those who prove things."""
+    if name == "testing":
+        return importlib.import_module("masksafe.testing")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

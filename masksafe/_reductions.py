@@ -1,5 +1,7 @@
 """Sums, means and variances whose masked elements are gone and whose empty case is 0."""
 
+from __future__ import annotations
+
 import functools
 
 import jax

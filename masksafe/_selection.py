@@ -1,5 +1,7 @@
 """Selection, and the reductions whose masked elements are gone and whose empty case is 0."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

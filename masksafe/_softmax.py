@@ -4,6 +4,8 @@ The public functions check their arguments and call a core that works on any axe
 cores are jitted, so that what is under the mask never shows, not even under jax_debug_nans.
 """
 
+from __future__ import annotations
+
 import functools
 from typing import Literal, overload
 

@@ -1,5 +1,7 @@
 """The public function: it checks its arguments, brings them to one form and hands them to an implementation."""
 
+from __future__ import annotations
+
 import math
 import numbers
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Softmax cross-entropy: of integer labels, and of distributions. One core serves all of it."""
 
+from __future__ import annotations
+
 import functools
 from typing import Any, NamedTuple
 

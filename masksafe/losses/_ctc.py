@@ -1,5 +1,7 @@
 """Connectionist temporal classification: the loss of a label sequence whose alignment to the frames is unknown."""
 
+from __future__ import annotations
+
 import functools
 import numbers
 from typing import NamedTuple

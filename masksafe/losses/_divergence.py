@@ -1,5 +1,7 @@
 """Kullback-Leibler divergences between distributions."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Fenchel-Young losses, made from a maximum function."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

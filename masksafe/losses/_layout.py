@@ -5,6 +5,8 @@ done in float32 at least, and what came out of nothing is replaced by 0 behind i
 exact zeros for all that is masked.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,5 +1,7 @@
 """The softmax cross-entropy of a linear layer, for vocabularies whose logits would be the largest array of all."""
 
+from __future__ import annotations
+
 import functools
 import math
 import numbers

@@ -1,5 +1,7 @@
 """Losses that are 0 once the right answer leads by enough: hinge, perceptron, sparsemax, binary and multiclass."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

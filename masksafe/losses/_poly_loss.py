@@ -1,5 +1,7 @@
 """PolyLoss: the softmax cross-entropy with another weight on the first term of its series."""
 
+from __future__ import annotations
+
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes

@@ -1,5 +1,7 @@
 """Losses of a list of items, of which some are relevant."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import jax.numpy as jnp

@@ -1,5 +1,7 @@
 """Losses of real-valued predictions, and the cosine of two vectors."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,5 +1,7 @@
 """Dice losses: how much of what is predicted and what is true overlaps."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

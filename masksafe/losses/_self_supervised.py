@@ -1,5 +1,7 @@
 """Losses of embeddings that are to be near to some others and far from the rest."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import jax

@@ -1,5 +1,7 @@
 """Losses of independent binary predictions, given as logits."""
 
+from __future__ import annotations
+
 import math
 
 import jax

@@ -1,5 +1,7 @@
 """Label smoothing."""
 
+from __future__ import annotations
+
 import math
 
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
 """Normalisation over the unmasked elements."""
 
-from masksafe.normalization._layer_norm import layer_norm as layer_norm
-from masksafe.normalization._layer_norm import rms_norm as rms_norm
-from masksafe.normalization._layer_norm import standardize as standardize
+from masksafe.normalization._layer_norm import layer_norm, rms_norm, standardize
+
+__all__ = ["layer_norm", "rms_norm", "standardize"]

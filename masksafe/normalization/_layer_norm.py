@@ -4,6 +4,8 @@ The public functions check their arguments and bring scale and bias to the order
 works on any axes of an array as it lies.
 """
 
+from __future__ import annotations
+
 import functools
 import numbers
 from typing import Any, Literal, NamedTuple
