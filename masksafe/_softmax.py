@@ -190,7 +190,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
 @functools.partial(jax.jit, static_argnums=0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
-    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _where_alive(axes, where, result, 0.0))
+    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _where_live(axes, where, result, 0.0))
     return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
 
 
@@ -206,8 +206,8 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     is_infinite = shift == jnp.inf  # then so is the sum, but inf - inf is NaN
     z, shift = jnp.where(is_infinite, selected(widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
     # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
-    total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
-    return _where_alive(axes, where, shift + jnp.log(total), -jnp.inf)
+    total = _where_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    return _where_live(axes, where, shift + jnp.log(total), -jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -224,13 +224,13 @@ def _signed_logsumexp(
     largest = jnp.max(selected(lax.stop_gradient(wide.real), live, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
     terms = selected(selected(factor, live) * jnp.exp(selected(wide - shift.astype(wide.dtype), live)), live)
-    total = _where_alive(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
-    sign = _where_alive(axes, live, jnp.sign(total), 0.0).astype(dtype)
+    total = _where_live(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
+    sign = _where_live(axes, live, jnp.sign(total), 0.0).astype(dtype)
     is_complex = jnp.iscomplexobj(total)
     log = jnp.log(total) if is_complex and not return_sign else jnp.log(jnp.abs(total))
     if not is_complex and not return_sign:
         log = jnp.where(total < 0, jnp.nan, log)
-    result = _where_alive(axes, live, log + shift.astype(log.dtype), -jnp.inf)
+    result = _where_live(axes, live, log + shift.astype(log.dtype), -jnp.inf)
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
@@ -258,7 +258,7 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     z, _ = _shifted(axes, x, where)
     exps = jnp.exp(z)
-    total = _where_alive(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+    total = _where_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
     return selected(exps / total, where, 0).astype(x.dtype)
 
 
@@ -284,7 +284,7 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     z, _ = _shifted(axes, x, where)
-    total = _where_alive(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    total = _where_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
 
 
@@ -296,7 +296,7 @@ def _shifted(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
     return widened(x) - shift, shift
 
 
-def _where_alive(axes: Axes, where: Array | None, reduced: Array, dead: float) -> Array:
+def _where_live(axes: Axes, where: Array | None, reduced: Array, dead: float) -> Array:
     """`reduced` for slices with an unmasked element, `dead` for the others."""
     if where is None:
         return reduced

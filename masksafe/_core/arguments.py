@@ -70,8 +70,8 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
     2**32 into 0. NumPy labels are clipped to the 32-bit range first: what was out of range stays out of range.
     """
     if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
-        kept = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
-        value = np.clip(value, kept.min, kept.max)
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
+        value = np.clip(value, limits.min, limits.max)
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         hint = "Soft labels and one-hot rows go to softmax_cross_entropy."

@@ -20,6 +20,7 @@ from jax.experimental import checkify
 from masksafe._core import callback_errors, sharding
 from masksafe._core.arguments import message
 from masksafe._core.call_site import place_of_call
+from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import first_of, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.switches import label_check_mode
@@ -57,14 +58,14 @@ def check_integer_labels(
         return None
     classes_here = math.prod(shape[a] for a in axes)
     num_classes = sharding.size_over_devices(axis_name, classes_here)
-    in_range = (labels >= 0) & (labels < num_classes)
+    in_range = is_class(labels, num_classes)
     any_class = functools.partial(_any_class, axis_name, axes)
-    alive = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
-    findings = {f"labels are outside [0, {num_classes})": _Finding(alive & ~in_range, alive, labels)}
+    live = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
+    findings = {f"labels are outside [0, {num_classes})": _Finding(live & ~in_range, live, labels)}
     if where is not None and any(where.shape[a] > 1 for a in axes):
-        own = sharding.local_class(axis_name, labels, classes_here)
-        at_unmasked = any_class(where & (jnp.expand_dims(own, axes) == _class_index(axes, shape)))
-        findings["labels are at a masked class"] = _Finding(alive & in_range & ~at_unmasked, alive, labels)
+        local = sharding.local_class(axis_name, labels, classes_here)
+        at_unmasked = any_class(where & (jnp.expand_dims(local, axes) == class_index(shape, axes)))
+        findings["labels are at a masked class"] = _Finding(live & in_range & ~at_unmasked, live, labels)
     return _report(op, findings, [finding.bad for finding in findings.values()])
 
 
@@ -155,7 +156,7 @@ def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
 
     Nothing trains on them then, not even where JAX loses the check itself.
     """
-    return loss if bad_rows is None else loss * jnp.where(bad_rows, jnp.nan, jnp.ones((), loss.dtype))
+    return loss if bad_rows is None else loss * nan_unless(~bad_rows, loss.dtype)
 
 
 def _tolerance(labels: Array, axes: Axes) -> float:
@@ -163,17 +164,6 @@ def _tolerance(labels: Array, axes: Axes) -> float:
     num_classes = math.prod(labels.shape[a] for a in axes)
     smallest = float(jnp.finfo(labels.dtype).smallest_subnormal)
     return _TOLERANCE.get(labels.dtype.name, 0.1) + smallest * num_classes
-
-
-def _class_index(axes: Axes, shape: tuple[int, ...]) -> Array:
-    """The number of each class, at the rank of the logits."""
-    sizes = [shape[a] for a in axes]
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    one = [1] * len(shape)
-    index = jnp.zeros(one, jnp.int32)
-    for axis, size, stride in zip(axes, sizes, strides, strict=True):
-        index += stride * jnp.arange(size).reshape(*one[:axis], size, *one[axis + 1 :])
-    return index
 
 
 # Telling the user.

@@ -8,13 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of
 from masksafe._core.sharding import may_loop, nothing_of
 from masksafe._core.typing import Array, Axes
-
-# 1 MiB of float32, about a core's second-level cache. Between 2**17 and 2**20 the time of the
-# cross-entropy hardly changes; smaller blocks pay for their number, larger ones leave the cache.
-BLOCK_ELEMENTS = 2**18
 
 
 def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any) -> Any:
@@ -41,14 +38,17 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
     """
     if not may_loop((rows, others)):
         return fn(rows, *others)
-    count, block = math.prod(rows.shape[:leading]), max(1, BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:])))
+    count, block = (
+        math.prod(rows.shape[:leading]),
+        max(1, platforms.ROW_BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:]))),
+    )
     if count <= 2 * block:
         return fn(rows, *others)
 
     def in_blocks(*args: Any) -> tuple[Any, Any]:
         return _in_blocks(_Loop(fn, rows.shape[:leading], _dividing(count, block)), *args)
 
-    mapped, totals = lax.platform_dependent(rows, *others, cpu=in_blocks, default=fn)
+    mapped, totals = platforms.on_cpu_or_elsewhere(in_blocks, fn, rows, *others)
     return mapped, totals
 
 

@@ -29,9 +29,9 @@ class Tiles(NamedTuple):
 
     @property
     def number(self) -> int:
-        return 1 if self.size is self.length else -(-self.length // self.size)
+        return 1 if self.size == self.length else -(-self.length // self.size)
 
-    def span(self, i: Array | int) -> Tile:
+    def tile(self, i: Array | int) -> Tile:
         start = i * self.size
         if not self._is_ragged:
             return Tile(start, self.size, start, False)
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
     @property
     def _is_ragged(self) -> bool:
-        return self.size is not self.length and self.length % self.size > 0
+        return self.size != self.length and self.length % self.size > 0
 
     @property
     def repeated(self) -> int:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import as_mask
 from masksafe._core.sharding import gathered_along
@@ -21,14 +22,6 @@ from masksafe.attention._blockwise import Config
 from masksafe.attention._mask import Pairs
 
 _OP = "dot_product_attention"
-
-# On two CPU cores, heads of width 64: blocks of 512 are up to 1.6 times faster than blocks of 256, whose products are
-# too small, and let more be skipped than blocks of 1024. Where nothing can be skipped, twice as many keys at a time
-# are 10 to 30 % faster.
-QUERY_BLOCK = 512
-KEY_BLOCK = 512
-KEY_BLOCK_IF_NOTHING_IS_SKIPPED = 1024
-FEWEST_QUERIES = 128  # in a block, however many query heads share a key head
 
 _HEADS_FIRST = (
     "Time is in front of heads, [batch, time, heads, head_dim]: give arrays [batch, heads, time, head_dim] as "
@@ -310,8 +303,8 @@ def _as_integers(argument: str, x: ArrayLike, limit: int) -> Array:
     x = as_array(_OP, argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(message(_OP, argument, f"dtype {x.dtype}", "an integer dtype"))
-    kept = jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(-limit, int(kept.min)), min(limit, int(kept.max))).astype(jnp.int32)
+    limits = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(-limit, int(limits.min)), min(limit, int(limits.max))).astype(jnp.int32)
 
 
 def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -384,7 +377,7 @@ def _intervals(
 
 
 def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:
-    query_block = max(FEWEST_QUERIES, QUERY_BLOCK * k.shape[-2] // max(1, q.shape[-2]))
-    key_block = KEY_BLOCK if can_skip else KEY_BLOCK_IF_NOTHING_IS_SKIPPED
+    query_tile = max(platforms.FEWEST_QUERIES, platforms.QUERY_TILE * k.shape[-2] // max(1, q.shape[-2]))
+    key_tile = platforms.KEY_TILE if can_skip else platforms.KEY_TILE_IF_NOTHING_IS_SKIPPED
     soft_cap = None if soft_cap is None else float(soft_cap)
-    return Config(scale, soft_cap, float(dropout_rate), query_block, key_block, skips=True)
+    return Config(scale, soft_cap, float(dropout_rate), query_tile, key_tile, skips=True)

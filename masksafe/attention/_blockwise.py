@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.masks import selected
+from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
 from masksafe.attention._mask import Pairs, add_to_block, cut, for_live_blocks, live_blocks, once_if, unmasked
@@ -52,8 +53,8 @@ class Config(NamedTuple):
     scale: float
     soft_cap: float | None
     dropout_rate: float
-    query_block: int
-    key_block: int
+    query_tile: int
+    key_tile: int
     skips: bool  # blocks with nothing unmasked, at the price of loops whose length depends on values
 
 
@@ -74,29 +75,29 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
 
     All of them are widened. A query that sees no key has the largest logit -inf and the sum 1.
     """
-    queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
+    queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_q, clean_k, clean_v = _finite(q) * before, _finite(k), _finite(v)
     is_nan = _nans_of_queries(q, k, v, pairs, queries, keys, live)
 
     def one_block(i: Any) -> tuple[Array, Array, Array]:
-        rows = queries.span(i)
+        rows = queries.tile(i)
         q_i = take(clean_q, 3, rows)
 
         def add_keys(j: Any, state: _Running) -> _Running:
-            columns = keys.span(j)
+            columns = keys.tile(j)
             mask = unmasked(pairs, rows, columns)
             x = dot_keys(q_i, take(clean_k, 2, columns)) * after
             if config.soft_cap is not None:  # whose derivative must not see a product that is not finite
-                x = _capped(config, x if mask is None else jnp.where(mask, x, 0))
+                x = soft_capped(x if mask is None else jnp.where(mask, x, 0), config.soft_cap)
             if pairs.bias is not None:
                 x += cut(pairs.bias, pairs.problem, rows, columns).astype(x.dtype)
             keep = _kept_by_dropout(config, pairs, i, j, x.shape)
             return _add_keys(config, state, x, mask, take(clean_v, 2, columns), keep)
 
-        live_keys = None if live is None else live[i]
-        state = for_live_blocks(live_keys, keys.number, add_keys, _nothing_yet(q_i, clean_k, clean_v))
+        live_tiles = None if live is None else live[i]
+        state = for_live_blocks(live_tiles, keys.number, add_keys, _nothing_yet(q_i, clean_k, clean_v))
         return _finish(state, take(is_nan, 3, rows))
 
     # The plain form is differentiated block by block: what a block holds is computed again, not kept.
@@ -154,12 +155,12 @@ def pull_back(
     """The cotangents of queries, keys and values, widened, and `d_bias` with that of the bias added.
 
     Of the queries there are q, the cotangent of the output, the largest logit and the sum of exponentials, delta and
-    the cotangent of the logsumexp, of the keys k and v. The queries that `pairs` calls unused take no part.
+    the cotangent of the logsumexp, of the keys k and v. Queries that `pairs` does not call live take no part.
     """
     (q, d_out, largest, total, delta, d_lse), (k, v) = of_queries, of_keys
-    assert pairs.used is not None
-    used = pairs.used[..., None]
-    queries, keys = divide(q.shape[3], config.query_block), divide(k.shape[2], config.key_block)
+    assert pairs.live_queries is not None
+    live_queries = pairs.live_queries[..., None]
+    queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = _scales(config, q)
     clean_k, clean_v = _finite(k), _finite(v)
@@ -167,8 +168,8 @@ def pull_back(
     # Divided by the sum once for each query rather than for each pair; 16 bits would be rounded once more by that.
     of_query, of_pair = (reciprocal, None) if d_out.dtype.itemsize >= 4 else (1, reciprocal)
     clean_queries = _Queries(
-        q=_finite(q, used) * before,
-        d_out=_finite(d_out, used) * of_query,
+        q=_finite(q, live_queries) * before,
+        d_out=_finite(d_out, live_queries) * of_query,
         shift=largest + 0 * total,  # NaN for a query that sees what is not finite
         delta=delta * of_query,
         reciprocal=of_pair,
@@ -178,11 +179,11 @@ def pull_back(
     is_nan = _nans_of_keys(d_out, clean_queries.q, clean_k, pairs, queries, keys, live)
 
     def one_block(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
-        columns = keys.span(j)
+        columns = keys.tile(j)
         k_j, v_j = take(clean_k, 2, columns), take(clean_v, 2, columns)
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
-            rows = queries.span(i)
+            rows = queries.tile(i)
             of_block = jax.tree.map(lambda a: take(a, 3, rows), clean_queries)
             weights, d_dots, d_x = _differentiate_block(config, of_block, k_j, v_j, pairs, (i, rows), (j, columns))
             d_v = state.value + dot_pairs_with_queries(weights, of_block.d_out)
@@ -193,10 +194,10 @@ def pull_back(
             d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, rows, columns)
             return Gradients(d_q, d_k, d_v, d_bias)
 
-        live_queries = None if live is None else live[:, j]
+        live_tiles = None if live is None else live[:, j]
         no_d_k, no_d_v = (jnp.zeros_like(a, total.dtype) for a in (k_j, v_j))
         state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
-        state = for_live_blocks(live_queries, queries.number, add_queries, state)
+        state = for_live_blocks(live_tiles, queries.number, add_queries, state)
         return (state.query, state.bias), (state.key, state.value)
 
     nothing = (jnp.zeros_like(clean_queries.q, total.dtype), d_bias)
@@ -231,14 +232,15 @@ def _differentiate_block(
 ) -> tuple[Array, Array, Array]:
     """The weights and the cotangents of the products q k and of the logits of a block, keys first."""
     (i, rows), (j, columns) = row, column
-    capped = _capped(config, dot_queries_as_forward(k, of_queries.q) * _scales(config, of_queries.q)[1])
+    dots = dot_queries_as_forward(k, of_queries.q) * _scales(config, of_queries.q)[1]
+    capped = soft_capped(dots, config.soft_cap)
     x = (
         capped
         if pairs.bias is None
         else capped + keys_first(cut(pairs.bias, pairs.problem, rows, columns).astype(capped.dtype))
     )
     mask = unmasked(pairs, rows, columns)
-    assert mask is not None  # for not all queries are used
+    assert mask is not None  # for not all queries are live
     mask = keys_first(mask)
     keep = _kept_by_dropout(config, pairs, i, j, (*of_queries.q.shape[:4], columns.size))
     keep = None if keep is None else keys_first(keep)
@@ -254,11 +256,11 @@ def _differentiate_block(
     d_x = jnp.where(mask, d_x, 0)
     d_dots = d_x
     if config.soft_cap is not None:
-        d_dots = jnp.where(mask, d_x * (1 - (capped / config.soft_cap) ** 2), 0)
+        d_dots = jnp.where(mask, pulled_back(d_x, capped, config.soft_cap), 0)
     return _dropped(config, keep, p), d_dots, d_x
 
 
-def used_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+def find_live_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
     """Which queries take part in the reverse pass, and delta; both `[B, T, N, 1]`.
 
     A query with no key takes no part, nor does one with a NaN whose cotangents are all 0: such a NaN has been
@@ -306,7 +308,7 @@ def _nans_of_keys(
         ones = jnp.ones_like(dot_queries(take(k, 2, columns), take(q, 3, rows)))
         mask = unmasked(pairs, rows, columns)
         seen = selected(ones, None if mask is None else keys_first(mask))
-        bad = ~jnp.isfinite(take(d_out, 3, rows))  # those of unused queries are masked
+        bad = ~jnp.isfinite(take(d_out, 3, rows))  # those of other queries are masked
         return _add_to_part(marks, 2, dot_pairs_with_queries(seen, bad) > 0, columns)
 
     like = dot_pairs_with_queries(dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
@@ -324,7 +326,7 @@ def _mark_by_block(
     """Marks of the shape of `like` from all live blocks, one after the other, if they are needed; else all False."""
 
     def mark_block(n: Any, marks: Array) -> Array:
-        return mark(queries.span(n // keys.number), keys.span(n % keys.number), marks)
+        return mark(queries.tile(n // keys.number), keys.tile(n % keys.number), marks)
 
     def mark_all(marks: Array) -> Array:
         flat = None if live is None else live.reshape(-1)
@@ -346,13 +348,10 @@ def _each_block(blocks: Tiles, of_block: Callable[[Any], Any]) -> Any:
     return jax.tree.map(blocks.join, lax.map(of_block, jnp.arange(blocks.number, dtype=jnp.int32)))
 
 
-def _add_to_part(x: Array, axis: int, block: Array, span: Tile) -> Array:
-    if span.size == x.shape[axis]:
+def _add_to_part(x: Array, axis: int, block: Array, tile: Tile) -> Array:
+    if tile.size == x.shape[axis]:
         return x + block
-    return lax.dynamic_update_slice_in_dim(x, take(x, axis, span) + block, span.start, axis)
-
-
-# The products, accumulated in float32 at least. The G query heads of a key head are rows of one matrix.
+    return lax.dynamic_update_slice_in_dim(x, take(x, axis, tile) + block, tile.start, axis)
 
 
 # Small pieces.
@@ -361,10 +360,6 @@ def _add_to_part(x: Array, axis: int, block: Array, span: Tile) -> Array:
 def _scales(config: Config, q: Array) -> tuple[float, float]:
     """The factors of the queries and of the logits: the scale is folded into queries that it does not round."""
     return (config.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, config.scale)
-
-
-def _capped(config: Config, x: Array) -> Array:
-    return x if config.soft_cap is None else config.soft_cap * jnp.tanh(x / config.soft_cap)
 
 
 def _finite(x: Array, where: Array | bool = True) -> Array:

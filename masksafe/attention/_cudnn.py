@@ -85,7 +85,7 @@ def attention(
 
 def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
     """`[B, K, G, T, S]`; XLA fuses it into the reductions that use it."""
-    all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).span(0) for x in (q, k))
+    all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).tile(0) for x in (q, k))
     live = unmasked(pairs, all_queries, all_keys)
     shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1])
     return jnp.broadcast_to(True if live is None else live, shape)

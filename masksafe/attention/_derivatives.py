@@ -13,8 +13,8 @@ from jax import lax
 
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.typing import Array
-from masksafe.attention._blockwise import Config, Gradients, attend, logsumexp, pull_back, used_queries
-from masksafe.attention._heads import queries_by_problem, solve
+from masksafe.attention._blockwise import Config, Gradients, attend, find_live_queries, logsumexp, pull_back
+from masksafe.attention._heads import queries_by_problem, run_by_problem
 from masksafe.attention._mask import Pairs
 
 _Result = tuple[Array, Array]
@@ -45,20 +45,20 @@ def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, 
 
 
 def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    return _solve_forward(config._replace(skips=False), q, k, v, bias, pairs)
+    return _run_forward(config._replace(skips=False), q, k, v, bias, pairs)
 
 
 @with_derivatives_of(_evaluate_plainly)
 def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    return _solve_forward(config, q, k, v, bias, pairs)
+    return _run_forward(config, q, k, v, bias, pairs)
 
 
-def _solve_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
+def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, carry: None) -> Any:
         (q,), (k, v) = of_queries, of_keys
         return attend(config, q, k, v, pairs), (), carry
 
-    (out, largest, total), _, _ = solve(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
+    (out, largest, total), _, _ = run_by_problem(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
     return out, largest[..., 0], total[..., 0]
 
 
@@ -66,16 +66,16 @@ def _pull_back_plainly(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
 ) -> Gradients:
     _, _, _, d_out, d_lse = of_rows
-    used, _ = used_queries(*map(lax.stop_gradient, of_rows))
-    pairs = _with_used(pairs, used, k)
+    live, _ = find_live_queries(*map(lax.stop_gradient, of_rows))
+    pairs = _with_live_queries(pairs, live, k)
 
     def plain(q: Array, k: Array, v: Array, bias: Array | None) -> _Result:
         out, largest, total = _evaluate_plainly(config, q, k, v, bias, pairs)
         return out, logsumexp(largest, total)
 
     _, reverse = jax.vjp(plain, q, k, v, bias)
-    d_out = jnp.where(used, d_out, 0).astype(d_lse.dtype)
-    return Gradients(*reverse((d_out, jnp.where(used[..., 0], d_lse, 0))))
+    d_out = jnp.where(live, d_out, 0).astype(d_lse.dtype)
+    return Gradients(*reverse((d_out, jnp.where(live[..., 0], d_lse, 0))))
 
 
 @with_derivatives_of(_pull_back_plainly)
@@ -83,8 +83,8 @@ def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
 ) -> Gradients:
     _, largest, total, d_out, d_lse = of_rows
-    used, delta = used_queries(*of_rows)
-    pairs = _with_used(pairs._replace(bias=bias), used, k)
+    live, delta = find_live_queries(*of_rows)
+    pairs = _with_live_queries(pairs._replace(bias=bias), live, k)
 
     def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, d_bias: Array | None) -> Any:
         gradients = pull_back(config, of_queries, of_keys, pairs, d_bias)
@@ -95,12 +95,12 @@ def _pull_back_in_blocks(
         )
 
     of_queries = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
-    (d_q,), (d_k, d_v), d_bias = solve(kernel, of_queries, (k, v), pairs, _no_gradient_yet(bias, d_lse))
+    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, of_queries, (k, v), pairs, _no_gradient_yet(bias, d_lse))
     return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
 
 
-def _with_used(pairs: Pairs, used: Array, k: Array) -> Pairs:
-    return pairs._replace(used=queries_by_problem(used, k.shape[2])[..., 0])
+def _with_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
+    return pairs._replace(live_queries=queries_by_problem(live, k.shape[2])[..., 0])
 
 
 def _no_gradient_yet(bias: Array | None, d_lse: Array) -> Array | None:

@@ -13,22 +13,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array
 from masksafe.attention._mask import Pairs, part
 
-# A CPU solves the problems in turn if one of them and all together have this many logits. With fewer, 128 x 128 for one
-# or 256 x 256 for eight, the dense form of all at once is as fast or faster.
-IN_TURN_LOGITS_OF_ONE = 2**16
-IN_TURN_LOGITS_OF_ALL = 2**20
-
 Arrays = tuple[Array, ...]
-Solution = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
-Kernel = Callable[[Arrays, Arrays, Pairs, Any], Solution]
+Results = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
+Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
-def solve(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
     """What `kernel` returns for arrays of the user's layout, in that layout.
 
     Args:
@@ -42,27 +38,27 @@ def solve(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, car
     q, k = of_queries[0], of_keys[0]
     args = of_queries, of_keys, pairs, carry
 
-    def at_once(*args: Any) -> Solution:
-        return _solve_at_once(kernel, *args)
+    def at_once(*args: Any) -> Results:
+        return _run_at_once(kernel, *args)
 
-    def at_once_widened(of_queries: Arrays, of_keys: Arrays, *rest: Any) -> Solution:
+    def at_once_widened(of_queries: Arrays, of_keys: Arrays, *rest: Any) -> Results:
         return at_once(_widened(of_queries), _widened(of_keys), *rest)
 
-    def in_turn(*args: Any) -> Solution:
-        return _solve_in_turn(kernel, *args)
+    def in_turn(*args: Any) -> Results:
+        return _run_in_turn(kernel, *args)
 
     if not may_loop(args):
         return at_once(*args)
     number, logits = k.shape[0] * k.shape[2], math.prod(q.shape[:3]) * k.shape[1]
-    is_large = number > 1 and logits >= max(IN_TURN_LOGITS_OF_ALL, number * IN_TURN_LOGITS_OF_ONE)
+    is_large = number > 1 and logits >= max(platforms.IN_TURN_LOGITS_OF_ALL, number * platforms.IN_TURN_LOGITS_OF_ONE)
     if not is_large and q.dtype.itemsize >= 4:
         return at_once(*args)
     on_cpu = in_turn if is_large else at_once_widened
-    solution: Solution = lax.platform_dependent(*args, cpu=on_cpu, default=at_once)
-    return solution
+    results: Results = platforms.on_cpu_or_elsewhere(on_cpu, at_once, *args)
+    return results
 
 
-def _solve_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+def _run_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
     num_heads = of_keys[0].shape[2]
     by_query = tuple(queries_by_problem(x, num_heads) for x in of_queries)
     by_key = tuple(keys_by_problem(x) for x in of_keys)
@@ -70,7 +66,7 @@ def _solve_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 
 
-def _solve_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Solution:
+def _run_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
     batch, _, num_heads, _ = of_keys[0].shape
     group = of_queries[0].shape[2] // num_heads
 

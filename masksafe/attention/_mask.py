@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
     allowed: Array | None = None  # [B, K, G, T, S]
     bias: Array | None = None  # [B, K, G, T, S]
     head_keys: Array | None = None  # [B, K], the random keys of the dropout
-    used: Array | None = None  # [B, K, G, T], False for queries that take no part
+    live_queries: Array | None = None  # [B, K, G, T], False for queries that take no part
     problem: tuple[Array, Array] | None = None  # the sample and key head that is meant; None for all of them
 
     def only(self, sample: Array, head: Array) -> "Pairs":
@@ -61,7 +61,7 @@ class Pairs(NamedTuple):
             self.allowed,
             self.bias,
             cell(self.head_keys),
-            cell(self.used),
+            cell(self.live_queries),
             (sample, head),
         )
 
@@ -109,8 +109,8 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
         conditions.append(cut(pairs.allowed, pairs.problem, queries, keys))
     if pairs.bias is not None:
         conditions.append(_is_live_bias(cut(pairs.bias, pairs.problem, queries, keys)))
-    if pairs.used is not None:
-        conditions.append(take(pairs.used, 3, queries)[..., None])
+    if pairs.live_queries is not None:
+        conditions.append(take(pairs.live_queries, 3, queries)[..., None])
     if keys.is_ragged:
         conditions.append(key_index >= keys.first)
     if queries.is_ragged:
@@ -148,17 +148,17 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
         first = jnp.maximum(pairs.first_key[..., None], starts)
         rows.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
     if pairs.query_segments is not None and pairs.key_segments is not None:
-        blocks = _gather_blocks(pairs.key_segments, keys)  # [B, keys.number, size]
+        blocks = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
         lowest, highest = blocks.min(-1)[:, None], blocks.max(-1)[:, None]
         of_query = pairs.query_segments[..., None]
         rows.append((lowest <= of_query) & (of_query <= highest))
     live_rows = _all_of(rows)
     if live_rows is None:
         return None
-    return jnp.any(_gather_blocks(jnp.any(live_rows, 0).T, queries), -1).T
+    return jnp.any(_by_tile(jnp.any(live_rows, 0).T, queries), -1).T
 
 
-def _gather_blocks(x: Array, blocks: Tiles) -> Array:
+def _by_tile(x: Array, blocks: Tiles) -> Array:
     """`[..., length]` as `[..., count, size]`; the last block ends with the last element."""
     starts = jnp.minimum(jnp.arange(blocks.number) * blocks.size, blocks.length - blocks.size)
     return jnp.take(x, starts[:, None] + jnp.arange(blocks.size)[None], axis=-1)
@@ -171,14 +171,14 @@ def _live_by_array(
     queries: Tiles,
     keys: Tiles,
 ) -> Array:
-    all_keys = Tiles(keys.length, keys.length).span(0)
+    all_keys = Tiles(keys.length, keys.length).tile(0)
 
     def of_query_block(i: Array) -> Array:
-        return jnp.any(is_live(cut(x, problem, queries.span(i), all_keys)), (0, 1, 2, 3))
+        return jnp.any(is_live(cut(x, problem, queries.tile(i), all_keys)), (0, 1, 2, 3))
 
     count = 1 if x.shape[3] == 1 else queries.number
     by_key = lax.map(of_query_block, jnp.arange(count)) if count > 1 else of_query_block(jnp.zeros((), jnp.int32))[None]
-    by_block = by_key if x.shape[4] == 1 else jnp.any(_gather_blocks(by_key, keys), -1)
+    by_block = by_key if x.shape[4] == 1 else jnp.any(_by_tile(by_key, keys), -1)
     return jnp.broadcast_to(by_block, (queries.number, keys.number))
 
 

@@ -29,13 +29,10 @@ def dot_queries_as_forward(k: Array, q: Array) -> Array:
     """The products with the very rounding errors that they have in the forward pass.
 
     Other errors would be errors of the weights, whose sum is known from there. A CPU rounds a product and its transpose
-    alike in whole tiles only.
+    alike only where the sizes are multiples of 64.
     """
-    is_whole = k.shape[2] % _TILE == 0 and q.shape[2] * q.shape[3] % _TILE == 0
-    return dot_queries(k, q) if is_whole else keys_first(dot_keys(q, k))
-
-
-_TILE = 64
+    is_even = k.shape[2] % 64 == 0 and q.shape[2] * q.shape[3] % 64 == 0
+    return dot_queries(k, q) if is_even else keys_first(dot_keys(q, k))
 
 
 def dot_pairs_with_queries(p: Array, q: Array) -> Array:

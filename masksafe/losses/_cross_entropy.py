@@ -19,25 +19,18 @@ from masksafe._core.arguments import (
 )
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
+from masksafe._core.labels import is_soft
 from masksafe._core.sharding import varying_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
     Plan,
     Rows,
     evaluate_rows,
-    is_soft,
     is_sound,
     probs_minus_targets,
     target_costs,
 )
-from masksafe.losses._layout import (
-    as_rows,
-    broadcast_widened,
-    classes_or_rows,
-    common_rows,
-    from_rows,
-    with_classes,
-)
+from masksafe.losses._layout import as_rows, broadcast_widened, classes_or_rows, common_rows, from_rows, with_classes
 
 # The public functions: check the arguments, call the core.
 
@@ -231,16 +224,16 @@ def softmax_cross_entropy_with_integer_labels(
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, rows)
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
-    layout = _Layout(axes, logits.dtype, axis_name)
+    config = _Config(axes, logits.dtype, axis_name)
     loss = sharding.same_on_all_devices(
-        axis_name, _cross_entropy(layout, broadcast_widened(logits, shape), labels, where)
+        axis_name, _cross_entropy(config, broadcast_widened(logits, shape), labels, where)
     )
     return nan_where_bad(loss, bad_rows)
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
     """The loss of targets of one shape with the logits that need not be distributions: nothing is checked."""
-    return _cross_entropy(_Layout((logits.ndim - 1,), logits.dtype), logits, targets, where)
+    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), logits, targets, where)
 
 
 def soft_cross_entropy(
@@ -248,28 +241,30 @@ def soft_cross_entropy(
 ) -> Array:
     """`softmax_cross_entropy` by the name of `op`."""
     logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
-    if jnp.issubdtype(labels.dtype, jnp.complexfloating):
-        raise TypeError(message(op, "labels", f"dtype {labels.dtype}", "a real dtype"))
-    are_integers = not jnp.issubdtype(labels.dtype, jnp.floating)
+    are_integers = not is_soft(labels)
     hint = "Integer labels go to softmax_cross_entropy_with_integer_labels." if are_integers else ""
     shape = broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
     dtype = jnp.result_type(logits.dtype, labels)
     labels = labels.astype(dtype) if are_integers else labels
     axes = canonical_axes(op, axis, len(shape))
-    classes = (1,) * (len(shape) - logits.ndim) + logits.shape
-    if any(classes[a] != shape[a] for a in axes):
+    if not _has_classes(logits, axes, shape):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
-    rows_of_labels = (1,) * (len(shape) - labels.ndim) + labels.shape
-    if are_integers and any(rows_of_labels[a] != shape[a] for a in axes):  # the same number for every class
+    if are_integers and not _has_classes(labels, axes, shape):  # the same number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
     return nan_where_bad(
-        _cross_entropy(_Layout(axes, dtype), broadcast_widened(logits, shape), labels, where), bad_rows
+        _cross_entropy(_Config(axes, dtype), broadcast_widened(logits, shape), labels, where), bad_rows
     )
+
+
+def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
+    """Whether `x`, which broadcasts to `shape`, has the full size on the axes of the classes."""
+    aligned = (1,) * (len(shape) - x.ndim) + x.shape
+    return all(aligned[a] == shape[a] for a in axes)
 
 
 # The core. It takes the arguments as the user laid them out, so that nothing is copied to be kept for the
@@ -278,7 +273,7 @@ def soft_cross_entropy(
 _Residuals = tuple[Array, Array, Array | None, Rows]
 
 
-class _Layout(NamedTuple):
+class _Config(NamedTuple):
     """What is known when the program is traced."""
 
     axes: Axes  # of the classes
@@ -286,51 +281,48 @@ class _Layout(NamedTuple):
     axis_name: str | None = None  # the mesh axis over which the classes are split
 
 
-def _forward(layout: _Layout, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
+def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
     # With nothing to widen or to select, XLA leaves the exponentials in the gradient's own buffer, where the
     # reverse pass finds them. Without a reverse pass the buffer would be a new one: then blocks are better.
     in_one_pass = where is None and not is_soft(labels) and logits.dtype.itemsize >= 4
-    rows = _evaluate(layout, not in_one_pass, logits, labels, where)
-    return _finish(layout, logits, rows), (logits, labels, where, rows)
+    rows = _evaluate(config, not in_one_pass, logits, labels, where)
+    return _finish(config, logits, rows), (logits, labels, where, rows)
 
 
-def _reverse(layout: _Layout, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
-    return *_pull_back(layout.axes, *residuals, sharding.whole_cotangent(layout.axis_name, d_loss)), None
+def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
+    return *_pull_back(config.axes, *residuals, sharding.whole_cotangent(config.axis_name, d_loss)), None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _cross_entropy(layout: _Layout, logits: Array, labels: Array, where: Array | None) -> Array:
-    return _finish(layout, logits, _evaluate(layout, True, logits, labels, where))
+def _cross_entropy(config: _Config, logits: Array, labels: Array, where: Array | None) -> Array:
+    return _finish(config, logits, _evaluate(config, True, logits, labels, where))
 
 
-def _finish(layout: _Layout, logits: Array, rows: Rows) -> Array:
-    loss: Array = rows.loss.squeeze(-1).astype(layout.dtype)
-    return loss if layout.axis_name is None else varying_with(loss, logits)
+def _finish(config: _Config, logits: Array, rows: Rows) -> Array:
+    loss: Array = rows.loss.squeeze(-1).astype(config.dtype)
+    return loss if config.axis_name is None else varying_with(loss, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(layout: _Layout, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
+def _evaluate(config: _Config, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
     # The devices exchange what they have once, not once for each block.
-    plan = Plan(in_blocks and layout.axis_name is None, layout.axis_name)
-    return evaluate_rows(plan, *as_rows(layout.axes, logits, labels, where))
+    plan = Plan(in_blocks and config.axis_name is None, config.axis_name)
+    return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
-    x, t, live = as_rows(axes, logits, labels, where)
+    x, t, mask = as_rows(axes, logits, labels, where)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # The cotangent is 0 where the user has selected the loss away: then a NaN in the row is gone as well.
-    used = is_sound(rows) | (d_loss != 0)
+    live = is_sound(rows) | (d_loss != 0)
+    live = live if mask is None else live & mask
     # Selected behind the product: the cotangent of a masked row may be infinite, as that of sqrt(0) is.
-    kept = used if live is None else used & live
-    d_logits = from_rows(axes, logits, jnp.where(kept, probs_minus_targets(x, t, live, rows) * d_loss, 0))
+    d_logits = from_rows(axes, logits, jnp.where(live, probs_minus_targets(x, t, mask, rows) * d_loss, 0))
     if not is_soft(labels):
         return d_logits, None
-    costs = target_costs(x, t, live, rows)
-    kept &= jnp.isfinite(costs) | (d_loss != 0)
-    return d_logits, from_rows(axes, labels, jnp.where(kept, costs * d_loss, 0))
-
-
-# The user's layout and the core's: the classes are one axis, the last one.
+    costs = target_costs(x, t, mask, rows)
+    live &= jnp.isfinite(costs) | (d_loss != 0)
+    return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))

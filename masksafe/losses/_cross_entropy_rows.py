@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._core import sharding
+from masksafe._core.labels import class_index, is_class, is_soft, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
@@ -53,10 +53,6 @@ class Rows(NamedTuple):
     total: Array  # the sum of the targets
     anchor: Array  # the class that stays out of the sum; -1 for none
     anchor_log_prob: Array
-
-
-def is_soft(labels: Array) -> bool:
-    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -103,10 +99,10 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
     largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
     anchor = _first(x == largest) if is_soft(labels) else _class_of(axis_name, labels, x.shape[-1])
     # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
-    alive = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
-    anchor = selected(anchor, alive, 0)
+    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
+    anchor = selected(anchor, live_rows, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    anchor_z = selected(_at_anchor(axis_name, x, anchor).astype(dtype) - shift, alive, 0)
+    anchor_z = selected(_at_anchor(axis_name, x, anchor).astype(dtype) - shift, live_rows, 0)
     others = sharding.sum_over_devices(axis_name, _sum(_others(x, shift, anchor)))
     log_sum = jnp.log1p(others + jnp.expm1(anchor_z))
 
@@ -132,7 +128,7 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
         errors, anchor_target = errors - t, _pick(t, rows.anchor)
     anchor_error = rows.total * jnp.expm1(rows.anchor_log_prob) + (rows.total - anchor_target)
     anchor_error = jnp.where(is_sound(rows), anchor_error, jnp.nan)
-    return jnp.where(_class_index(x) == rows.anchor, anchor_error, errors)
+    return jnp.where(class_index(x.shape) == rows.anchor, anchor_error, errors)
 
 
 def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
@@ -153,19 +149,19 @@ def is_sound(rows: Rows) -> Array:
 
 def _others(x: Array, shift: Array, anchor: Array) -> Array:
     """exp(x - shift) of every class but the anchor."""
-    return jnp.where(_class_index(x) == anchor, 0, jnp.exp(x.astype(shift.dtype) - shift))
+    return jnp.where(class_index(x.shape) == anchor, 0, jnp.exp(x.astype(shift.dtype) - shift))
 
 
 def _first(found: Array) -> Array:
     """The first class where `found` is True, -1 if there is none. On a CPU it is far faster than argmax."""
     num_classes = found.shape[-1]
-    first = jnp.min(jnp.where(found, _class_index(found), num_classes), -1, keepdims=True)
+    first = jnp.min(jnp.where(found, class_index(found.shape), num_classes), -1, keepdims=True)
     return jnp.where(first == num_classes, -1, first)
 
 
 def _class_of(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32, with -1 for those outside [0, num_classes) and `number` for those on another device."""
-    valid = (labels >= 0) & (labels < sharding.size_over_devices(axis_name, number))
+    valid = is_class(labels, sharding.size_over_devices(axis_name, number))
     local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
     is_here = (local >= 0) & (local < number)
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
@@ -182,15 +178,11 @@ def _at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
 def _pick(x: Array, index: Array) -> Array:
     """x[..., index], NaN where the index is -1."""
     if is_sharded(x):  # indexing along a sharded axis is refused
-        picked = _sum(jnp.where(_class_index(x) == index, x, 0))
+        picked = _sum(jnp.where(class_index(x.shape) == index, x, 0))
     else:
         picked = jnp.take_along_axis(x, jnp.maximum(index, 0), -1, mode="promise_in_bounds")
     # A product: a selection of the constant NaN would hand it on as a residual and alarm jax_debug_nans.
-    return picked * jnp.where(index < 0, jnp.nan, 1).astype(x.dtype)
-
-
-def _class_index(x: Array) -> Array:
-    return lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    return picked * nan_unless(index >= 0, x.dtype)
 
 
 def _sum(x: Array) -> Array:

@@ -12,6 +12,7 @@ from jax import lax
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._softmax import log_softmax
@@ -67,7 +68,7 @@ def ctc_loss(
       al., "Connectionist temporal classification", 2006.
     """
     arrays = logits, logit_paddings, labels, label_paddings
-    return _solve("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
+    return _ctc_loss("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
 
 
 def ctc_loss_with_forward_probs(
@@ -118,7 +119,7 @@ def ctc_loss_with_forward_probs(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss_with_forward_probs>`_.
     """
     arrays = logits, logit_paddings, labels, label_paddings
-    return _solve("ctc_loss_with_forward_probs", *arrays, blank_id, log_epsilon, where)
+    return _ctc_loss("ctc_loss_with_forward_probs", *arrays, blank_id, log_epsilon, where)
 
 
 class _State(NamedTuple):
@@ -128,7 +129,7 @@ class _State(NamedTuple):
     label: Array  # [batch, length], the last frame being the last label of the prefix
 
 
-def _solve(
+def _ctc_loss(
     op: str,
     logits: ArrayLike,
     logit_paddings: ArrayLike,
@@ -159,11 +160,10 @@ def _solve(
     # The last label may be followed by a blank or not.
     of_blank = _blank_after(state.blank, state.label)
     loss = -jnp.take_along_axis(of_blank, jnp.sum(counts, 1, keepdims=True), 1)[:, 0]
-    is_valid = (labels >= 0) & (labels < logits.shape[-1])
-    loss *= jnp.where(jnp.all(is_valid | ~counts, 1), 1, jnp.nan).astype(dtype)
+    is_valid = is_class(labels, logits.shape[-1])
+    loss *= nan_unless(jnp.all(is_valid | ~counts, 1), dtype)
     if mask is not None:
-        is_own = lax.broadcasted_iota(labels.dtype, (*labels.shape, logits.shape[-1]), 2) == labels[..., None]
-        is_ruled_out = counts & is_valid & ~jnp.any(is_own & allowed, -1)
+        is_ruled_out = counts & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
     return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
@@ -175,7 +175,7 @@ def _run(
 ) -> tuple[_State, _State]:
     """The states after the last and after every frame."""
     batch, length = labels.shape
-    labels = jnp.where(counts & (labels >= 0) & (labels < log_probs.shape[-1]), labels, 0)
+    labels = jnp.where(counts & is_class(labels, log_probs.shape[-1]), labels, 0)
     # Between two equal labels there has to be a blank.
     repeats = (labels[:, :-1] == labels[:, 1:]) & counts[:, 1:]
     repeats = jnp.pad(repeats, ((0, 0), (0, 1)))[:, :length]

@@ -11,7 +11,8 @@ from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._layout import broadcast_alike, wide_selected
+from masksafe.losses._elementwise import broadcast_alike
+from masksafe.losses._layout import wide_selected
 
 Terms = Callable[[Array, Array], Array]  # of a sum, from log predictions and targets
 

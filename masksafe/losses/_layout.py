@@ -1,26 +1,19 @@
-"""How the mask of a loss is read, and the pattern of the losses that need no rule of their own.
+"""The one place between the shapes of a loss's arguments and those of its core.
 
-The pattern: what is masked is replaced by 0 ahead of the arithmetic, which therefore never sees it, the arithmetic is
-done in float32 at least, and what came out of nothing is replaced by 0 behind it. JAX's own derivatives of that are
-exact zeros for all that is masked.
+Here a mask is read, as one of elements or of rows, and the classes become one axis, the last.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import at_rank_of, at_the_front, broadcast_shapes, check_broadcasts_to, message
-from masksafe._core.label_checks import check_elements, nan_where_bad
+from masksafe._core.arguments import at_rank_of, at_the_front, check_broadcasts_to, message
+from masksafe._core.labels import is_soft
 from masksafe._core.masks import as_mask, selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Axes
-from masksafe.losses._cross_entropy_rows import is_soft
 
 
 def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
@@ -75,6 +68,7 @@ def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[in
 
 
 def without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape without `axes`."""
     return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
@@ -88,73 +82,16 @@ def wide_selected(x: Array, where: Array | None) -> Array:
     return widened(selected(x, where))
 
 
-def of_elements(
-    op: str,
-    where: ArrayLike | None,
-    types: Sequence[Any],
-    loss: Callable[..., Array],
-    *,
-    bad: Array | None = None,
-    **arguments: Array,
-) -> Array:
-    """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where `bad`.
-
-    It has the dtype to which JAX promotes `types`, arrays, numbers or dtypes.
-    """
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
-    mask = elements_or_rows(op, where, shape, ())
-    arrays = (wide_selected(x, mask) for x in broadcast_alike(arguments.values(), shape))
-    return promoted_as(types, nan_where_bad(selected(loss(*arrays), mask), bad))
-
-
-def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
-    """The arrays at one shape, and split over the explicit axes of a mesh as the first one is that is split."""
-    whole = [jnp.broadcast_to(x, shape) for x in arrays]
-    specs = [jax.typeof(x).sharding.spec for x in whole]
-    spec = next((spec for spec, x in zip(specs, whole, strict=True) if is_sharded(x)), None)
-    if spec is None:
-        return whole
-    return [x if own == spec else jax.sharding.reshard(x, spec) for own, x in zip(specs, whole, strict=True)]
-
-
-def promoted_as(types: Sequence[Any], x: Array) -> Array:
-    """`x` in the dtype to which JAX promotes `types`; weakly typed, as a Python number is, if that is."""
-    dtype = jnp.result_type(*types)
-    if not _is_weak(types, dtype):
-        return x.astype(dtype)
-    number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
-    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-    return weak
-
-
-def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
-    """Whether what `types` promote to, `dtype`, yields to a narrow one."""
-    numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
-    if not any(jax.typeof(x).weak_type for x in numbers):
-        return False
-    narrow = jnp.dtype(jnp.bfloat16 if jnp.issubdtype(dtype, jnp.floating) else jnp.int8)
-    with jax.numpy_dtype_promotion("standard"):
-        return bool(dtype != narrow and jnp.result_type(*types, narrow) == narrow)
-
-
-def bad_elements(
-    op: str, where: ArrayLike | None, is_valid: Callable[[Array], Array], otherwise: str, **arguments: Array
-) -> Array | None:
-    """Which of the labels, the last of the arguments, are not valid, while checks are on; see `check_elements`."""
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
-    labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
-    return check_elements(op, labels, elements_or_rows(op, where, shape, ()), is_valid, otherwise)
-
-
 def with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of logits with these rows, and with the classes that `shape` has on `axes`."""
     remaining = iter(rows)
     return tuple(n if i in axes else next(remaining) for i, n in enumerate(shape))
 
 
 def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
+    """`x` at `shape`; floats are widened if that repeats them, as the gradient is a sum then, to be rounded once."""
     if x.shape == shape:
         return x
-    # Widened first: the gradient is a sum over what was broadcast, and is to be rounded once.
     wide = widened(x) if is_soft(x) else x
     return jnp.broadcast_to(wide, shape)
 
@@ -170,11 +107,13 @@ def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tu
 
 
 def _classes_last(axes: Axes, x: Array) -> Array:
+    """`x` with the axes of the classes as one axis, the last."""
     moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]
     return moved if len(axes) == 1 else moved.reshape(*rows, math.prod(classes))
 
 
 def from_rows(axes: Axes, like: Array, x: Array) -> Array:
+    """Rows of classes laid out as `like`, the user's array, is, and of its dtype."""
     classes = tuple(like.shape[a] for a in axes)
     return jnp.moveaxis(x.reshape(*x.shape[:-1], *classes), range(-len(axes), 0), axes).astype(like.dtype)

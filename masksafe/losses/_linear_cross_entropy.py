@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, at_rank_of, message
+from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
-from masksafe._core.masks import as_mask, selected
+from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, varying_with
 from masksafe._core.typing import Array, ArrayLike
@@ -24,10 +24,10 @@ from masksafe.losses._linear_cross_entropy_blocks import (
     Gradients,
     Layer,
     Tokens,
-    default_class_block,
+    default_class_tile,
     default_token_block,
+    losses_and_gradients,
     losses_of_logits,
-    solve,
 )
 
 _OP = "linear_softmax_cross_entropy"
@@ -151,10 +151,8 @@ def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> t
     if labels.shape != shape:
         expected = f"{shape}, that of features {features.shape} without its last axis"
         raise ValueError(message(_OP, "labels", f"shape {labels.shape}", expected))
-    if where is None:
-        return labels, None
-    where = at_rank_of(_OP, "where", as_mask(_OP, "where", where), shape, "labels")
-    return labels, jnp.broadcast_to(where, shape)
+    where = as_mask_of(_OP, where, shape, "labels")
+    return labels, None if where is None else jnp.broadcast_to(where, shape)
 
 
 def _configure(
@@ -178,12 +176,12 @@ def _configure(
         raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite number, 0 or more"))
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
-    token_block = class_block = 1
+    token_block = class_tile = 1
     if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
         chosen = default_token_block(kernel.shape[1]) if block_size is None else int(block_size)
         token_block = max(1, min(chosen, math.prod(features.shape[:-1])))
-        class_block = default_class_block(kernel.shape[0], token_block)
-    return Config(soft_cap, label_smoothing, z_loss, token_block, class_block, axis_name)
+        class_tile = default_class_tile(kernel.shape[0], token_block)
+    return Config(soft_cap, label_smoothing, z_loss, token_block, class_tile, axis_name)
 
 
 # The two forms of it: a sum, whose gradients are computed with it, and one loss for each token. They take the arguments
@@ -202,7 +200,7 @@ def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any,
     gradients, live, empty = residuals  # the empty arrays tell the dtypes of the arguments
     d_features, d_kernel, _ = empty
     d_total = sharding.whole_cotangent(config.axis_name, d_total) / _unit(d_features, d_kernel)
-    used = d_total != 0  # a NaN that is selected away behind the op takes no part
+    is_wanted = d_total != 0  # where it is 0, a NaN of the op has been selected away behind it
 
     def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
         if gradient is None or like is None:
@@ -210,7 +208,8 @@ def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any,
         # Selected behind the product: the cotangent may be infinite, as that of sqrt(0) is.
         return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
 
-    of_each, of_any = (used, used) if live is None else (used & live[..., None], used & jnp.any(live))
+    of_each = is_wanted if live is None else is_wanted & live[..., None]
+    of_any = is_wanted if live is None else is_wanted & jnp.any(live)
     d_features, d_kernel, d_bias = map(scaled, gradients, empty, (of_each, of_any, of_any))
     return d_features, None, None, d_kernel, d_bias
 
@@ -237,10 +236,10 @@ def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
     features, labels, live, kernel, bias = args
     d_losses = sharding.whole_cotangent(config.axis_name, d_losses)
-    used = d_losses != 0  # a NaN that is selected away behind the op takes no part
-    used = used if live is None else used & live
-    args = (features, labels, used, kernel, bias)
-    d_losses = jnp.where(used, d_losses, 0)
+    is_wanted = d_losses != 0  # where it is 0, a NaN of the op has been selected away behind it
+    live = is_wanted if live is None else is_wanted & live
+    args = (features, labels, live, kernel, bias)
+    d_losses = jnp.where(live, d_losses, 0)
     _, gradients = _evaluate(config, *args, d_losses)
     d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
     return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
@@ -302,7 +301,7 @@ def _losses_plainly(
 @with_derivatives_of(_losses_plainly)
 @functools.partial(jax.jit, static_argnums=0)
 def _value_in_blocks(config: Config, *args: Any) -> Array:
-    return solve(config, *_flat(*args), None)[0].reshape(args[1].shape)
+    return losses_and_gradients(config, *_flat(*args), None)[0].reshape(args[1].shape)
 
 
 def _value(config: Config, *args: Any) -> Array:
@@ -333,7 +332,7 @@ def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, G
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     *args, d_losses = args_and_d_losses
-    losses, gradients = solve(config, *_flat(*args), d_losses.reshape(-1))
+    losses, gradients = losses_and_gradients(config, *_flat(*args), d_losses.reshape(-1))
     assert gradients is not None
     features, labels, *_ = args
     return losses.reshape(labels.shape), gradients._replace(features=gradients.features.reshape(features.shape))

@@ -29,20 +29,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
+from masksafe._core import platforms, sharding
+from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import nothing_of
+from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
-
-# On two CPU cores a product of 512 tokens runs at full speed, one of 128 at three quarters of it: the kernel and its
-# gradient pass through the caches once in a block. Where there are many classes, 160 tokens are a compromise: their
-# logits take a twentieth of the memory of those of 4096.
-BLOCK_ELEMENTS = 2**23
-FEWEST_TOKENS, MOST_TOKENS = 160, 512
-FEWEST_IN_VAIN = 32  # tokens: for less a second size of block is not worth its time to compile
-CLASS_BLOCK_ELEMENTS = 2**20  # of the kernel or the logits, whichever has more: these go through the cache
 
 
 class Config(NamedTuple):
@@ -52,7 +46,7 @@ class Config(NamedTuple):
     label_smoothing: float
     z_loss: float
     token_block: int
-    class_block: int
+    class_tile: int
     axis_name: str | None  # the mesh axis over which the classes are split
 
 
@@ -72,11 +66,11 @@ class Layer(NamedTuple):
 
 
 def default_token_block(classes: int) -> int:
-    return max(FEWEST_TOKENS, min(MOST_TOKENS, BLOCK_ELEMENTS // max(1, classes)))
+    return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS // max(1, classes)))
 
 
-def default_class_block(width: int, token_block: int) -> int:
-    return max(1, CLASS_BLOCK_ELEMENTS // max(1, width, token_block))
+def default_class_tile(width: int, token_block: int) -> int:
+    return max(1, platforms.CLASS_TILE_ELEMENTS // max(1, width, token_block))
 
 
 # The losses of some tokens, given their logits `[..., V]`.
@@ -94,27 +88,27 @@ class _Rows(NamedTuple):
 
 def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
     """`[..., 1]`; NaN, with NaN derivatives, for a label out of range. JAX may differentiate it."""
-    columns = divide(logits.shape[-1], logits.shape[-1]).span(0)
+    columns = divide(logits.shape[-1], logits.shape[-1]).tile(0)
     return _losses(config, layer, _combined(config, _of_columns(config, layer, logits, labels, columns)), labels)
 
 
 def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, columns: Tile) -> _Rows:
     """The sums over a block of classes."""
-    x = _capped(config, take(logits, logits.ndim - 1, columns))
-    index = columns.start + lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
-    own = index >= columns.first if columns.is_ragged else None
+    x = soft_capped(take(logits, logits.ndim - 1, columns), config.soft_cap)
+    index = columns.start + class_index(x.shape)
+    live = index >= columns.first if columns.is_ragged else None
     is_label = index == sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
-    is_label = is_label if own is None else is_label & own
-    largest = lax.stop_gradient(jnp.max(selected(x, own, -jnp.inf), -1, keepdims=True))
+    is_label = is_label if live is None else is_label & live
+    largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
     shift = _shift(largest)
-    is_other = ~is_label if own is None else ~is_label & own
-    number = jnp.zeros_like(largest) + (x.shape[-1] if own is None else jnp.sum(own))
+    is_other = ~is_label if live is None else ~is_label & live
+    number = jnp.zeros_like(largest) + (x.shape[-1] if live is None else jnp.sum(live))
     return _Rows(
         largest,
         jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
         jnp.sum(jnp.where(is_label, x, 0), -1, keepdims=True),
         number,
-        jnp.sum(selected(x - shift, own), -1, keepdims=True) if config.label_smoothing else jnp.zeros_like(largest),
+        jnp.sum(selected(x - shift, live), -1, keepdims=True) if config.label_smoothing else jnp.zeros_like(largest),
     )
 
 
@@ -162,33 +156,24 @@ def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
     if config.z_loss:
         loss += config.z_loss * jnp.square(_logsumexp(rows))
     # A product, so that the derivatives are NaN as well.
-    return loss * _sound(labels, classes, loss.dtype)
-
-
-def _sound(labels: Array, classes: int, dtype: Any) -> Array:
-    """1, and NaN for a label out of range."""
-    return jnp.where((labels >= 0) & (labels < classes), 1, jnp.nan).astype(dtype)
+    return loss * nan_unless(is_class(labels, classes), loss.dtype)
 
 
 def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
     """Of the logits."""
     classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    x, shift = _capped(config, logits), _shift(rows.largest)
+    x, shift = soft_capped(logits, config.soft_cap), _shift(rows.largest)
     of_label = jnp.exp(rows.label - shift)
     of_all = rows.others + of_label
     smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0
     # The probability of the label less 1 is kept in full.
     at_label = z_term * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
-    d_loss = d_loss * _sound(labels, classes, d_loss.dtype)
-    own = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
-    is_label = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == own
+    d_loss = d_loss * nan_unless(is_class(labels, classes), d_loss.dtype)
+    local = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
+    is_label = class_index(x.shape) == local
     of_others = jnp.exp(x - shift) * ((1 + z_term) / of_all * d_loss) - smoothing / classes * d_loss
     d_x = jnp.where(is_label, at_label * d_loss, of_others)
-    return d_x if config.soft_cap is None else d_x * (1 - jnp.square(x / config.soft_cap))
-
-
-def _capped(config: Config, logits: Array) -> Array:
-    return logits if config.soft_cap is None else config.soft_cap * jnp.tanh(logits / config.soft_cap)
+    return pulled_back(d_x, x, config.soft_cap)
 
 
 # All tokens, block by block.
@@ -202,7 +187,9 @@ class Tokens(NamedTuple):
     live: Array | None
 
 
-def solve(config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None) -> tuple[Array, Gradients | None]:
+def losses_and_gradients(
+    config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None
+) -> tuple[Array, Gradients | None]:
     """The losses `[N]`, 0 where masked, and, given their cotangents `[N]`, the gradients."""
     order, place, count = _packed(config, tokens)
     state = _nothing_yet(tokens, layer, d_losses, order.size)
@@ -261,9 +248,9 @@ def _nothing_yet(tokens: Tokens, layer: Layer, d_losses: Array | None, length: i
 
 
 def _block_sizes(config: Config) -> tuple[int, ...]:
-    """Tiles of the large size, and of the small one for the rest, so that little is computed in vain."""
+    """Blocks of the large size, and of the small one for the rest, so that little is computed for nothing."""
     small = -(-config.token_block // 4)
-    return (config.token_block, small) if small >= FEWEST_IN_VAIN else (config.token_block,)
+    return (config.token_block, small) if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK else (config.token_block,)
 
 
 def _packed(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
@@ -284,11 +271,11 @@ def _unpacked(packed: Array, place: Array, live: Array | None) -> Array:
 
 
 def _rows_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> _Rows:
-    classes = divide(logits.shape[-1], config.class_block)
+    classes = divide(logits.shape[-1], config.class_tile)
     zero = jnp.zeros_like(logits[:, :1])
 
     def add(j: Any, rows: _Rows) -> _Rows:
-        return _added(rows, _of_columns(config, layer, logits, labels, classes.span(j)))
+        return _added(rows, _of_columns(config, layer, logits, labels, classes.tile(j)))
 
     return _combined(config, lax.fori_loop(0, classes.number, add, _Rows(zero - jnp.inf, *[zero] * 4)))
 
@@ -296,7 +283,7 @@ def _rows_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -
 def _add_gradients(
     config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, start: Array
 ) -> Gradients:
-    classes = divide(d_logits.shape[-1], config.class_block)
+    classes = divide(d_logits.shape[-1], config.class_tile)
     d_bias = gradients.bias
     if d_bias is not None:
         d_bias += jnp.sum(d_logits, 0)
@@ -306,7 +293,7 @@ def _add_gradients(
     columns_of_features = lax.optimization_barrier(features.T)
 
     def add(j: Any, d_kernel: Array) -> Array:
-        span = classes.span(j)
+        span = classes.tile(j)
         part = take(d_logits, 1, span)
         if span.is_ragged:
             part = jnp.where((span.start + jnp.arange(span.size) >= span.first)[None], part, 0)

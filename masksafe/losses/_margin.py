@@ -10,10 +10,12 @@ from jax import lax
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._layout import bad_elements, common_rows, elements_or_rows, of_elements
+from masksafe.losses._elementwise import bad_elements, of_elements
+from masksafe.losses._layout import common_rows, elements_or_rows
 
 # Of binary targets, element by element.
 
@@ -282,19 +284,19 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
 
     live = jnp.broadcast_to(True if mask is None else mask, shape)
-    alive = jnp.any(live, axes)
-    scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, alive)
+    live_rows = jnp.any(live, axes)
+    scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, live_rows)
     # A product, so that the whole row is NaN, in the gradient too, if the label is bad.
-    scores *= jnp.where((labels >= 0) & (labels < num_classes), 1, jnp.nan).astype(scores.dtype)[..., None]
-    is_label = lax.broadcasted_iota(labels.dtype, shape, len(rows)) == labels[..., None]
+    scores *= nan_unless(is_class(labels, num_classes), scores.dtype)[..., None]
+    is_label = at_label(labels, num_classes)
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
-    losses = loss(scores, is_label, live | ~alive[..., None])
+    losses = loss(scores, is_label, live | ~live_rows[..., None])
     # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
     is_ruled_out = _raw_score(scores, is_label) == -jnp.inf
     if mask is not None:
         is_ruled_out |= jnp.any(is_label & ~live, -1)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
-    return nan_where_bad(selected(losses, alive).astype(dtype), bad_rows)
+    return nan_where_bad(selected(losses, live_rows).astype(dtype), bad_rows)
 
 
 def _of_label(scores: Array, is_label: Array) -> Array:

@@ -9,7 +9,8 @@ from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._softmax import softmax
 from masksafe.losses._cross_entropy import soft_cross_entropy
-from masksafe.losses._layout import anything_left, broadcast_alike, classes_or_rows, wide_selected
+from masksafe.losses._elementwise import broadcast_alike
+from masksafe.losses._layout import anything_left, classes_or_rows, wide_selected
 
 
 def poly_loss_cross_entropy(

@@ -68,11 +68,11 @@ def ranking_softmax_loss(
     if weights is not None:
         targets *= wide_selected(weights, mask)
     losses = weighted_cross_entropy(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
-    alive = anything_left(mask, (len(shape) - 1,))
-    alive = None if alive is None else jnp.broadcast_to(alive, losses.shape)
-    losses = selected(losses, alive).astype(dtype)
+    live_rows = anything_left(mask, (len(shape) - 1,))
+    live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
+    losses = selected(losses, live_rows).astype(dtype)
     if reduce_fn is None:
         return losses
     if reduce_fn is jnp.mean:
-        return mean(losses, where=alive)
-    return jnp.asarray(reduce_fn(losses, where=alive))
+        return mean(losses, where=live_rows)
+    return jnp.asarray(reduce_fn(losses, where=live_rows))

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._layout import anything_left, broadcast_alike, of_elements, wide_selected
+from masksafe.losses._elementwise import broadcast_alike, of_elements
+from masksafe.losses._layout import anything_left, wide_selected
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -242,8 +243,8 @@ def cosine_distance(
       `optax.losses.cosine_distance
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_distance>`_.
     """
-    similarity, alive, dtype = _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
-    return selected(1 - similarity, alive).astype(dtype)
+    similarity, live_rows, dtype = _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
+    return selected(1 - similarity, live_rows).astype(dtype)
 
 
 def _operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:

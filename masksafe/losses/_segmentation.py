@@ -90,15 +90,15 @@ def dice_loss(
         raise ValueError(message(op, "reduction", f"value {reduction!r}", "one of mean, sum, none"))
     of_classes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = elements_or_rows(op, where, p.shape, of_classes)
-    losses, alive = _dice(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
+    losses, live_rows = _dice(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
 
     if class_weights is not None:
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
-        losses = _weighted(losses, class_weights, alive)
-    losses, alive = _without_background(losses, alive) if ignore_background else (losses, alive)
+        losses = _weighted(losses, class_weights, live_rows)
+    losses, live_rows = _without_background(losses, live_rows) if ignore_background else (losses, live_rows)
     if reduction == "mean":
-        losses = mean(losses, -1, alive)
+        losses = mean(losses, -1, live_rows)
     elif reduction == "sum":
         losses = jnp.sum(losses, -1)
     return losses.astype(dtype)
@@ -156,16 +156,16 @@ def multiclass_generalized_dice_loss(
     of_weights = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
     dtype = jnp.result_type(p.dtype, of_weights, smooth)
     mask = elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
-    losses, alive = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
+    losses, live_rows = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
     frequencies = jnp.sum(wide_selected(t, mask), range(p.ndim - 1))
-    is_present = jnp.any(alive, range(alive.ndim - 1))
+    is_present = jnp.any(live_rows, range(live_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
     number = jnp.sum(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-    losses = _weighted(losses, weights, alive)
-    losses, alive = _without_background(losses, alive) if ignore_background else (losses, alive)
-    return mean(losses, where=alive).astype(dtype)
+    losses = _weighted(losses, weights, live_rows)
+    losses, live_rows = _without_background(losses, live_rows) if ignore_background else (losses, live_rows)
+    return mean(losses, where=live_rows).astype(dtype)
 
 
 def binary_dice_loss(
@@ -255,17 +255,17 @@ def _dice(
     p = selected(p, live)
     overlap, of_p, of_t = (jnp.sum(x, axes) for x in (p * t, p, t))
     union = overlap + alpha * (of_p - overlap) + beta * (of_t - overlap) + smooth
-    alive = jnp.any(live, axes)
-    losses = 1 - (overlap + smooth) / jnp.where(alive, union, 1)
+    live_rows = jnp.any(live, axes)
+    losses = 1 - (overlap + smooth) / jnp.where(live_rows, union, 1)
     bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
-    return selected(nan_where_bad(losses, bad), alive), alive
+    return selected(nan_where_bad(losses, bad), live_rows), live_rows
 
 
-def _weighted(losses: Array, weights: Array, alive: Array) -> Array:
+def _weighted(losses: Array, weights: Array, live_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
-    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), alive)
+    return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), live_rows)
 
 
-def _without_background(losses: Array, alive: Array) -> tuple[Array, Array]:
+def _without_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
     """All but class 0, if it is not the only one."""
-    return (losses[..., 1:], alive[..., 1:]) if losses.shape[-1] > 1 else (losses, alive)
+    return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)

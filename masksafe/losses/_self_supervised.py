@@ -20,7 +20,8 @@ from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
-from masksafe.losses._layout import anything_left, broadcast_alike, elements_or_rows, wide_selected
+from masksafe.losses._elementwise import broadcast_alike
+from masksafe.losses._layout import anything_left, elements_or_rows, wide_selected
 from masksafe.losses._regression import unit
 
 
@@ -74,9 +75,13 @@ def ntxent(
     # Of each pair of samples the first may be split over devices, as the batch is; the second is on all of them.
     batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
     own_label, every_label = _split(labels, batch), _split(labels, None)
-    alive, every_alive = (_split(anything_left(mask, (1,)), axes) for axes in (batch, None))
+    live_rows, every_live_row = (_split(anything_left(mask, (1,)), axes) for axes in (batch, None))
     same = own_label[:, None] == every_label[None]
-    both = jnp.ones_like(same) if alive is None or every_alive is None else alive[:, None] & every_alive[None]
+    both = (
+        jnp.ones_like(same)
+        if live_rows is None or every_live_row is None
+        else live_rows[:, None] & every_live_row[None]
+    )
     units = unit(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
     units, every_unit = _split(units, batch), _split(units, None)
     x = jnp.matmul(units, every_unit.T, precision=jax.lax.Precision.HIGHEST) / temperature
@@ -165,11 +170,11 @@ def triplet_margin_loss(
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)
     a, p, n = (wide_selected(x, mask) for x in broadcast_alike(arrays.values(), shape))
 
-    alive = anything_left(mask, axes)
+    live_rows = anything_left(mask, axes)
 
     def distance(x: Array, y: Array) -> Array:
         # A row with nothing left has the power of 1, whose derivative is finite, whatever eps is.
-        power = selected(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, alive, 1)
+        power = selected(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, live_rows, 1)
         return jnp.power(power, 1 / jnp.asarray(norm_degree))
 
-    return selected(jnp.maximum(distance(a, p) - distance(a, n) + margin, 0), alive).astype(dtype)
+    return selected(jnp.maximum(distance(a, p) - distance(a, n) + margin, 0), live_rows).astype(dtype)

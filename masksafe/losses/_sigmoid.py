@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._layout import bad_elements, of_elements
+from masksafe.losses._elementwise import bad_elements, of_elements
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:

@@ -10,7 +10,8 @@ from masksafe._core.arguments import as_float_array, as_real_array, canonical_ax
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.losses._layout import promoted_as, wide_selected
+from masksafe.losses._elementwise import promoted_as
+from masksafe.losses._layout import wide_selected
 
 
 def smooth_labels(

@@ -11,7 +11,7 @@ import pytest
 from jax.test_util import check_grads
 
 import masksafe
-from masksafe.attention import _api, _heads
+from masksafe._core import platforms
 from masksafe.testing import assert_mask_safe
 
 attention = masksafe.dot_product_attention
@@ -32,10 +32,10 @@ def many_blocks(monkeypatch):
 
 def shrink_blocks(monkeypatch, size=4):
     # The sizes of blocks are in the key of the compilation cache, so that programs for others are not found.
-    for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
-        monkeypatch.setattr(_api, name, size)
+    for name in ("QUERY_TILE", "KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
+        monkeypatch.setattr(platforms, name, size)
     for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
-        monkeypatch.setattr(_heads, name, 1)
+        monkeypatch.setattr(platforms, name, 1)
 
 
 def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=jnp.float32, seed=0):

@@ -343,7 +343,7 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
 
     monkeypatch.setattr("masksafe.attention._blockwise.live_blocks", spy)
     shrink_blocks(monkeypatch, size)
-    monkeypatch.setattr("masksafe.attention._heads.IN_TURN_LOGITS_OF_ALL", 2**30)
+    monkeypatch.setattr("masksafe._core.platforms.IN_TURN_LOGITS_OF_ALL", 2**30)
     with jax.disable_jit():
         attention(*random_inputs(), **arguments)
     allowed = np.broadcast_to(allowed, (2, 2, 6, 7)).any((0, 1))
@@ -365,7 +365,7 @@ def test_segments_in_order_skip_all_other_blocks():
 @pytest.mark.parametrize(("length", "target"), [(1, 4), (7, 4), (8, 4), (9, 4), (13, 4)])
 def test_blocks_cover_everything_once(length, target):
     division = divide(length, target)
-    spans = [division.span(i) for i in range(division.number)]
+    spans = [division.tile(i) for i in range(division.number)]
     owned = [[n for n in range(int(s.start), int(s.start) + s.size) if n >= int(s.first)] for s in spans]
     assert [n for part in owned for n in part] == list(range(length))
     assert division.size <= target

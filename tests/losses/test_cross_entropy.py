@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from optax.losses import _classification_test as optax_suite
 
 import masksafe
-from masksafe._core import row_blocks
+from masksafe._core import platforms
 from masksafe.testing import assert_mask_safe
 
 integer = masksafe.losses.softmax_cross_entropy_with_integer_labels
@@ -41,7 +41,7 @@ CLASSES = np.array(
 def blocks(request):
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "blocks":
-            patch.setattr(row_blocks, "BLOCK_ELEMENTS", 8)
+            patch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 8)
         jax.clear_caches()
         yield
     jax.clear_caches()
@@ -794,7 +794,7 @@ def value_and_gradient(loss):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("masked", WHERE_SHAPES)
 def test_no_temporary_of_the_logits_size(dtype, masked, monkeypatch):
-    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", 2**18)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 2**18)
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), dtype), jax.ShapeDtypeStruct((2048,), jnp.int32)
     where = None if masked is None else jax.ShapeDtypeStruct(WHERE_SHAPES[masked], bool)
     step = value_and_gradient(lambda x, y, w: integer(x, y, where=w))

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import masksafe
-from masksafe._core import row_blocks
+from masksafe._core import platforms
 from masksafe.testing import assert_gradients, assert_mask_safe
 
 SHAPE = (3, 4, 5)
@@ -73,7 +73,7 @@ OTHER_OPS_SLOWLY = pytest.mark.parametrize(
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks so small that the arrays of these tests are worked through in several."""
-    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", 2)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 2)
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -131,7 +131,7 @@ def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, monkeypatch):
 
     in_blocks = value_and_gradients()
     assert "while" in jax.jit(value_and_gradients).lower().as_text()
-    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", 2**18)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 2**18)
     jax.clear_caches()
     tolerance = {"float32": 1e-6, "bfloat16": 1e-2, "float16": 2e-3}[dtype]
     jax.tree.map(

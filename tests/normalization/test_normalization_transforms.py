@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_normalization import OPS, OTHER_OPS_SLOWLY, SHAPE, WHERE, X, apply, parameters, small_blocks, used  # noqa: F401
 
 import masksafe
-from masksafe._core import row_blocks
+from masksafe._core import platforms
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 
 # One answer.
@@ -60,7 +60,7 @@ def test_sharded_arrays(kind, axis):
     ids=str,
 )
 def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, monkeypatch):
-    monkeypatch.setattr(row_blocks, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", blocks)
     jax.clear_caches()
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
     rng = np.random.default_rng(0)

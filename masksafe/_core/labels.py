@@ -1,0 +1,38 @@
+"""Labels are classes in [0, num_classes). One out of range never becomes another class: what it touches is NaN."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.typing import Array, Axes
+
+
+def is_soft(labels: Array) -> bool:
+    """Whether the labels are distributions over the classes rather than classes."""
+    return bool(jnp.issubdtype(labels.dtype, jnp.floating))
+
+
+def is_class(labels: Array, num_classes: int) -> Array:
+    """Whether each label is in [0, num_classes)."""
+    return (labels >= 0) & (labels < num_classes)
+
+
+def nan_unless(valid: Array, dtype: Any) -> Array:
+    """1, and NaN where it is not valid: a factor, so that the derivatives are NaN as well."""
+    return jnp.where(valid, 1, jnp.nan).astype(dtype)
+
+
+def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:
+    """The number of each class in an array of `shape`, whose classes are the last axis or `axes`, counted in order."""
+    axes = (len(shape) - 1,) if axes is None else axes
+    along = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes]
+    sizes = [shape[axis] for axis in axes]
+    pairs = zip(along[1:], sizes[1:], strict=True)
+    return functools.reduce(lambda index, pair: index * pair[1] + pair[0], pairs, along[0])
+
+
+def at_label(labels: Array, num_classes: int) -> Array:
+    """`[..., num_classes]`, True at the label of each row and False in a row whose label is out of range."""
+    return class_index((*labels.shape, num_classes)).astype(labels.dtype) == labels[..., None]
