@@ -29,7 +29,7 @@ def as_array(op: str, argument: str, value: Any) -> Array:
         with jax.debug_nans(False):  # a NaN that is only read is no error yet
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise TypeError(message(op, argument, _type(value), "an array")) from error
+        raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
 
 
 def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
@@ -87,7 +87,7 @@ def as_number(op: str, argument: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:  # JAX's complaint about a traced value is a TypeError
-        found = _type(value)
+        found = _describe_type(value)
         raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
 
 
@@ -101,7 +101,7 @@ def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
     return axes
 
 
-def _type(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     return f"type {type(value).__name__}"
 
 
@@ -110,7 +110,7 @@ def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
         index = operator.index(axis)
     except TypeError as error:
         is_array = isinstance(axis, (jax.Array, np.ndarray))
-        found, hint = ("an array", "A mask is given by name: where=mask.") if is_array else (_type(axis), "")
+        found, hint = ("an array", "A mask is given by name: where=mask.") if is_array else (_describe_type(axis), "")
         raise TypeError(message(op, "axis", found, "an int or a tuple of ints", hint)) from error
     if not -ndim <= index < ndim:
         expected = f"a value in [{-ndim}, {ndim}), for an array of rank {ndim}"
@@ -125,11 +125,11 @@ def check_broadcasts_to(
     trailing = tuple(target)[len(target) - len(shape) :] if len(shape) <= len(target) else None
     if trailing is None or any(n not in (1, t) for n, t in zip(shape, trailing, strict=True)):
         expected = f"a shape that broadcasts to {tuple(target)}, the shape of {of}"
-        hint = hint or at_the_front(argument, shape, target)
+        hint = hint or leading_axes_hint(argument, shape, target)
         raise ValueError(message(op, argument, f"shape {tuple(shape)}", expected, hint))
 
 
-def at_the_front(argument: str, shape: Sequence[int], target: Sequence[int]) -> str:
+def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]) -> str:
     """How to write an argument that fits the leading axes of a target of a higher rank; nothing for any other."""
     missing = len(target) - len(shape)
     if missing < 1 or any(n not in (1, t) for n, t in zip(shape, target, strict=False)):

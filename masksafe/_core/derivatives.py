@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core.sharding import Shardings, varying_alike
+from masksafe._core.sharding import Shardings, vary_alike
 from masksafe._core.switches import uses_plain_rules
 
 Primal = TypeVar("Primal", bound=Callable[..., Any])
@@ -47,7 +47,7 @@ def with_reverse_rule(
         def op(*args: Any) -> Any:
             if uses_plain_rules():
                 return primal(*args)
-            return with_reverse_rule(*varying_alike(args))
+            return with_reverse_rule(*vary_alike(args))
 
         return op  # type: ignore[return-value]
 
@@ -94,12 +94,12 @@ def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
             directions = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
             moving = [i for i, t in enumerate(directions) if not isinstance(t, SymbolicZero)]
 
-            def of_moving(*values: Any) -> Any:
+            def plain_of_moving(*values: Any) -> Any:
                 new = dict(zip(moving, values, strict=True))
                 return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
             values, velocities = ([a[i] for i in moving] for a in (leaves, directions))
-            return op(config, *primals), jax.jvp(of_moving, values, velocities)[1]
+            return op(config, *primals), jax.jvp(plain_of_moving, values, velocities)[1]
 
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 

@@ -188,12 +188,12 @@ def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -
     has_failed = jnp.zeros_like(is_bad)
     for what, finding in findings.items():
         finding = _Finding(*map(lax.stop_gradient, finding))
-        text = f"{op}: {{bad}} of {{checked}} {_escaped(what)}; first at {{index}}{{shard}}: {{value}}"
-        text += _escaped(f" (called {place_of_call()})")
+        text = f"{op}: {{bad}} of {{checked}} {_escape(what)}; first at {{index}}{{shard}}: {{value}}"
+        text += _escape(f" (called {place_of_call()})")
         if mode == "checkify":
             _stage_check(text, _details(finding))
         elif isinstance(finding.bad, jax.core.Tracer):
-            has_failed |= _staged(text)(*finding)
+            has_failed |= _staged_check(text)(*finding)
         else:
             _raise_now(text, finding)
     if mode == "checkify":
@@ -205,7 +205,7 @@ def _raise_now(text: str, finding: _Finding) -> None:
     """Raises the error in eager code."""
     with jax.debug_nans(False):  # the value may be one
         if jnp.any(finding.bad):
-            raise ValueError(_filled(text, _details(finding)))
+            raise ValueError(_fill_in(text, _details(finding)))
 
 
 def _details(finding: _Finding) -> _Details:
@@ -266,7 +266,7 @@ def _mesh_is_set() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _staged(text: str) -> Callable[[Array, Array, Array], Array]:
+def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
     """The check that fails a compiled program with the text; it takes the arrays of a finding.
 
     There is one function for each text, as JAX would compile one that it does not know. It makes one check of a `vmap`,
@@ -275,7 +275,7 @@ def _staged(text: str) -> Callable[[Array, Array, Array], Array]:
 
     @jax.custom_batching.custom_vmap
     def stage(bad: Array, checked: Array, values: Array) -> Array:
-        failed: Array = _fails(text, bad, checked, values)
+        failed: Array = _fail_if_bad(text, bad, checked, values)
         return failed
 
     @stage.def_vmap
@@ -290,7 +290,7 @@ def _staged(text: str) -> Callable[[Array, Array, Array], Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fails(text: str, bad: Array, checked: Array, values: Array) -> Array:
+def _fail_if_bad(text: str, bad: Array, checked: Array, values: Array) -> Array:
     """Makes the compiled program fail with the text if anything is bad; the result is there to be waited for.
 
     A callback of `jax.debug.callback` that raises fails the program in jit, grad, scan and remat, on every platform,
@@ -306,20 +306,20 @@ def _fails(text: str, bad: Array, checked: Array, values: Array) -> Array:
     def fail(finding: _Finding) -> Array:
         details = _details(finding)
         if manual_axes:
-            details = _of_all_shards(details, manual_axes)
-        jax.debug.callback(functools.partial(_fail, text), details, partitioned=True)
+            details = _gather_shards(details, manual_axes)
+        jax.debug.callback(functools.partial(_raise_failure, text), details, partitioned=True)
         return jnp.ones((), bool)
 
     failed: Array = lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), _Finding(bad, checked, values))
     return failed
 
 
-def _fail(text: str, details: _Details) -> None:
+def _raise_failure(text: str, details: _Details) -> None:
     if details.bad:
-        raise callback_errors.failure(_filled(text, details))
+        raise callback_errors.failure(_fill_in(text, details))
 
 
-def _of_all_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
+def _gather_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
     """The details of the first shard with anything bad, with its number and the counts of all."""
     stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), details)
     first = jnp.argmax(stacked.bad > 0)
@@ -327,7 +327,7 @@ def _of_all_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
     return one._replace(shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked))
 
 
-def _filled(text: str, details: _Details) -> str:
+def _fill_in(text: str, details: _Details) -> str:
     shard = "" if details.shard is None else f" of shard {details.shard.item()}"
     index = tuple(details.place.tolist())
     return text.format(
@@ -335,5 +335,5 @@ def _filled(text: str, details: _Details) -> str:
     )
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("{", "{{").replace("}", "}}")

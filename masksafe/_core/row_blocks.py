@@ -10,7 +10,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of
-from masksafe._core.sharding import may_loop, nothing_of
+from masksafe._core.sharding import may_loop, varying_zero
 from masksafe._core.typing import Array, Axes
 
 
@@ -46,7 +46,7 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
         return fn(rows, *others)
 
     def in_blocks(*args: Any) -> tuple[Any, Any]:
-        return _in_blocks(_Loop(fn, rows.shape[:leading], _dividing(count, block)), *args)
+        return _in_blocks(_Loop(fn, rows.shape[:leading], _divisor_near(count, block)), *args)
 
     mapped, totals = platforms.on_cpu_or_elsewhere(in_blocks, fn, rows, *others)
     return mapped, totals
@@ -75,11 +75,11 @@ def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
 @with_derivatives_of(_in_one_pass)
 def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     arrays, tree = jax.tree.flatten(args)
-    flat = [_as_bits(_flat_rows(a, loop.leading)) for a in arrays]
+    flat = [_as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     whole, rest = divmod(math.prod(loop.leading), loop.block)
 
     def apply(start: Array | int, size: int) -> tuple[Any, Any]:
-        parts = [_from_bits(_rows_from(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
+        parts = [_from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
         mapped, totals = loop.fn(*jax.tree.unflatten(tree, parts))
         return jax.tree.map(_as_bits, mapped), totals
 
@@ -88,7 +88,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         return jax.tree.map(jnp.add, totals, added), mapped
 
     outputs, totals = jax.eval_shape(loop.fn, *args)
-    zero = nothing_of(arrays)
+    zero = varying_zero(arrays)
     totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) + zero.astype(t.dtype), totals)
     totals, blocks = lax.scan(step, totals, jnp.arange(whole))
     parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
@@ -102,19 +102,19 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     return jax.tree.map(join, outputs, *parts), totals
 
 
-def _dividing(count: int, block: int) -> int:
+def _divisor_near(count: int, block: int) -> int:
     """`block`, or a divisor of `count` between half of it and it: a remainder costs a copy of everything."""
     return next((b for b in range(block, block // 2, -1) if count % b == 0), block)
 
 
-def _flat_rows(a: Array, leading: tuple[int, ...]) -> Array:
+def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
     row = a.shape[len(leading) :]
     if math.prod(a.shape[: len(leading)]) == 1:
         return a.reshape(1, *row)
     return jnp.broadcast_to(a, (*leading, *row)).reshape(-1, *row)
 
 
-def _rows_from(a: Array, start: Array | int, size: int) -> Array:
+def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
     return a if a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, size)
 
 

@@ -65,18 +65,18 @@ class Shardings:
                 return cotangent
             return jax.sharding.reshard(cotangent, sharding)
 
-        of_args = jax.tree.unflatten(self.tree, self.specs)
+        shardings = jax.tree.unflatten(self.tree, self.specs)
         is_none = lambda x: x is None  # noqa: E731
         return tuple(
             None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
-            for cotangent, sharding in zip(cotangents, of_args, strict=True)
+            for cotangent, sharding in zip(cotangents, shardings, strict=True)
         )
 
 
 # Inside `jax.shard_map`: an array varies over some axes of the mesh, and the types have to agree.
 
 
-def varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Inside `jax.shard_map`, the arguments with all floats varying over the same mesh axes.
 
     A reverse rule has to return cotangents that vary as its arguments do, and its results vary as all of them
@@ -85,7 +85,7 @@ def varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
     leaves, tree = jax.tree.flatten(args)
-    zero = nothing_of([x for x in leaves if isinstance(x, jax.Array)])
+    zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
 
     def moved(x: Any) -> Any:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
@@ -94,13 +94,13 @@ def varying_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
-def varying_with(tree: Any, others: Any) -> Any:
+def vary_with(tree: Any, others: Any) -> Any:
     """The arrays of `tree`, which inside `jax.shard_map` vary over all mesh axes over which one of `others` does."""
-    zero = nothing_of([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
+    zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
-def nothing_of(arrays: list[jax.Array]) -> jax.Array:
+def varying_zero(arrays: list[jax.Array]) -> jax.Array:
     """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
     plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))

@@ -21,7 +21,7 @@ _WITHOUT_CHECKIFY = (
 )
 
 
-def _known(op: str, argument: str, mode: str) -> str:
+def _check_mode(op: str, argument: str, mode: str) -> str:
     if mode not in LABEL_CHECKS:
         raise ValueError(message(op, argument, f"value {mode!r}", f"one of {', '.join(map(repr, LABEL_CHECKS))}"))
     return mode
@@ -29,7 +29,7 @@ def _known(op: str, argument: str, mode: str) -> str:
 
 _forward_mode = jax.make_user_context(default_value=False)
 _label_checks = jax.make_user_context(
-    default_value=_known("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE) or "off")
+    default_value=_check_mode("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE) or "off")
 )
 
 
@@ -128,7 +128,7 @@ def label_checks(mode: str) -> Iterator[None]:
       ...
       ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside [0, 5); first at (1,): 5 ...
     """
-    with _label_checks(_known("label_checks", "mode", mode)):
+    with _label_checks(_check_mode("label_checks", "mode", mode)):
         try:
             yield
         except Exception as error:
@@ -154,7 +154,7 @@ def set_label_checks(mode: str) -> None:
       >>> masksafe.set_label_checks("raise")
       >>> masksafe.set_label_checks("off")
     """
-    _label_checks.set_global(_known("set_label_checks", "mode", mode))
+    _label_checks.set_global(_check_mode("set_label_checks", "mode", mode))
 
 
 def label_check_mode() -> str:

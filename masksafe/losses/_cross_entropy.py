@@ -20,7 +20,7 @@ from masksafe._core.arguments import (
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_soft
-from masksafe._core.sharding import varying_with
+from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
     Plan,
@@ -30,7 +30,14 @@ from masksafe.losses._cross_entropy_rows import (
     probs_minus_targets,
     target_costs,
 )
-from masksafe.losses._layout import as_rows, broadcast_widened, classes_or_rows, common_rows, from_rows, with_classes
+from masksafe.losses._layout import (
+    as_mask_of_classes_or_rows,
+    as_rows,
+    broadcast_widened,
+    common_rows,
+    from_rows,
+    shape_with_classes,
+)
 
 # The public functions: check the arguments, call the core.
 
@@ -220,8 +227,8 @@ def softmax_cross_entropy_with_integer_labels(
         hint = "Soft labels and one-hot rows go to softmax_cross_entropy." if labels.ndim == logits.ndim else ""
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     rows = common_rows(op, labels, axes, logits=logits)
-    shape = with_classes(axes, rows, logits.shape)
-    where = classes_or_rows(op, where, axes, shape, logits.ndim)
+    shape = shape_with_classes(axes, rows, logits.shape)
+    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, rows)
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
     config = _Config(axes, logits.dtype, axis_name)
@@ -253,7 +260,7 @@ def soft_cross_entropy(
     if are_integers and not _has_classes(labels, axes, shape):  # the same number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
-    where = classes_or_rows(op, where, axes, shape, logits.ndim)
+    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
     return nan_where_bad(
@@ -286,7 +293,7 @@ def _forward(config: _Config, logits: Array, labels: Array, where: Array | None)
     # reverse pass finds them. Without a reverse pass the buffer would be a new one: then blocks are better.
     in_one_pass = where is None and not is_soft(labels) and logits.dtype.itemsize >= 4
     rows = _evaluate(config, not in_one_pass, logits, labels, where)
-    return _finish(config, logits, rows), (logits, labels, where, rows)
+    return _loss_of_rows(config, logits, rows), (logits, labels, where, rows)
 
 
 def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
@@ -295,12 +302,12 @@ def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Arr
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def _cross_entropy(config: _Config, logits: Array, labels: Array, where: Array | None) -> Array:
-    return _finish(config, logits, _evaluate(config, True, logits, labels, where))
+    return _loss_of_rows(config, logits, _evaluate(config, True, logits, labels, where))
 
 
-def _finish(config: _Config, logits: Array, rows: Rows) -> Array:
+def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
     loss: Array = rows.loss.squeeze(-1).astype(config.dtype)
-    return loss if config.axis_name is None else varying_with(loss, logits)
+    return loss if config.axis_name is None else vary_with(loss, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

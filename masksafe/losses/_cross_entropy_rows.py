@@ -67,12 +67,12 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     x, labels, where = primals
     x_dot, labels_dot, _ = tangents
     rows = evaluate_rows(plan, x, labels, where)
-    x_dot = _instantiated(x_dot, x)
+    x_dot = _instantiate(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
     d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
     d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
-    d_anchor_log_prob = _at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
+    d_anchor_log_prob = _value_at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are left alone: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
@@ -83,7 +83,7 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_anchor, d_anchor_log_prob)
 
 
-def _instantiated(tangent: Any, primal: Array) -> Array:
+def _instantiate(tangent: Any, primal: Array) -> Array:
     if isinstance(tangent, SymbolicZero):
         tangent = zero_from_primal(primal, symbolic_zeros=False)
     dense: Array = tangent
@@ -97,13 +97,13 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
         return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
     x = selected(x, where, -jnp.inf)
     largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
-    anchor = _first(x == largest) if is_soft(labels) else _class_of(axis_name, labels, x.shape[-1])
+    anchor = _first_class(x == largest) if is_soft(labels) else _anchor_of_labels(axis_name, labels, x.shape[-1])
     # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
     live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
     anchor = selected(anchor, live_rows, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    anchor_z = selected(_at_anchor(axis_name, x, anchor).astype(dtype) - shift, live_rows, 0)
-    others = sharding.sum_over_devices(axis_name, _sum(_others(x, shift, anchor)))
+    anchor_z = selected(_value_at_anchor(axis_name, x, anchor).astype(dtype) - shift, live_rows, 0)
+    others = sharding.sum_over_devices(axis_name, _sum(_exp_of_others(x, shift, anchor)))
     log_sum = jnp.log1p(others + jnp.expm1(anchor_z))
 
     rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
@@ -121,7 +121,7 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
     """The derivative of the loss with respect to the unmasked logits; NaN in a row that is not sound."""
     x = selected(x, where, -jnp.inf)
     scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
-    errors = _others(x, rows.shift, rows.anchor) * scale
+    errors = _exp_of_others(x, rows.shift, rows.anchor) * scale
     anchor_target: Array | float = 1.0
     if is_soft(labels):
         t = selected(labels.astype(rows.loss.dtype), where, 0)
@@ -147,19 +147,19 @@ def is_sound(rows: Rows) -> Array:
     return jnp.isfinite(rows.log_sum) & ~jnp.isnan(rows.loss)
 
 
-def _others(x: Array, shift: Array, anchor: Array) -> Array:
+def _exp_of_others(x: Array, shift: Array, anchor: Array) -> Array:
     """exp(x - shift) of every class but the anchor."""
     return jnp.where(class_index(x.shape) == anchor, 0, jnp.exp(x.astype(shift.dtype) - shift))
 
 
-def _first(found: Array) -> Array:
+def _first_class(found: Array) -> Array:
     """The first class where `found` is True, -1 if there is none. On a CPU it is far faster than argmax."""
     num_classes = found.shape[-1]
     first = jnp.min(jnp.where(found, class_index(found.shape), num_classes), -1, keepdims=True)
     return jnp.where(first == num_classes, -1, first)
 
 
-def _class_of(axis_name: str | None, labels: Array, number: int) -> Array:
+def _anchor_of_labels(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32, with -1 for those outside [0, num_classes) and `number` for those on another device."""
     valid = is_class(labels, sharding.size_over_devices(axis_name, number))
     local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
@@ -167,7 +167,7 @@ def _class_of(axis_name: str | None, labels: Array, number: int) -> Array:
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
 
 
-def _at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
+def _value_at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
     """x[..., anchor], of the device that has it."""
     if axis_name is None:
         return _pick(x, anchor)

@@ -16,7 +16,7 @@ from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._softmax import log_softmax
-from masksafe.losses._layout import elements_or_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
 def ctc_loss(
@@ -143,7 +143,7 @@ def _ctc_loss(
     frame_paddings = as_real_array(op, "logit_paddings", logit_paddings)
     label_paddings = as_real_array(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
-    mask = elements_or_rows(op, where, logits.shape, (1, 2))
+    mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
 
     live = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
     live = live if mask is None else live & mask
@@ -155,10 +155,12 @@ def _ctc_loss(
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
     dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
-    state, states = _run(log_probs, frames.T, labels, counts, blank_id, jnp.asarray(log_epsilon, log_probs.dtype))
+    state, states = _scan_frames(
+        log_probs, frames.T, labels, counts, blank_id, jnp.asarray(log_epsilon, log_probs.dtype)
+    )
 
     # The last label may be followed by a blank or not.
-    of_blank = _blank_after(state.blank, state.label)
+    of_blank = _merge_into_blank(state.blank, state.label)
     loss = -jnp.take_along_axis(of_blank, jnp.sum(counts, 1, keepdims=True), 1)[:, 0]
     is_valid = is_class(labels, logits.shape[-1])
     loss *= nan_unless(jnp.all(is_valid | ~counts, 1), dtype)
@@ -170,7 +172,7 @@ def _ctc_loss(
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _run(
+def _scan_frames(
     log_probs: Array, frames: Array, labels: Array, counts: Array, blank_id: int, log_epsilon: Array
 ) -> tuple[_State, _State]:
     """The states after the last and after every frame."""
@@ -183,9 +185,9 @@ def _run(
 
     def step(state: _State, frame: tuple[Array, Array, Array]) -> tuple[_State, _State]:
         of_blank, of_label, is_live = frame
-        ready = _blank_after(state.blank, state.label + if_repeated)
+        ready = _merge_into_blank(state.blank, state.label + if_repeated)
         label = _log_add(ready[:, :-1], state.label) + of_label
-        blank = _blank_after(ready + of_blank, state.label + of_blank + if_not)
+        blank = _merge_into_blank(ready + of_blank, state.label + of_blank + if_not)
         is_live = is_live[:, None]
         new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
         return new, new
@@ -199,7 +201,7 @@ def _run(
     return lax.scan(step, first, (of_blanks, of_labels, frames))
 
 
-def _blank_after(blank: Array, label: Array) -> Array:
+def _merge_into_blank(blank: Array, label: Array) -> Array:
     """The blank's probabilities with those of a label in front of it added."""
     return jnp.concatenate([blank[:, :1], _log_add(blank[:, 1:], label)], -1)
 

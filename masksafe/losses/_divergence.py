@@ -53,7 +53,7 @@ def kl_divergence(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence>`_; Kullback and Leibler, "On
       Information and Sufficiency", 1951.
     """
-    return _of_targets("kl_divergence", log_predictions, targets, axis, where, _divergence)
+    return _divergence_from_targets("kl_divergence", log_predictions, targets, axis, where, _kl_terms)
 
 
 def generalized_kl_divergence(
@@ -90,7 +90,9 @@ def generalized_kl_divergence(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.generalized_kl_divergence>`_; Bregman, "The
       relaxation method of finding the common point of convex sets", 1967.
     """
-    return _of_targets("generalized_kl_divergence", log_predictions, targets, axis, where, _generalized)
+    return _divergence_from_targets(
+        "generalized_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
+    )
 
 
 def convex_kl_divergence(
@@ -104,7 +106,9 @@ def convex_kl_divergence(
       >>> print(f"{masksafe.losses.convex_kl_divergence(log_p, t):.4f}")
       0.7726
     """
-    return _of_targets("convex_kl_divergence", log_predictions, targets, axis, where, _generalized)
+    return _divergence_from_targets(
+        "convex_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
+    )
 
 
 def kl_divergence_with_log_targets(
@@ -147,23 +151,23 @@ def kl_divergence_with_log_targets(
         as_float_array(op, "log_predictions", log_predictions),
         as_float_array(op, "log_targets", log_targets),
     )
-    shape, axes, mask = _layout(op, log_p, log_t, "log_targets", axis, where)
+    shape, axes, mask = _read_layout(op, log_p, log_t, "log_targets", axis, where)
     bad = check_elements(op, jnp.broadcast_to(log_t, shape), mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
-    return _sum(log_p, log_t, shape, axes, mask, _divergence_of_logs, bad)
+    return _sum_terms(log_p, log_t, shape, axes, mask, _kl_terms_of_logs, bad)
 
 
-def _of_targets(
+def _divergence_from_targets(
     op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Terms
 ) -> Array:
     """The sum of the unmasked `terms(log_predictions, targets)`; at masked places both are 0."""
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
-    shape, axes, mask = _layout(op, log_p, t, "targets", axis, where)
+    shape, axes, mask = _read_layout(op, log_p, t, "targets", axis, where)
     is_valid = lambda t: (t >= 0) & (t < jnp.inf)  # noqa: E731
     bad = check_elements(op, jnp.broadcast_to(t, shape), mask, is_valid, "negative or not finite")
-    return _sum(log_p, t, shape, axes, mask, terms, bad)
+    return _sum_terms(log_p, t, shape, axes, mask, terms, bad)
 
 
-def _sum(
+def _sum_terms(
     log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
 ) -> Array:
     dtype = jnp.result_type(log_p, t)
@@ -172,7 +176,7 @@ def _sum(
     return nan_where_bad(loss, None if bad is None else jnp.any(bad, axes))
 
 
-def _layout(
+def _read_layout(
     op: str, log_p: Array, t: Array, name: str, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[tuple[int, ...], Axes, Array | None]:
     """The common shape, the axes of the classes, and the mask at the rank of the shape."""
@@ -181,22 +185,22 @@ def _layout(
     return shape, canonical_axes(op, axis, len(shape)), mask
 
 
-def _divergence(log_p: Array, t: Array) -> Array:
+def _kl_terms(log_p: Array, t: Array) -> Array:
     is_zero = t == 0
     positive = jnp.where(is_zero, 1, t)
-    return jnp.where(is_zero, _zero_times(log_p), positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
+    return jnp.where(is_zero, _zero_times_log(log_p), positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
 
 
-def _divergence_of_logs(log_p: Array, log_t: Array) -> Array:
+def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
     is_zero = log_t == -jnp.inf
     difference = jnp.where(is_zero, 0, log_t) - jnp.where(is_zero & (log_p == -jnp.inf), 0, log_p)
     return jnp.exp(log_t) * difference
 
 
-def _zero_times(log_p: Array) -> Array:
+def _zero_times_log(log_p: Array) -> Array:
     """0 * log p, with 0 log 0 = 0: a NaN or +inf, which is no logarithm of a probability, shows."""
     return lax.stop_gradient(jnp.where(log_p == -jnp.inf, 0, 0 * log_p))
 
 
-def _generalized(log_p: Array, t: Array) -> Array:
-    return _divergence(log_p, t) + jnp.exp(log_p) - t
+def _generalized_kl_terms(log_p: Array, t: Array) -> Array:
+    return _kl_terms(log_p, t) + jnp.exp(log_p) - t

@@ -18,10 +18,10 @@ from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._layout import elements_or_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
-def of_elements(
+def elementwise_loss(
     op: str,
     where: ArrayLike | None,
     types: Sequence[Any],
@@ -35,9 +35,9 @@ def of_elements(
     It has the dtype to which JAX promotes `types`, arrays, numbers or dtypes.
     """
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
-    mask = elements_or_rows(op, where, shape, ())
+    mask = as_mask_of_elements_or_rows(op, where, shape, ())
     arrays = (wide_selected(x, mask) for x in broadcast_alike(arguments.values(), shape))
-    return promoted_as(types, nan_where_bad(selected(loss(*arrays), mask), bad))
+    return cast_to_promoted(types, nan_where_bad(selected(loss(*arrays), mask), bad))
 
 
 def bad_elements(
@@ -46,7 +46,7 @@ def bad_elements(
     """Which of the labels, the last of the arguments, are not valid, while checks are on; see `check_elements`."""
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
-    return check_elements(op, labels, elements_or_rows(op, where, shape, ()), is_valid, otherwise)
+    return check_elements(op, labels, as_mask_of_elements_or_rows(op, where, shape, ()), is_valid, otherwise)
 
 
 def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -59,7 +59,7 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
     return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
 
 
-def promoted_as(types: Sequence[Any], x: Array) -> Array:
+def cast_to_promoted(types: Sequence[Any], x: Array) -> Array:
     """`x` in the dtype to which JAX promotes `types`; weakly typed, as a Python number is, if that is."""
     dtype = jnp.result_type(*types)
     if not _is_weak(types, dtype):

@@ -11,7 +11,7 @@ from masksafe._core.arguments import as_real_array, broadcast_shapes, message
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._layout import anything_left, elements_or_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
 
 
 def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]:
@@ -54,16 +54,16 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
             expected = f"[..., dim], dim being that of scores {scores.shape}"
             raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
-        mask = elements_or_rows(op, where, shape, axes)
+        mask = as_mask_of_elements_or_rows(op, where, shape, axes)
         dtype = float_dtype(jnp.zeros(0, jnp.result_type(scores, targets)))
         s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
 
         if mask is None or mask.shape[-1] == 1:  # whole rows: max_fun needs to know of no mask
             largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)
         else:
-            of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
-            largest = jnp.vectorize(of_row, signature="(n),(n)->()")(s, jnp.broadcast_to(mask, shape))
-        loss = selected(largest - jnp.sum(t * s, -1), anything_left(mask, axes))
+            max_of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
+            largest = jnp.vectorize(max_of_row, signature="(n),(n)->()")(s, jnp.broadcast_to(mask, shape))
+        loss = selected(largest - jnp.sum(t * s, -1), find_live_rows(mask, axes))
         return jnp.broadcast_to(loss, shape[:-1]).astype(dtype)
 
     return fenchel_young_loss

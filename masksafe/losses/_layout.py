@@ -9,21 +9,21 @@ import math
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import at_rank_of, at_the_front, check_broadcasts_to, message
+from masksafe._core.arguments import at_rank_of, check_broadcasts_to, leading_axes_hint, message
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import as_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes
 
 
-def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
+def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
     """A mask of elements, of the rank of the input `shape`, or of rows, of its rank without `axes`; at the former rank.
 
     Any other rank is refused, also where it would broadcast: two sizes may be equal by chance.
     """
     if where is None:
         return None
-    where, rows = as_mask(op, "where", where), without(axes, shape)
+    where, rows = as_mask(op, "where", where), shape_without(axes, shape)
     if where.ndim == len(shape):
         check_broadcasts_to(op, "where", where.shape, shape, "the input")
         return where
@@ -33,11 +33,11 @@ def elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], a
     expected = f"rank {len(shape)}, to mask elements of the input {shape}"
     if axes:
         expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
-    hint = at_the_front("where", where.shape, shape)
+    hint = leading_axes_hint("where", where.shape, shape)
     raise ValueError(message(op, "where", f"shape {where.shape}", expected, hint))
 
 
-def classes_or_rows(
+def as_mask_of_classes_or_rows(
     op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...], logits_ndim: int
 ) -> Array | None:
     """The mask at the rank of `shape`. Of the logits' rank it masks classes, else whole rows (optax's rule).
@@ -50,13 +50,13 @@ def classes_or_rows(
     if where.ndim in (logits_ndim, len(shape)):
         return at_rank_of(op, "where", where, shape, "logits and labels together")
     of_rows = "the loss, for a mask of rows; a mask of classes has the rank of logits"
-    return jnp.expand_dims(at_rank_of(op, "where", where, without(axes, shape), of_rows), axes)
+    return jnp.expand_dims(at_rank_of(op, "where", where, shape_without(axes, shape), of_rows), axes)
 
 
 def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[int, ...]:
     """The common shape of the labels and of the rows of the scores, which have the classes on `axes` too."""
     ((name, x),) = scores.items()
-    rows = without(axes, x.shape)
+    rows = shape_without(axes, x.shape)
     try:
         return jnp.broadcast_shapes(rows, labels.shape)
     except ValueError as error:
@@ -67,12 +67,12 @@ def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[in
         raise ValueError(message(op, f"{name} and labels", shapes, expected)) from error
 
 
-def without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape without `axes`."""
     return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
-def anything_left(where: Array | None, axes: Axes) -> Array | None:
+def find_live_rows(where: Array | None, axes: Axes) -> Array | None:
     """Which rows have an unmasked element; None is all."""
     return None if where is None else jnp.any(where, axes)
 
@@ -82,7 +82,7 @@ def wide_selected(x: Array, where: Array | None) -> Array:
     return widened(selected(x, where))
 
 
-def with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+def shape_with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of logits with these rows, and with the classes that `shape` has on `axes`."""
     remaining = iter(rows)
     return tuple(n if i in axes else next(remaining) for i, n in enumerate(shape))
@@ -98,15 +98,15 @@ def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
 
 def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Array, Array | None]:
     """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
-    labels = _classes_last(axes, labels) if is_soft(labels) else labels[..., None]
+    labels = _move_classes_last(axes, labels) if is_soft(labels) else labels[..., None]
     if where is not None:
         if any(where.shape[a] > 1 for a in axes):
-            where = jnp.broadcast_to(where, with_classes(axes, without(axes, where.shape), logits.shape))
-        where = _classes_last(axes, where)
-    return _classes_last(axes, logits), labels, where
+            where = jnp.broadcast_to(where, shape_with_classes(axes, shape_without(axes, where.shape), logits.shape))
+        where = _move_classes_last(axes, where)
+    return _move_classes_last(axes, logits), labels, where
 
 
-def _classes_last(axes: Axes, x: Array) -> Array:
+def _move_classes_last(axes: Axes, x: Array) -> Array:
     """`x` with the axes of the classes as one axis, the last."""
     moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]

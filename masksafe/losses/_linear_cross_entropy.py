@@ -17,7 +17,7 @@ from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import has_symbolic_size, may_loop, varying_with
+from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._linear_cross_entropy_blocks import (
     Config,
@@ -107,8 +107,8 @@ def linear_softmax_cross_entropy(
       al., "PaLM", 2022, the soft cap that of Gemma Team, "Gemma 2", 2024, the smoothing that of Szegedy et al.,
       "Rethinking the Inception Architecture", 2016.
     """
-    features, kernel, bias = _operands(features, kernel, bias)
-    labels, where = _of_tokens(features, labels, where)
+    features, kernel, bias = _read_operands(features, kernel, bias)
+    labels, where = _read_labels(features, labels, where)
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
     axis_name = sharding.as_axis_name(_OP, axis_name)
@@ -130,7 +130,7 @@ def linear_softmax_cross_entropy(
 # The arguments.
 
 
-def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) -> tuple[Array, Array, Array | None]:
+def _read_operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) -> tuple[Array, Array, Array | None]:
     features, kernel = as_float_array(_OP, "features", features), as_float_array(_OP, "kernel", kernel)
     if features.ndim == 0:
         raise ValueError(message(_OP, "features", "shape ()", "[..., D]"))
@@ -146,7 +146,7 @@ def _operands(features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None) ->
     return features, kernel, bias
 
 
-def _of_tokens(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
+def _read_labels(features: Array, labels: ArrayLike, where: ArrayLike | None) -> tuple[Array, Array | None]:
     labels, shape = as_label_array(_OP, "labels", labels), features.shape[:-1]
     if labels.shape != shape:
         expected = f"{shape}, that of features {features.shape} without its last axis"
@@ -190,8 +190,8 @@ def _configure(
 
 def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     features, labels, live, kernel, bias = args
-    d_losses = jnp.full(labels.shape, _unit(features, kernel), _wide(features, kernel))
-    losses, gradients = _evaluate(config, *args, d_losses)
+    d_losses = jnp.full(labels.shape, _cotangent_scale(features, kernel), _sum_dtype(features, kernel))
+    losses, gradients = _evaluate_gradients(config, *args, d_losses)
     empty = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
     return jnp.sum(losses), (gradients, live, empty)
 
@@ -199,7 +199,7 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     gradients, live, empty = residuals  # the empty arrays tell the dtypes of the arguments
     d_features, d_kernel, _ = empty
-    d_total = sharding.whole_cotangent(config.axis_name, d_total) / _unit(d_features, d_kernel)
+    d_total = sharding.whole_cotangent(config.axis_name, d_total) / _cotangent_scale(d_features, d_kernel)
     is_wanted = d_total != 0  # where it is 0, a NaN of the op has been selected away behind it
 
     def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
@@ -214,7 +214,7 @@ def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any,
     return d_features, None, None, d_kernel, d_bias
 
 
-def _unit(features: Array, kernel: Array) -> float:
+def _cotangent_scale(features: Array, kernel: Array) -> float:
     """The cotangent with which the gradients of a sum are computed, before the real one is known.
 
     Cotangents of the logits are rounded to the dtype of the kernel: those of float16 are to lie in its range.
@@ -226,11 +226,11 @@ def _unit(features: Array, kernel: Array) -> float:
 def _total(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
-    return jnp.sum(_value(config, features, labels, live, kernel, bias))
+    return jnp.sum(_evaluate_losses(config, features, labels, live, kernel, bias))
 
 
 def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    return _value(config, *args), args
+    return _evaluate_losses(config, *args), args
 
 
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
@@ -240,7 +240,7 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
     live = is_wanted if live is None else is_wanted & live
     args = (features, labels, live, kernel, bias)
     d_losses = jnp.where(live, d_losses, 0)
-    _, gradients = _evaluate(config, *args, d_losses)
+    _, gradients = _evaluate_gradients(config, *args, d_losses)
     d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
     return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
@@ -249,18 +249,18 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
 def _losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
-    return _value(config, features, labels, live, kernel, bias)
+    return _evaluate_losses(config, features, labels, live, kernel, bias)
 
 
 # The kernels, and what they are differentiated as.
 
 
-def _wide(features: Array, kernel: Array) -> Any:
+def _sum_dtype(features: Array, kernel: Array) -> Any:
     """The dtype of the sums."""
     return widened(jnp.zeros(0, jnp.promote_types(features.dtype, kernel.dtype))).dtype
 
 
-def _flat(
+def _flatten(
     features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> tuple[Tokens, Layer]:
     """The tokens on one axis, and features and kernel of one dtype."""
@@ -271,74 +271,74 @@ def _flat(
     return Tokens(features, labels.reshape(-1), live), Layer(kernel.astype(dtype), bias)
 
 
-def _is_in_one_pass(args: Any) -> bool:
+def _needs_one_pass(args: Any) -> bool:
     """Whether JAX refuses a loop over the tokens, or there are none."""
     return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
 
 
-def _losses_plainly(
+def _differentiable_losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
     """The same losses in a form that JAX differentiates to any order, in blocks of fixed number if it can be."""
     args = features, labels, live, kernel, bias
-    tokens, layer = _flat(*args)
+    tokens, layer = _flatten(*args)
 
     def of_tokens(tokens: Tokens) -> Array:
         labels, live = tokens.labels[..., None], None if tokens.live is None else tokens.live[..., None]
-        logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_wide(features, kernel))
+        logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_sum_dtype(features, kernel))
         if layer.bias is not None:
             logits += jnp.expand_dims(layer.bias, range(logits.ndim - 1)).astype(logits.dtype)
         losses = losses_of_logits(config, layer, selected(logits, live), selected(labels, live))
         return selected(losses, live)[..., 0]
 
-    if _is_in_one_pass(args):
+    if _needs_one_pass(args):
         losses = of_tokens(tokens)
     else:
         losses = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
-    return cast(Array, varying_with(losses.reshape(labels.shape), args))
+    return cast(Array, vary_with(losses.reshape(labels.shape), args))
 
 
-@with_derivatives_of(_losses_plainly)
+@with_derivatives_of(_differentiable_losses)
 @functools.partial(jax.jit, static_argnums=0)
-def _value_in_blocks(config: Config, *args: Any) -> Array:
-    return losses_and_gradients(config, *_flat(*args), None)[0].reshape(args[1].shape)
+def _losses_in_blocks(config: Config, *args: Any) -> Array:
+    return losses_and_gradients(config, *_flatten(*args), None)[0].reshape(args[1].shape)
 
 
-def _value(config: Config, *args: Any) -> Array:
-    return (_losses_plainly if _is_in_one_pass(args) else _value_in_blocks)(config, *args)
+def _evaluate_losses(config: Config, *args: Any) -> Array:
+    return (_differentiable_losses if _needs_one_pass(args) else _losses_in_blocks)(config, *args)
 
 
-def _evaluate_plainly(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+def _differentiable_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     features, labels, live, kernel, bias, d_losses = args_and_d_losses
 
     def of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
         return sharding.same_on_all_devices(
-            config.axis_name, _losses_plainly(config, features, labels, live, kernel, bias)
+            config.axis_name, _differentiable_losses(config, features, labels, live, kernel, bias)
         )
 
     floats = features, kernel, bias
-    if _unit(features, kernel) != 1:  # cotangents of float16 would be float16, too narrow for such a unit
+    if _cotangent_scale(features, kernel) != 1:  # cotangents of float16 would be float16, too narrow for such a unit
         floats = jax.tree.map(widened, floats)
     losses, reverse = jax.vjp(of_floats, *floats)
     d_losses = sharding.same_on_all_devices(config.axis_name, d_losses) * jnp.ones_like(
         losses
     )  # split over devices as the losses are
-    dtype = _wide(features, kernel)  # that of the sums in blocks, whatever dtypes the arguments have
+    dtype = _sum_dtype(features, kernel)  # that of the sums in blocks, whatever dtypes the arguments have
     gradients = jax.tree.map(lambda gradient: gradient.astype(dtype), Gradients(*reverse(d_losses)))
-    return cast(tuple[Array, Gradients], varying_with((losses, gradients), args_and_d_losses))
+    return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
 
 
-@with_derivatives_of(_evaluate_plainly)
+@with_derivatives_of(_differentiable_gradients)
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+def _gradients_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     *args, d_losses = args_and_d_losses
-    losses, gradients = losses_and_gradients(config, *_flat(*args), d_losses.reshape(-1))
+    losses, gradients = losses_and_gradients(config, *_flatten(*args), d_losses.reshape(-1))
     assert gradients is not None
     features, labels, *_ = args
     return losses.reshape(labels.shape), gradients._replace(features=gradients.features.reshape(features.shape))
 
 
-def _evaluate(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
+def _evaluate_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     """The losses, and the gradients of their sum with weights."""
-    evaluate = _evaluate_plainly if _is_in_one_pass(args_and_d_losses) else _evaluate_in_blocks
+    evaluate = _differentiable_gradients if _needs_one_pass(args_and_d_losses) else _gradients_in_blocks
     return evaluate(config, *args_and_d_losses)

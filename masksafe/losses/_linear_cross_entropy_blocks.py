@@ -33,7 +33,7 @@ from masksafe._core import platforms, sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import nothing_of
+from masksafe._core.sharding import varying_zero
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
@@ -76,7 +76,7 @@ def default_class_tile(width: int, token_block: int) -> int:
 # The losses of some tokens, given their logits `[..., V]`.
 
 
-class _Rows(NamedTuple):
+class _RowSums(NamedTuple):
     """Sums over the classes of each row `[..., 1]`."""
 
     largest: Array
@@ -89,10 +89,12 @@ class _Rows(NamedTuple):
 def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
     """`[..., 1]`; NaN, with NaN derivatives, for a label out of range. JAX may differentiate it."""
     columns = divide(logits.shape[-1], logits.shape[-1]).tile(0)
-    return _losses(config, layer, _combined(config, _of_columns(config, layer, logits, labels, columns)), labels)
+    return _row_losses(
+        config, layer, _combine_devices(config, _sums_of_tile(config, layer, logits, labels, columns)), labels
+    )
 
 
-def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, columns: Tile) -> _Rows:
+def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, columns: Tile) -> _RowSums:
     """The sums over a block of classes."""
     x = soft_capped(take(logits, logits.ndim - 1, columns), config.soft_cap)
     index = columns.start + class_index(x.shape)
@@ -100,10 +102,10 @@ def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, colu
     is_label = index == sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if live is None else is_label & live
     largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
-    shift = _shift(largest)
+    shift = _finite_shift(largest)
     is_other = ~is_label if live is None else ~is_label & live
     number = jnp.zeros_like(largest) + (x.shape[-1] if live is None else jnp.sum(live))
-    return _Rows(
+    return _RowSums(
         largest,
         jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
         jnp.sum(jnp.where(is_label, x, 0), -1, keepdims=True),
@@ -112,42 +114,42 @@ def _of_columns(config: Config, layer: Layer, logits: Array, labels: Array, colu
     )
 
 
-def _added(a: _Rows, b: _Rows) -> _Rows:
+def _add_sums(a: _RowSums, b: _RowSums) -> _RowSums:
     largest = jnp.maximum(a.largest, b.largest)
-    a, b = _relative_to(largest, a), _relative_to(largest, b)
-    return _Rows(largest, a.others + b.others, a.label + b.label, a.number + b.number, a.total + b.total)
+    a, b = _rebase_sums(largest, a), _rebase_sums(largest, b)
+    return _RowSums(largest, a.others + b.others, a.label + b.label, a.number + b.number, a.total + b.total)
 
 
-def _relative_to(largest: Array, rows: _Rows) -> _Rows:
+def _rebase_sums(largest: Array, rows: _RowSums) -> _RowSums:
     """The same sums with a larger logit taken off."""
-    step = _shift(rows.largest) - _shift(largest)
+    step = _finite_shift(rows.largest) - _finite_shift(largest)
     others = jnp.where(rows.largest == -jnp.inf, 0, rows.others * jnp.exp(step))
     return rows._replace(largest=largest, others=others, total=rows.total + rows.number * step)
 
 
-def _shift(largest: Array) -> Array:
+def _finite_shift(largest: Array) -> Array:
     """What is taken off the logits: the largest, or 0 where there is none."""
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def _combined(config: Config, rows: _Rows) -> _Rows:
+def _combine_devices(config: Config, rows: _RowSums) -> _RowSums:
     """The sums over the classes of all devices."""
     if config.axis_name is None:
         return rows
     total = functools.partial(sharding.sum_over_devices, config.axis_name)
     largest = sharding.max_over_devices(config.axis_name, lax.stop_gradient(rows.largest))
-    rows = _relative_to(largest, rows)
-    return _Rows(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
+    rows = _rebase_sums(largest, rows)
+    return _RowSums(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
 
 
-def _logsumexp(rows: _Rows) -> Array:
-    shift = _shift(rows.largest)
+def _logsumexp(rows: _RowSums) -> Array:
+    shift = _finite_shift(rows.largest)
     return shift + jnp.log(rows.others + jnp.exp(rows.label - shift))
 
 
-def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
+def _row_losses(config: Config, layer: Layer, rows: _RowSums, labels: Array) -> Array:
     smoothing, classes = config.label_smoothing, sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    label = rows.label - _shift(rows.largest)
+    label = rows.label - _finite_shift(rows.largest)
     loss = jnp.log1p(rows.others + jnp.expm1(label))
     if smoothing < 1:
         loss -= (1 - smoothing) * label
@@ -159,20 +161,22 @@ def _losses(config: Config, layer: Layer, rows: _Rows, labels: Array) -> Array:
     return loss * nan_unless(is_class(labels, classes), loss.dtype)
 
 
-def _cotangents(config: Config, layer: Layer, logits: Array, labels: Array, rows: _Rows, d_loss: Array) -> Array:
+def _logit_cotangents(
+    config: Config, layer: Layer, logits: Array, labels: Array, rows: _RowSums, d_loss: Array
+) -> Array:
     """Of the logits."""
     classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    x, shift = soft_capped(logits, config.soft_cap), _shift(rows.largest)
-    of_label = jnp.exp(rows.label - shift)
-    of_all = rows.others + of_label
+    x, shift = soft_capped(logits, config.soft_cap), _finite_shift(rows.largest)
+    exp_label = jnp.exp(rows.label - shift)
+    exp_total = rows.others + exp_label
     smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0
     # The probability of the label less 1 is kept in full.
-    at_label = z_term * of_label / of_all - rows.others / of_all + smoothing - smoothing / classes
+    at_label = z_term * exp_label / exp_total - rows.others / exp_total + smoothing - smoothing / classes
     d_loss = d_loss * nan_unless(is_class(labels, classes), d_loss.dtype)
     local = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = class_index(x.shape) == local
-    of_others = jnp.exp(x - shift) * ((1 + z_term) / of_all * d_loss) - smoothing / classes * d_loss
-    d_x = jnp.where(is_label, at_label * d_loss, of_others)
+    d_others = jnp.exp(x - shift) * ((1 + z_term) / exp_total * d_loss) - smoothing / classes * d_loss
+    d_x = jnp.where(is_label, at_label * d_loss, d_others)
     return pulled_back(d_x, x, config.soft_cap)
 
 
@@ -191,24 +195,24 @@ def losses_and_gradients(
     config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None
 ) -> tuple[Array, Gradients | None]:
     """The losses `[N]`, 0 where masked, and, given their cotangents `[N]`, the gradients."""
-    order, place, count = _packed(config, tokens)
-    state = _nothing_yet(tokens, layer, d_losses, order.size)
+    order, place, count = _pack(config, tokens)
+    state = _initial_state(tokens, layer, d_losses, order.size)
 
     def one_block(start: Any, size: int, state: _State) -> _State:
         chosen = lax.dynamic_slice_in_dim(order, start, size)
         live = start + jnp.arange(size) < count
         features = jnp.where(live[:, None], tokens.features[chosen], 0)
         labels = jnp.where(live, tokens.labels[chosen], 0)[:, None]
-        logits = _product(features, layer.kernel, 1, 0)
+        logits = _matmul(features, layer.kernel, 1, 0)
         if layer.bias is not None:
             logits += layer.bias[None].astype(logits.dtype)
-        rows = _rows_of_block(config, layer, logits, labels)
-        new = jnp.where(live, _losses(config, layer, rows, labels)[:, 0], 0)
+        rows = _sums_of_block(config, layer, logits, labels)
+        new = jnp.where(live, _row_losses(config, layer, rows, labels)[:, 0], 0)
         losses = lax.dynamic_update_slice_in_dim(state.losses, new, start, 0)
         if d_losses is None or state.gradients is None:
             return _State(losses, None)
         d_loss = jnp.where(live, d_losses[chosen].astype(losses.dtype), 0)[:, None]
-        d_logits = _cotangents(config, layer, logits, labels, rows, d_loss)
+        d_logits = _logit_cotangents(config, layer, logits, labels, rows, d_loss)
         return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, start))
 
     done: Any = 0
@@ -222,8 +226,8 @@ def losses_and_gradients(
         done += number * size
     losses, gradients = state
     if gradients is not None:
-        gradients = gradients._replace(features=_unpacked(gradients.features, place, tokens.live))
-    return _unpacked(losses, place, tokens.live), gradients
+        gradients = gradients._replace(features=_unpack(gradients.features, place, tokens.live))
+    return _unpack(losses, place, tokens.live), gradients
 
 
 class _State(NamedTuple):
@@ -233,8 +237,8 @@ class _State(NamedTuple):
     gradients: Gradients | None
 
 
-def _nothing_yet(tokens: Tokens, layer: Layer, d_losses: Array | None, length: int) -> _State:
-    zero = nothing_of([x for x in jax.tree.leaves((tokens, layer, d_losses)) if isinstance(x, jax.Array)])
+def _initial_state(tokens: Tokens, layer: Layer, d_losses: Array | None, length: int) -> _State:
+    zero = varying_zero([x for x in jax.tree.leaves((tokens, layer, d_losses)) if isinstance(x, jax.Array)])
     wide = widened(tokens.features[:0]).dtype
 
     def no_sum(shape: tuple[int, ...]) -> Array:
@@ -253,7 +257,7 @@ def _block_sizes(config: Config) -> tuple[int, ...]:
     return (config.token_block, small) if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK else (config.token_block,)
 
 
-def _packed(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
+def _pack(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
     """The tokens with the unmasked in front, padded for the last block; the place of each; how many are unmasked."""
     number = tokens.features.shape[0]
     length = -(-number // config.token_block) * config.token_block + _block_sizes(config)[-1]
@@ -265,19 +269,19 @@ def _packed(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
     return jnp.pad(order, (0, length - number)), place, jnp.sum(tokens.live, dtype=jnp.int32)
 
 
-def _unpacked(packed: Array, place: Array, live: Array | None) -> Array:
+def _unpack(packed: Array, place: Array, live: Array | None) -> Array:
     result = packed[place]
     return selected(result, None if live is None else live.reshape(-1, *[1] * (result.ndim - 1)))
 
 
-def _rows_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> _Rows:
+def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> _RowSums:
     classes = divide(logits.shape[-1], config.class_tile)
     zero = jnp.zeros_like(logits[:, :1])
 
-    def add(j: Any, rows: _Rows) -> _Rows:
-        return _added(rows, _of_columns(config, layer, logits, labels, classes.tile(j)))
+    def add(j: Any, rows: _RowSums) -> _RowSums:
+        return _add_sums(rows, _sums_of_tile(config, layer, logits, labels, classes.tile(j)))
 
-    return _combined(config, lax.fori_loop(0, classes.number, add, _Rows(zero - jnp.inf, *[zero] * 4)))
+    return _combine_devices(config, lax.fori_loop(0, classes.number, add, _RowSums(zero - jnp.inf, *[zero] * 4)))
 
 
 def _add_gradients(
@@ -288,16 +292,16 @@ def _add_gradients(
     if d_bias is not None:
         d_bias += jnp.sum(d_logits, 0)
     d_logits = d_logits.astype(layer.kernel.dtype)
-    d_features = _product(d_logits, layer.kernel, 1, 1)
+    d_features = _matmul(d_logits, layer.kernel, 1, 1)
     # A product along the rows of both is a third slower than this one. The barrier keeps XLA from undoing it.
-    columns_of_features = lax.optimization_barrier(features.T)
+    features_by_column = lax.optimization_barrier(features.T)
 
     def add(j: Any, d_kernel: Array) -> Array:
         span = classes.tile(j)
         part = take(d_logits, 1, span)
         if span.is_ragged:
             part = jnp.where((span.start + jnp.arange(span.size) >= span.first)[None], part, 0)
-        added = take(d_kernel, 1, span) + _product(columns_of_features, part, 1, 0)
+        added = take(d_kernel, 1, span) + _matmul(features_by_column, part, 1, 0)
         return lax.dynamic_update_slice_in_dim(d_kernel, added, span.start, 1)
 
     return Gradients(
@@ -307,7 +311,7 @@ def _add_gradients(
     )
 
 
-def _product(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+def _matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product, accumulated in float32 at least."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=widened(b[:0]).dtype)

@@ -14,8 +14,8 @@ from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._elementwise import bad_elements, of_elements
-from masksafe.losses._layout import common_rows, elements_or_rows
+from masksafe.losses._elementwise import bad_elements, elementwise_loss
+from masksafe.losses._layout import as_mask_of_elements_or_rows, common_rows
 
 # Of binary targets, element by element.
 
@@ -48,7 +48,7 @@ def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: Array
     References:
       `optax.losses.hinge_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.hinge_loss>`_.
     """
-    return _of_signs("hinge_loss", predictor_outputs, targets, where, 1)
+    return _binary_margin_loss("hinge_loss", predictor_outputs, targets, where, 1)
 
 
 def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -84,7 +84,7 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
     scores, targets = as_real_array(op, "predictor_outputs", predictor_outputs), as_real_array(op, "targets", targets)
     if scores.shape != targets.shape:
         raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
-    return _of_signs(op, scores, targets, where, 0)
+    return _binary_margin_loss(op, scores, targets, where, 0)
 
 
 def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -126,10 +126,10 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
     def loss(x: Array, y: Array) -> Array:
         return jax.nn.sparse_plus(jnp.where(jnp.isnan(y), jnp.nan, jnp.where(y != 0, -x, x)))
 
-    return of_elements(op, where, [arrays["logits"]], loss, bad=bad, **arrays)
+    return elementwise_loss(op, where, [arrays["logits"]], loss, bad=bad, **arrays)
 
 
-def _of_signs(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
+def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss with a margin of 1, and the perceptron's with 0."""
     arrays = {
         "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
@@ -137,7 +137,7 @@ def _of_signs(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike |
     }
     bad = _bad_targets(op, where, (-1, 1), **arrays)
     loss = lambda s, t: jnp.maximum(0, margin - s * t)  # noqa: E731
-    return of_elements(op, where, [*arrays.values(), margin], loss, bad=bad, **arrays)
+    return elementwise_loss(op, where, [*arrays.values(), margin], loss, bad=bad, **arrays)
 
 
 def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
@@ -183,9 +183,9 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
         behind = (~is_label).astype(scores.dtype)
-        return jnp.max(jnp.where(live, scores + behind, -jnp.inf), -1) - _of_label(scores, is_label)
+        return jnp.max(jnp.where(live, scores + behind, -jnp.inf), -1) - _label_score(scores, is_label)
 
-    return _of_classes("multiclass_hinge_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, loss)
 
 
 def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -222,9 +222,9 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _of_label(scores, is_label)
+        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _label_score(scores, is_label)
 
-    return _of_classes("multiclass_perceptron_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, loss)
 
 
 def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -267,12 +267,12 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
         # A shift changes nothing but the digits.
         largest = lax.stop_gradient(jnp.max(jnp.where(live, scores, -jnp.inf), -1, keepdims=True))
         scores -= jnp.where(jnp.isfinite(largest), largest, 0)
-        return _cumulant(scores, live) - _of_label(scores, is_label)
+        return _regularized_max(scores, live) - _label_score(scores, is_label)
 
-    return _of_classes("multiclass_sparsemax_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, loss)
 
 
-def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Any) -> Array:
+def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Any) -> Array:
     """`loss(scores, is_label, live)` of every row, 0 where nothing is left; all arguments `[..., num_classes]`."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
@@ -280,7 +280,7 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     rows = common_rows(op, labels, (scores.ndim - 1,), scores=scores)
     shape, axes, num_classes = (*rows, scores.shape[-1]), (len(rows),), scores.shape[-1]
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
-    mask = elements_or_rows(op, where, shape, axes)
+    mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
 
     live = jnp.broadcast_to(True if mask is None else mask, shape)
@@ -292,34 +292,34 @@ def _of_classes(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike 
     # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
     losses = loss(scores, is_label, live | ~live_rows[..., None])
     # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
-    is_ruled_out = _raw_score(scores, is_label) == -jnp.inf
+    is_ruled_out = _raw_label_score(scores, is_label) == -jnp.inf
     if mask is not None:
         is_ruled_out |= jnp.any(is_label & ~live, -1)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
     return nan_where_bad(selected(losses, live_rows).astype(dtype), bad_rows)
 
 
-def _of_label(scores: Array, is_label: Array) -> Array:
+def _label_score(scores: Array, is_label: Array) -> Array:
     """The score of the label; 0 if it is -inf, which `_of_classes` accounts for."""
-    score = _raw_score(scores, is_label)
+    score = _raw_label_score(scores, is_label)
     return jnp.where(score == -jnp.inf, 0, score)
 
 
-def _raw_score(scores: Array, is_label: Array) -> Array:
+def _raw_label_score(scores: Array, is_label: Array) -> Array:
     return jnp.sum(jnp.where(is_label, scores, 0), -1)
 
 
 @jax.custom_jvp
-def _cumulant(scores: Array, live: Array) -> Array:
+def _regularized_max(scores: Array, live: Array) -> Array:
     """The largest, over the points p of the simplex, of p s + (1 - p p) / 2; its gradient is the p that gives it."""
     p = _sparsemax(scores, live)
     return jnp.sum(jnp.where(p == 0, 0, p * scores), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
 
 
-@_cumulant.defjvp
+@_regularized_max.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
     p = _sparsemax(*primals)
-    return _cumulant(*primals), jnp.sum(jnp.where(p == 0, 0, p * tangents[0]), -1)
+    return _regularized_max(*primals), jnp.sum(jnp.where(p == 0, 0, p * tangents[0]), -1)
 
 
 def _sparsemax(scores: Array, live: Array) -> Array:

@@ -10,7 +10,7 @@ from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._softmax import softmax
 from masksafe.losses._cross_entropy import soft_cross_entropy
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import anything_left, classes_or_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_classes_or_rows, find_live_rows, wide_selected
 
 
 def poly_loss_cross_entropy(
@@ -61,9 +61,9 @@ def poly_loss_cross_entropy(
     dtype = jnp.result_type(logits.dtype, labels, epsilon)
     shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
     axes = canonical_axes(op, axis, len(shape))
-    mask = classes_or_rows(op, where, axes, shape, logits.ndim)
+    mask = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
 
     logits, labels = (wide_selected(x, mask) for x in broadcast_alike((logits, labels), shape))
     cross_entropy = soft_cross_entropy(op, logits, labels, axes, mask)
     missing = jnp.sum(selected(labels * (1 - softmax(logits, axes, mask)), mask), axes).astype(cross_entropy.dtype)
-    return selected(cross_entropy + epsilon * missing, anything_left(mask, axes)).astype(dtype)
+    return selected(cross_entropy + epsilon * missing, find_live_rows(mask, axes)).astype(dtype)

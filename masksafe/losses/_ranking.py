@@ -11,7 +11,7 @@ from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._cross_entropy import weighted_cross_entropy
-from masksafe.losses._layout import anything_left, wide_selected
+from masksafe.losses._layout import find_live_rows, wide_selected
 
 
 def ranking_softmax_loss(
@@ -68,7 +68,7 @@ def ranking_softmax_loss(
     if weights is not None:
         targets *= wide_selected(weights, mask)
     losses = weighted_cross_entropy(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
-    live_rows = anything_left(mask, (len(shape) - 1,))
+    live_rows = find_live_rows(mask, (len(shape) - 1,))
     live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
     losses = selected(losses, live_rows).astype(dtype)
     if reduce_fn is None:

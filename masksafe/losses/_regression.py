@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._elementwise import broadcast_alike, of_elements
-from masksafe.losses._layout import anything_left, wide_selected
+from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
+from masksafe.losses._layout import find_live_rows, wide_selected
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -46,7 +46,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
     op = "squared_error"
     predictions, targets = _operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
-    return _of_errors(op, predictions, targets, where, jnp.square)
+    return _error_loss(op, predictions, targets, where, jnp.square)
 
 
 def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -78,7 +78,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     op = "l2_loss"
     predictions, targets = _operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
-    return _of_errors(op, predictions, targets, where, lambda error: 0.5 * jnp.square(error))
+    return _error_loss(op, predictions, targets, where, lambda error: 0.5 * jnp.square(error))
 
 
 def huber_loss(
@@ -124,7 +124,7 @@ def huber_loss(
         quadratic = jnp.minimum(size, delta)
         return 0.5 * jnp.square(quadratic) + delta * (size - quadratic)
 
-    return _of_errors(op, predictions, targets, where, loss, delta=as_real_array(op, "delta", delta))
+    return _error_loss(op, predictions, targets, where, loss, delta=as_real_array(op, "delta", delta))
 
 
 def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -157,7 +157,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     """
     op = "log_cosh"
     predictions, targets = _operands(op, predictions, targets)
-    loss = _of_errors(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
+    loss = _error_loss(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
     return loss.astype(loss.dtype)  # which, as in optax, is never a weak type
 
 
@@ -260,7 +260,7 @@ def _check_same_shape(op: str, predictions: Array, targets: Array | None) -> Non
         raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
 
 
-def _of_errors(
+def _error_loss(
     op: str,
     predictions: Array,
     targets: Array | None,
@@ -270,13 +270,13 @@ def _of_errors(
 ) -> Array:
     """`loss` of each error and of the other arguments."""
     if targets is None:
-        return of_elements(op, where, [predictions, *others.values()], loss, predictions=predictions, **others)
+        return elementwise_loss(op, where, [predictions, *others.values()], loss, predictions=predictions, **others)
 
-    def of_both(predictions: Array, targets: Array, *others: Array) -> Array:
+    def loss_of_both(predictions: Array, targets: Array, *others: Array) -> Array:
         return loss(predictions - targets, *others)
 
     types = [predictions, targets, *others.values()]
-    return of_elements(op, where, types, of_both, predictions=predictions, targets=targets, **others)
+    return elementwise_loss(op, where, types, loss_of_both, predictions=predictions, targets=targets, **others)
 
 
 def _cosine(
@@ -290,11 +290,11 @@ def _cosine(
     a, b, dtype = *broadcast_alike((a, b), shape), jnp.result_type(a.dtype, b.dtype, epsilon)
     if where is not None:  # of a row with nothing left, epsilon does not matter either
         epsilon = jnp.where(jnp.any(where, axes, keepdims=True), epsilon, 1)
-    units = unit(wide_selected(a, where), axes, epsilon) * unit(wide_selected(b, where), axes, epsilon)
-    return jnp.sum(units, axes), anything_left(where, axes), dtype
+    units = unit_vector(wide_selected(a, where), axes, epsilon) * unit_vector(wide_selected(b, where), axes, epsilon)
+    return jnp.sum(units, axes), find_live_rows(where, axes), dtype
 
 
-def unit(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
+def unit_vector(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
     """`x` divided by its norm; 0, with a gradient of 0, where that is 0."""
     square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), jnp.asarray(epsilon, x.dtype))
     is_zero = square == 0

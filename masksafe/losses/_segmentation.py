@@ -13,7 +13,7 @@ from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
-from masksafe.losses._layout import elements_or_rows, wide_selected
+from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
 def dice_loss(
@@ -77,10 +77,10 @@ def dice_loss(
       Milletari et al., "V-Net", 2016; Salehi et al., "Tversky loss function for image segmentation", 2017.
     """
     op = "dice_loss"
-    p, t = _operands(op, predictions, targets)
+    p, t = _read_operands(op, predictions, targets)
     class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
-    of_weights = [] if class_weights is None else [class_weights]
-    dtype = jnp.result_type(p.dtype, _dtype_of_targets(p, t), *of_weights, smooth, alpha, beta)
+    weight_dtypes = [] if class_weights is None else [class_weights]
+    dtype = jnp.result_type(p.dtype, _target_dtype(p, t), *weight_dtypes, smooth, alpha, beta)
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
@@ -88,15 +88,15 @@ def dice_loss(
         raise ValueError(message(op, "axis", f"value {axis}", "axes of pixels, without that of the classes"))
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(message(op, "reduction", f"value {reduction!r}", "one of mean, sum, none"))
-    of_classes = axes if reduction == "none" else (*axes, p.ndim - 1)
-    mask = elements_or_rows(op, where, p.shape, of_classes)
-    losses, live_rows = _dice(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
+    reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
+    mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
+    losses, live_rows = _class_losses(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
 
     if class_weights is not None:
         if class_weights.shape != p.shape[-1:]:
             raise ValueError(message(op, "class_weights", f"shape {class_weights.shape}", f"{p.shape[-1:]}"))
-        losses = _weighted(losses, class_weights, live_rows)
-    losses, live_rows = _without_background(losses, live_rows) if ignore_background else (losses, live_rows)
+        losses = _weight_losses(losses, class_weights, live_rows)
+    losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
     if reduction == "mean":
         losses = mean(losses, -1, live_rows)
     elif reduction == "sum":
@@ -153,18 +153,18 @@ def multiclass_generalized_dice_loss(
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
-    of_weights = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
-    dtype = jnp.result_type(p.dtype, of_weights, smooth)
-    mask = elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
-    losses, live_rows = _dice(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
+    weight_dtypes = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
+    dtype = jnp.result_type(p.dtype, weight_dtypes, smooth)
+    mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
+    losses, live_rows = _class_losses(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
     frequencies = jnp.sum(wide_selected(t, mask), range(p.ndim - 1))
     is_present = jnp.any(live_rows, range(live_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
     number = jnp.sum(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
-    losses = _weighted(losses, weights, live_rows)
-    losses, live_rows = _without_background(losses, live_rows) if ignore_background else (losses, live_rows)
+    losses = _weight_losses(losses, weights, live_rows)
+    losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
     return mean(losses, where=live_rows).astype(dtype)
 
 
@@ -208,17 +208,17 @@ def binary_dice_loss(
     op = "binary_dice_loss"
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape == t.shape and p.shape[-1:] != (1,):
-        mask = elements_or_rows(op, where, p.shape, tuple(range(1, p.ndim)))
+        mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(1, p.ndim)))
         p, t = (selected(x, mask)[..., None] for x in (p, t))
         where = None if mask is None else mask[..., None]
-    p, t = _operands(op, p, t)
+    p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
-    mask = elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
-    losses, _ = _dice(op, p, t, mask, axes, smooth, 0.5, 0.5, apply_sigmoid)
-    return losses[..., 0].astype(jnp.result_type(p.dtype, _dtype_of_targets(p, t), smooth))
+    mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
+    losses, _ = _class_losses(op, p, t, mask, axes, smooth, 0.5, 0.5, apply_sigmoid)
+    return losses[..., 0].astype(jnp.result_type(p.dtype, _target_dtype(p, t), smooth))
 
 
-def _operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
+def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
     """Both with an axis of the classes."""
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.ndim == t.ndim - 1:
@@ -230,12 +230,12 @@ def _operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Arra
     return p, t
 
 
-def _dtype_of_targets(p: Array, t: Array) -> Any:
+def _target_dtype(p: Array, t: Array) -> Any:
     """What the targets count as in the dtype of the loss: integers and booleans as predictions."""
     return t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else p.dtype
 
 
-def _dice(
+def _class_losses(
     op: str,
     p: Array,
     t: Array,
@@ -253,19 +253,19 @@ def _dice(
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, live)
     p = selected(p, live)
-    overlap, of_p, of_t = (jnp.sum(x, axes) for x in (p * t, p, t))
-    union = overlap + alpha * (of_p - overlap) + beta * (of_t - overlap) + smooth
+    overlap, sum_p, sum_t = (jnp.sum(x, axes) for x in (p * t, p, t))
+    union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     live_rows = jnp.any(live, axes)
     losses = 1 - (overlap + smooth) / jnp.where(live_rows, union, 1)
     bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
     return selected(nan_where_bad(losses, bad), live_rows), live_rows
 
 
-def _weighted(losses: Array, weights: Array, live_rows: Array) -> Array:
+def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
     """The losses `[..., num_classes]` times the weights `[num_classes]`."""
     return selected(losses * jnp.expand_dims(weights, range(losses.ndim - 1)), live_rows)
 
 
-def _without_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
+def _drop_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
     """All but class 0, if it is not the only one."""
     return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)

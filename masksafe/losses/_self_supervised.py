@@ -21,8 +21,8 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
-from masksafe.losses._layout import anything_left, elements_or_rows, wide_selected
-from masksafe.losses._regression import unit
+from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
+from masksafe.losses._regression import unit_vector
 
 
 def ntxent(
@@ -69,35 +69,35 @@ def ntxent(
         raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
     if labels.shape != z.shape[:1]:
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
-    mask = _samples_or_elements(op, where, z.shape)
+    mask = _as_mask_of_samples_or_elements(op, where, z.shape)
     dtype = jnp.result_type(z.dtype, temperature)
 
     # Of each pair of samples the first may be split over devices, as the batch is; the second is on all of them.
     batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
-    own_label, every_label = _split(labels, batch), _split(labels, None)
-    live_rows, every_live_row = (_split(anything_left(mask, (1,)), axes) for axes in (batch, None))
+    own_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
+    live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
     same = own_label[:, None] == every_label[None]
     both = (
         jnp.ones_like(same)
         if live_rows is None or every_live_row is None
         else live_rows[:, None] & every_live_row[None]
     )
-    units = unit(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
-    units, every_unit = _split(units, batch), _split(units, None)
+    units = unit_vector(wide_selected(z, mask), (1,), jnp.finfo(z.dtype).eps)
+    units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     x = jnp.matmul(units, every_unit.T, precision=jax.lax.Precision.HIGHEST) / temperature
     others = logsumexp(x, -1, keepdims=True, where=both & ~same)  # -inf if there are none
     pairs = both & same & ~jnp.eye(z.shape[0], dtype=bool)
     return mean(jax.nn.softplus(others - x), where=pairs).astype(dtype)
 
 
-def _split(x: Any, batch: Any) -> Any:
+def _reshard_first_axis(x: Any, batch: Any) -> Any:
     """`x`, None or an array, split by the axes `batch` of an explicit mesh along its first axis and by none else."""
     if x is None or (batch is None and not is_sharded(x)):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
 
-def _samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
+def _as_mask_of_samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
     """The mask at rank 2."""
     if where is None:
         return None
@@ -164,13 +164,13 @@ def triplet_margin_loss(
     arrays = {name: as_float_array(op, name, x) for name, x in named.items()}
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arrays.items()})
     axes = canonical_axes(op, axis, len(shape))
-    mask = elements_or_rows(op, where, shape, axes)
+    mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)
     a, p, n = (wide_selected(x, mask) for x in broadcast_alike(arrays.values(), shape))
 
-    live_rows = anything_left(mask, axes)
+    live_rows = find_live_rows(mask, axes)
 
     def distance(x: Array, y: Array) -> Array:
         # A row with nothing left has the power of 1, whose derivative is finite, whatever eps is.

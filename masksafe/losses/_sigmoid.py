@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._elementwise import bad_elements, of_elements
+from masksafe.losses._elementwise import bad_elements, elementwise_loss
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -46,9 +46,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sigmoid_binary_cross_entropy>`_.
     """
     op = "sigmoid_binary_cross_entropy"
-    logits, labels, bad = _operands(op, logits, labels, where)
+    logits, labels, bad = _read_operands(op, logits, labels, where)
     types = [logits.dtype]
-    return of_elements(op, where, types, _binary_cross_entropy, bad=bad, logits=logits, labels=labels)
+    return elementwise_loss(op, where, types, _binary_cross_entropy, bad=bad, logits=logits, labels=labels)
 
 
 def sigmoid_focal_loss(
@@ -98,7 +98,7 @@ def sigmoid_focal_loss(
       Loss for Dense Object Detection", 2017.
     """
     op = "sigmoid_focal_loss"
-    logits, labels, bad = _operands(op, logits, labels, where)
+    logits, labels, bad = _read_operands(op, logits, labels, where)
     factors = {"gamma": as_real_array(op, "gamma", gamma)}
     if alpha is not None:
         factors["alpha"] = as_real_array(op, "alpha", alpha)
@@ -108,10 +108,10 @@ def sigmoid_focal_loss(
         return loss if alpha is None else loss * (alpha * t + (1 - alpha) * (1 - t))
 
     types = [logits.dtype, *factors.values()]
-    return of_elements(op, where, types, focal, bad=bad, logits=logits, labels=labels, **factors)
+    return elementwise_loss(op, where, types, focal, bad=bad, logits=logits, labels=labels, **factors)
 
 
-def _operands(
+def _read_operands(
     op: str, logits: ArrayLike, labels: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
     """Logits, labels, and which labels are bad while checks are on."""
@@ -122,35 +122,35 @@ def _operands(
 
 @jax.jit
 def _binary_cross_entropy(x: Array, t: Array) -> Array:
-    return _cross_entropy(*_less_likely(x, t))
+    return _cross_entropy(*_less_likely_label(x, t))
 
 
-def _less_likely(x: Array, t: Array) -> tuple[Array, Array]:
+def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
     """The logit and the probability of that label, 1 or 0, which is the less likely by `t`."""
     return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
 
 
 @jax.jit
 def _focal(x: Array, t: Array, gamma: Array) -> Array:
-    z, u = _less_likely(x, t)
+    z, u = _less_likely_label(x, t)
     # An infinite logit adds what it adds behind the product, in which its derivatives would be infinity times 0.
-    finite = jnp.clip(z, -_enormous(z), _enormous(z))
-    weight = jnp.exp(gamma * _log_missed(finite, u))
+    finite = jnp.clip(z, -_largest_factor(z), _largest_factor(z))
+    weight = jnp.exp(gamma * _log_miss(finite, u))
     infinite = jnp.where(jnp.isinf(z), _linear_part(z, u) * jax.lax.stop_gradient(weight), 0)
     return _cross_entropy(finite, u) * weight + infinite
 
 
 def _linear_part(z: Array, u: Array) -> Array:
     """Of the cross-entropy, which is at most log 2 more."""
-    return jnp.where(z > 0, 1 - u, -u) * _unless_certain(z, u)
+    return jnp.where(z > 0, 1 - u, -u) * _logit_unless_certain(z, u)
 
 
-def _unless_certain(z: Array, u: Array) -> Array:
+def _logit_unless_certain(z: Array, u: Array) -> Array:
     """The logit, and 0 where the label and the model are certain: 0 log 0 = 0."""
-    return jnp.where((u == 0) & (z <= -_enormous(z)), 0, z)
+    return jnp.where((u == 0) & (z <= -_largest_factor(z)), 0, z)
 
 
-def _enormous(z: Array) -> float:
+def _largest_factor(z: Array) -> float:
     """What stands for infinity in a product."""
     return math.sqrt(jnp.finfo(z.dtype).max)
 
@@ -162,46 +162,46 @@ def _enormous(z: Array) -> float:
 
 @jax.custom_jvp
 def _cross_entropy(z: Array, u: Array) -> Array:
-    return _linear_part(z, u) + jnp.log1p(_falling(z))
+    return _linear_part(z, u) + jnp.log1p(_exp_minus_abs(z))
 
 
 @_cross_entropy.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (z, u), (d_z, d_u) = primals, tangents
-    return _cross_entropy(z, u), (_sigmoid(z) - u) * d_z - _unless_certain(z, u) * d_u
+    return _cross_entropy(z, u), (_sigmoid(z) - u) * d_z - _logit_unless_certain(z, u) * d_u
 
 
 @jax.custom_jvp
-def _log_missed(z: Array, u: Array) -> Array:
+def _log_miss(z: Array, u: Array) -> Array:
     """log(1 - p_t), of the probability of the other label."""
-    return jnp.where(_is_right(z, u), z, jnp.log(_missed(z, u))) - jnp.log1p(_falling(z))
+    return jnp.where(_is_certain_and_right(z, u), z, jnp.log(_scaled_miss(z, u))) - jnp.log1p(_exp_minus_abs(z))
 
 
-@_log_missed.defjvp
+@_log_miss.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (z, u), (d_z, d_u) = primals, tangents
-    log_missed = _log_missed(z, u)
+    log_miss = _log_miss(z, u)
     # Bounded, and so is its derivative, its square: times the loss, which is 0 there, they are no NaN.
     most = 0.9 * math.log(jnp.finfo(z.dtype).max)
-    inverse = jnp.exp(jnp.minimum(-log_missed, most))
-    inverse = jnp.where(log_missed < -most / 2, jax.lax.stop_gradient(inverse), inverse)
-    share = jnp.where(_is_right(z, u), 1, jnp.where(z < 0, _falling(z), 1) / _missed(z, u))
+    inverse = jnp.exp(jnp.minimum(-log_miss, most))
+    inverse = jnp.where(log_miss < -most / 2, jax.lax.stop_gradient(inverse), inverse)
+    share = jnp.where(_is_certain_and_right(z, u), 1, jnp.where(z < 0, _exp_minus_abs(z), 1) / _scaled_miss(z, u))
     by_logit = (1 - 2 * u) * _sigmoid(-z) * share
-    return log_missed, by_logit * d_z + (_sigmoid(-z) - _sigmoid(z)) * inverse * d_u
+    return log_miss, by_logit * d_z + (_sigmoid(-z) - _sigmoid(z)) * inverse * d_u
 
 
-def _is_right(z: Array, u: Array) -> Array:
+def _is_certain_and_right(z: Array, u: Array) -> Array:
     """Whether the label is certain and the model is for it."""
     return (u == 0) & (z < 0)
 
 
-def _missed(z: Array, u: Array) -> Array:
+def _scaled_miss(z: Array, u: Array) -> Array:
     """1 - p_t, divided by the larger of the two sigmoids of z and -z; 1 where the label is certain and right."""
-    a = _falling(z)
-    return jnp.where(_is_right(z, u), 1, jnp.where(z < 0, (1 - u) * a + u, (1 - u) + u * a))
+    a = _exp_minus_abs(z)
+    return jnp.where(_is_certain_and_right(z, u), 1, jnp.where(z < 0, (1 - u) * a + u, (1 - u) + u * a))
 
 
-def _falling(z: Array) -> Array:
+def _exp_minus_abs(z: Array) -> Array:
     """exp(-|z|), whose derivative at 0 is that from above."""
     return jnp.exp(jnp.where(z < 0, z, -z))
 

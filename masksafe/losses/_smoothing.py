@@ -10,7 +10,7 @@ from masksafe._core.arguments import as_float_array, as_real_array, canonical_ax
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.losses._elementwise import promoted_as
+from masksafe.losses._elementwise import cast_to_promoted
 from masksafe.losses._layout import wide_selected
 
 
@@ -59,4 +59,4 @@ def smooth_labels(
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, alpha = wide_selected(labels, mask), widened(alpha)
     smoothed = (1 - alpha) * wide + alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return promoted_as(types, selected(smoothed, mask))
+    return cast_to_promoted(types, selected(smoothed, mask))
