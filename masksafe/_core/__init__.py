@@ -1,1 +1,1 @@
-"""What the public ops share: a file for each idea, importing only from those below it."""
+"""Code that the public ops share, one file per idea; a file imports only from floors below its own."""

@@ -1,6 +1,6 @@
 """Argument checks. Every public op reads its arguments through these functions.
 
-A check takes the op's name first and the argument's name second, so that every refusal reads alike:
+A check takes the name of the op and the name of the argument, so every refusal has the same form:
 ``softmax_cross_entropy: where: got dtype float32; expected bool. Write where != 0.``
 Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
@@ -17,23 +17,23 @@ from masksafe._core.typing import Array, Axis
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
-    """The one form of an error text: op, argument, what was found, what was expected, the way out."""
+    """An error text: the op, the argument, what was found, what was expected, and how to fix it."""
     return f"{op}: {argument}: got {found}; expected {expected}." + (f" {hint}" if hint else "")
 
 
 def as_array(op: str, argument: str, value: Any) -> Array:
     """`value` as a JAX array."""
-    if isinstance(value, jax.Array):  # as it is: even a conversion that changes nothing alarms jax_debug_nans
+    if isinstance(value, jax.Array):  # not converted: even a conversion without effect triggers jax_debug_nans
         return value
     try:
-        with jax.debug_nans(False):  # a NaN that is only read is no error yet
+        with jax.debug_nans(False):  # reading a NaN is not an error yet
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
 
 
 def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
-    """`value` as an array whose dtype is a float, of 16 bits at least unless told otherwise."""
+    """`value` as an array of floats, of at least 16 bits unless `of_any_width`."""
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or (_is_narrow_float(array) and not of_any_width):
         expected = "a float dtype of 16 bits at least" if _is_narrow_float(array) else "a float dtype"
@@ -42,7 +42,7 @@ def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = F
 
 
 def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
-    """`value` as an array whose dtype is a float: that to which `jax.nn` promotes integers and booleans."""
+    """`value` as an array of floats; integers and booleans are promoted as in `jax.nn`."""
     array = as_array(op, argument, value)
     if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
         array = array.astype(jnp.float64 if array.dtype.itemsize == 8 else jnp.float32)
@@ -50,7 +50,7 @@ def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width:
 
 
 def as_real_array(op: str, argument: str, value: Any) -> Array:
-    """`value` as an array of booleans, integers or floats of 16 bits at least."""
+    """`value` as an array of booleans, of integers, or of floats of at least 16 bits."""
     array = as_array(op, argument, value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or _is_narrow_float(array):
         expected = "a real dtype, floats of 16 bits at least" if _is_narrow_float(array) else "a real dtype"
@@ -59,15 +59,15 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
 
 
 def _is_narrow_float(array: Array) -> bool:
-    """Whether the dtype is one of 8 bits or fewer, which JAX promotes to nothing and computes hardly anything in."""
+    """Whether the dtype is a float of 8 bits or fewer, which JAX does not promote and hardly computes in."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 16)
 
 
 def as_label_array(op: str, argument: str, value: Any) -> Array:
-    """`value` as an array of integers of 32 bits at least, in which no value has wrapped round to another.
+    """`value` as an array of integers of at least 32 bits, none of which has wrapped round.
 
-    With 64-bit types switched off, JAX keeps the low half of a 64-bit integer, which would turn the label
-    2**32 into 0. NumPy labels are clipped to the 32-bit range first: what was out of range stays out of range.
+    With 64-bit types disabled, JAX keeps the low half of a 64-bit integer, which would turn the label 2**32 into 0.
+    NumPy labels are therefore clipped to the 32-bit range first: an out-of-range label stays out of range.
     """
     if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
@@ -76,23 +76,23 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
     if not jnp.issubdtype(array.dtype, jnp.integer):
         hint = "Soft labels and one-hot rows go to softmax_cross_entropy."
         raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
-    # The range of a narrower dtype may end in front of the number of classes, with which labels are compared.
+    # A narrower dtype may be unable to hold the number of classes, with which labels are compared.
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
 
 
 def as_number(op: str, argument: str, value: Any) -> float:
-    """`value` as a number that is known when JAX traces."""
+    """`value` as a number known at trace time."""
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
         return float(value)
-    except (TypeError, ValueError) as error:  # JAX's complaint about a traced value is a TypeError
+    except (TypeError, ValueError) as error:  # JAX raises a TypeError for a traced value
         found = _describe_type(value)
         raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
 
 
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
-    """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None is every axis."""
+    """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None means every axis."""
     if axis is None:
         return tuple(range(ndim))
     axes = tuple(_canonical_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple | list) else (axis,)))
@@ -130,7 +130,7 @@ def check_broadcasts_to(
 
 
 def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]) -> str:
-    """How to write an argument that fits the leading axes of a target of a higher rank; nothing for any other."""
+    """How to write an argument that fits the leading axes of a target of higher rank; empty if it does not fit them."""
     missing = len(target) - len(shape)
     if missing < 1 or any(n not in (1, t) for n, t in zip(shape, target, strict=False)):
         return ""
@@ -138,7 +138,7 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
 
 
 def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
-    """`mask` at the rank of `target`, the shape of `of`, to which it must broadcast; it is not expanded."""
+    """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of, hint)
     return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
 

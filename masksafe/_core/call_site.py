@@ -1,4 +1,4 @@
-"""The line of the user's code that an error is about."""
+"""The line of user code that an error refers to."""
 
 import os
 import sys
@@ -10,12 +10,12 @@ _PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], 
 
 
 def is_of_user(file_name: str) -> bool:
-    """Whether a line of code belongs to neither masksafe nor JAX."""
+    """Whether a file belongs to neither masksafe nor JAX."""
     return not file_name.startswith(_PACKAGES)
 
 
 def place_of_call() -> str:
-    """The innermost line of the call stack that is neither masksafe's nor JAX's."""
+    """The innermost line of the call stack that belongs to neither masksafe nor JAX."""
     frame = sys._getframe()
     while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back

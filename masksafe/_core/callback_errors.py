@@ -1,9 +1,9 @@
-"""What is left of an error that a compiled program has reported: it is told once.
+"""Reporting an error of a compiled program once rather than three times.
 
-A callback that raises fails its program, and JAX tells of it up to three times: it logs the traceback at once, raises
-where a result is awaited, and when the process ends it finds the failure again in the program's side effects. The
-error that is raised says everything. So nothing is logged, and at the end of the process an error that has been raised
-is forgotten; one that nobody may have seen is logged in one line.
+A callback that raises makes its program fail, and JAX may report the failure three times: it logs the traceback at
+once, raises where a result is awaited, and finds the failure again among the program's side effects when the process
+ends. The raised error contains all the information, so the log entry is suppressed. At exit, an error that has been
+raised is cleared, and one that the user may not have seen is logged in one line.
 """
 
 import atexit
@@ -13,27 +13,27 @@ import sys
 
 import jax
 
-_texts: collections.deque[str] = collections.deque(maxlen=100)  # of errors that programs have reported
-_raised: collections.deque[str] = collections.deque(maxlen=100)  # of those that are known to have been raised
+_texts: collections.deque[str] = collections.deque(maxlen=100)  # of the errors reported by programs
+_raised: collections.deque[str] = collections.deque(maxlen=100)  # of the errors known to have been raised
 
 
 def failure(text: str) -> ValueError:
-    """The error with which a callback fails its program."""
+    """The error that a callback raises to make its program fail."""
     _texts.append(text)
     return ValueError(text)
 
 
 def note_raised(error: BaseException | None) -> None:
-    """Takes note of an error that the user gets to see."""
+    """Records an error that the user will see."""
     while error is not None:
         _raised.extend(_own_texts(error))
         error = error.__cause__ or error.__context__
 
 
 def _own_texts(error: BaseException) -> list[str]:
-    """The texts in an error that are masksafe's."""
-    told = str(error)
-    return [text for text in _texts if text in told]
+    """The texts of masksafe that an error contains."""
+    full_text = str(error)
+    return [text for text in _texts if text in full_text]
 
 
 def _is_foreign(record: logging.LogRecord) -> bool:
@@ -43,9 +43,9 @@ def _is_foreign(record: logging.LogRecord) -> bool:
 logging.getLogger(jax.debug.callback.__module__).addFilter(_is_foreign)
 
 
-@atexit.register  # later than JAX, and so called before it
+@atexit.register  # registered after JAX's handler, hence called before it
 def _settle_failures() -> None:
-    """Clears the failures that JAX would find when the process ends, and logs those nobody may have seen."""
+    """Clears the failures that JAX would report at exit, and logs those that the user may not have seen."""
     texts = _pending_texts()
     note_raised(getattr(sys, "last_value", None))
     for device in jax.local_devices() if texts else ():
@@ -60,7 +60,7 @@ def _settle_failures() -> None:
 
 
 def _pending_texts() -> list[str]:
-    """The texts of the error, if it is masksafe's, that waits in JAX for the end of the process."""
+    """The texts of the error that JAX would report at exit, if it comes from masksafe."""
     try:
         jax.effects_barrier()
     except Exception as error:
@@ -69,7 +69,7 @@ def _pending_texts() -> list[str]:
 
 
 def _forget_failure(device: jax.Device) -> None:
-    """Runs a program with a side effect: of each device JAX keeps what became of the last one."""
+    """Runs a program with a side effect, whose result replaces the failure: JAX keeps only the last one per device."""
     jax.block_until_ready(_run_side_effect(jax.device_put(0, device)))
 
 

@@ -1,9 +1,8 @@
-"""How an op gets its hand-written reverse rule, and how the switches step round it.
+"""How an op gets its hand-written reverse rule, and when JAX's own rules replace it.
 
-JAX refuses pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`) through a `jax.custom_vjp`
-function, because such a function has no rule for it; and it may lose the gradient of one that checkify has
-been through. The primal of every op here is itself safe to differentiate, so there the primal takes the place
-of the `custom_vjp` function.
+A `jax.custom_vjp` function has no rule for pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`), so JAX refuses
+it; and the gradient of such a function may be lost under checkify. The primal of every op is itself safe to
+differentiate, so in both cases it is called in place of the `custom_vjp` function.
 """
 
 import functools
@@ -25,8 +24,8 @@ def with_reverse_rule(
     """Decorates the primal of an op with its reverse rule.
 
     `forward` takes the primal's arguments and returns `(output, residuals)`; `reverse` takes the static
-    arguments, the residuals and the cotangent of the output, and returns a tuple of cotangents, None for
-    an argument that has none. The primal must be safe under `jax.jvp`.
+    arguments, the residuals and the cotangent of the output, and returns a tuple of cotangents, with None for
+    an argument without one. The primal must be safe under `jax.jvp`.
     """
 
     def decorate(primal: Primal) -> Primal:
@@ -39,15 +38,15 @@ def with_reverse_rule(
             *static, (residuals, shardings), d_output = args
             return shardings.apply(reverse(*static, residuals, d_output))
 
-        with_reverse_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
-        with_reverse_rule.defvjp(forward_with_types, reverse_to_types)
+        primal_with_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
+        primal_with_rule.defvjp(forward_with_types, reverse_to_types)
 
         @explains_forward_mode
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
             if uses_plain_rules():
                 return primal(*args)
-            return with_reverse_rule(*vary_alike(args))
+            return primal_with_rule(*vary_alike(args))
 
         return op  # type: ignore[return-value]
 
@@ -55,9 +54,9 @@ def with_reverse_rule(
 
 
 def explains_forward_mode(fn: Primal) -> Primal:
-    """Decorates a function that calls an op, so that JAX's refusal of forward mode tells the way out.
+    """Decorates a function that calls an op: adds a note about `forward_mode` to JAX's refusal of forward mode.
 
-    JAX refuses when the op is run; in a compiled function that is later, and the refusal does not come past here.
+    JAX refuses when it runs the op. Inside a compiled function that happens later, and no note is added.
     """
 
     @functools.wraps(fn)
@@ -78,11 +77,11 @@ _FORWARD_MODE_NOTE = (
 
 
 def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
-    """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, which computes the same.
+    """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, an equivalent function.
 
-    A loop whose length depends on values has no reverse mode. Where JAX is asked to differentiate the kernel,
-    in forward mode or for a second derivative, it differentiates `plain` in its place, to any order. The first
-    argument of both is static.
+    A loop whose length depends on values has no reverse mode. Where JAX has to differentiate the kernel, in forward
+    mode or for a second derivative, it differentiates `plain` instead, to any order. The first argument of both
+    functions is static.
     """
 
     def decorate(kernel: Primal) -> Primal:

@@ -1,6 +1,6 @@
 """Validation of labels, switched on and off by `masksafe.label_checks`.
 
-A loss calls one function here, on its checked and broadcast arguments, outside of its custom rule: within one,
+A loss calls one of these functions on its checked and broadcast arguments, outside its custom rule: inside the rule,
 `checkify` would lose the check in a gradient.
 """
 
@@ -26,12 +26,12 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array, Axes
 
-# How far from 1 a row of a distribution may sum: about ten roundings of a probability of 1.
+# How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 
 
 class _Finding(NamedTuple):
-    """Labels that are bad, out of those that count; `values` are what to show of them."""
+    """Which labels are bad, which were checked, and the values to show in an error."""
 
     bad: Array
     checked: Array
@@ -41,18 +41,18 @@ class _Finding(NamedTuple):
 def check_integer_labels(
     op: str, labels: Array, where: Array | None, axes: Axes, shape: tuple[int, ...], axis_name: str | None
 ) -> Array | None:
-    """Reports unmasked labels outside [0, num_classes), and labels at a masked class, as the switch says.
+    """Reports unmasked labels outside [0, num_classes) and labels at a masked class, if label checks are on.
 
     Args:
       op: the name of the loss.
-      labels: integers of 32 bits at least, of the shape of the loss.
+      labels: integers of at least 32 bits, of the shape of the loss.
       where: booleans that broadcast to the logits, at their rank; or None.
       axes: the axes of the classes, in the order in which a label counts them.
-      shape: that of the logits.
+      shape: the shape of the logits.
       axis_name: the mesh axis over which `jax.shard_map` splits the classes, or None.
 
     Returns:
-      The rows to be nan_where_bad, for `nan_where_bad`.
+      The bad rows, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -74,16 +74,16 @@ def _any_class(axis_name: str | None, axes: Axes, found: Array) -> Array:
 
 
 def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes) -> Array | None:
-    """Reports unmasked labels that are negative or not finite, and rows of them that sum to neither 1 nor 0.
+    """Reports unmasked labels that are negative or not finite, and rows of labels that sum to neither 1 nor 0.
 
     Args:
       op: the name of the loss.
       labels: floats, of the shape of the logits.
-      where: booleans that broadcast to it, at its rank; or None.
+      where: booleans that broadcast to that shape, at its rank; or None.
       axes: the axes of the classes.
 
     Returns:
-      The rows to be nan_where_bad, for `nan_where_bad`.
+      The bad rows, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -106,17 +106,17 @@ def check_elements(
 
     Args:
       op: the name of the loss.
-      labels: numbers of the shape of the loss.
-      where: booleans that broadcast to it, at its rank; or None.
-      is_valid: tells of each label whether it is.
-      otherwise: what labels are that are not, such as "outside [0, 1]".
+      labels: numbers, of the shape of the loss.
+      where: booleans that broadcast to that shape, at its rank; or None.
+      is_valid: a function that says which labels are valid.
+      otherwise: a description of invalid labels, such as "outside [0, 1]".
 
     Returns:
-      The elements to be nan_where_bad, for `nan_where_bad`.
+      The bad elements, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
-    labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels  # a number, to be compared with one
+    labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels  # is_valid compares with numbers
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     bad = unmasked & ~is_valid(labels)
     return _report(op, {f"labels are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
@@ -131,7 +131,7 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
       where: booleans of that shape.
 
     Returns:
-      The rows to be nan_where_bad, `[...]`, for `nan_where_bad`.
+      The bad rows `[...]`, for `nan_where_bad`.
     """
     if label_check_mode() == "off":
         return None
@@ -152,35 +152,35 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
 
 
 def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
-    """The loss with NaN in the bad rows, also in its gradient.
+    """The loss with NaN in the bad rows, and in their gradients.
 
-    Nothing trains on them then, not even where JAX loses the check itself.
+    The NaN keeps bad rows out of training even where JAX loses the check itself.
     """
     return loss if bad_rows is None else loss * nan_unless(~bad_rows, loss.dtype)
 
 
 def _tolerance(labels: Array, axes: Axes) -> float:
-    """How far from 1 a row may sum; where there are many classes, each may be rounded to a multiple of the smallest."""
+    """How far a row's sum may be from 1, allowing each class to be rounded to a multiple of the smallest float."""
     num_classes = math.prod(labels.shape[a] for a in axes)
     smallest = float(jnp.finfo(labels.dtype).smallest_subnormal)
     return _TOLERANCE.get(labels.dtype.name, 0.1) + smallest * num_classes
 
 
-# Telling the user.
+# Reporting to the user.
 
 
 class _Details(NamedTuple):
-    """What an error tells: integers but for the value."""
+    """The contents of an error: integers, except for the value."""
 
-    bad: Array
-    checked: Array
-    value: Array  # the first bad one
-    place: Array  # and its index, [rank]
-    shard: Array | None = None  # and the device that has it, of those that a `shard_map` runs on
+    bad: Array  # how many
+    checked: Array  # how many
+    value: Array  # of the first bad label
+    place: Array  # its index, [rank]
+    shard: Array | None = None  # the number of its shard, inside a `shard_map`
 
 
 def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -> Array | None:
-    """Raises or stages an error for what was found, and returns the rows to be nan_where_bad."""
+    """Raises or stages an error for the findings, and returns the bad rows, for `nan_where_bad`."""
     mode = label_check_mode()
     if mode == "checkify":
         _refuse_where_checkify_fails(op)
@@ -203,13 +203,13 @@ def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -
 
 def _raise_now(text: str, finding: _Finding) -> None:
     """Raises the error in eager code."""
-    with jax.debug_nans(False):  # the value may be one
+    with jax.debug_nans(False):  # the bad value may be a NaN
         if jnp.any(finding.bad):
             raise ValueError(_fill_in(text, _details(finding)))
 
 
 def _details(finding: _Finding) -> _Details:
-    """Counts, and index and value of the first bad one."""
+    """The counts, and the value and the index of the first bad label."""
     bad = finding.bad
     first, is_first = first_of(bad)
     value = jnp.sum(jnp.where(is_first, finding.values, jnp.zeros((), finding.values.dtype)))
@@ -224,7 +224,7 @@ def _details(finding: _Finding) -> _Details:
 
 
 def _stage_check(text: str, details: _Details) -> None:
-    """A check of checkify, which fills the text with numbers."""
+    """Stages a checkify check, which fills in the numbers of the text."""
     numbers: dict[str, Any] = {f"i{axis}": details.place[axis] for axis in range(len(details.place))}
     names = ", ".join(f"{{{name}}}" for name in numbers)
     index = f"({names},)" if len(numbers) == 1 else f"({names})"
@@ -233,9 +233,9 @@ def _stage_check(text: str, details: _Details) -> None:
 
 
 def _refuse_where_checkify_fails(op: str) -> None:
-    """Refuses a check that checkify would have to bring out of a `shard_map` whose mesh is that of `jax.set_mesh`.
+    """Refuses a check that checkify would have to lift out of a `shard_map` over the mesh of `jax.set_mesh`.
 
-    It traces the body a second time there, in the wrong mesh (jax 0.12). Inside of the body it works.
+    JAX would trace the body a second time, in the wrong mesh (jax 0.12). checkify inside the body works.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes or not _mesh_is_set():
         return
@@ -253,7 +253,7 @@ _CHECKIFY, _SHARD_MAP = (inspect.unwrap(fn).__code__.co_filename for fn in (chec
 
 
 def _mesh_is_set() -> bool:
-    """Whether there is a mesh of `jax.set_mesh`: without one a `PartitionSpec` is no sharding of an output."""
+    """Whether `jax.set_mesh` has set a mesh: without one, JAX refuses a `PartitionSpec` as an output sharding."""
     try:
         with jax.ensure_compile_time_eval():
             jax.jit(lambda: 0, out_shardings=jax.sharding.PartitionSpec()).lower()
@@ -267,10 +267,10 @@ def _mesh_is_set() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
-    """The check that fails a compiled program with the text; it takes the arrays of a finding.
+    """The function that makes a compiled program fail with the text; it takes the arrays of a finding.
 
-    There is one function for each text, as JAX would compile one that it does not know. It makes one check of a `vmap`,
-    whose axis is in front of the index then.
+    It is cached by text, since JAX would compile every new function again. Under `vmap` it stays a single check, with
+    the axis of the `vmap` at the front of the index.
     """
 
     @jax.custom_batching.custom_vmap
@@ -291,16 +291,16 @@ def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fail_if_bad(text: str, bad: Array, checked: Array, values: Array) -> Array:
-    """Makes the compiled program fail with the text if anything is bad; the result is there to be waited for.
+    """Makes the compiled program fail with the text if a label is bad; the result exists so that it can be awaited.
 
-    A callback of `jax.debug.callback` that raises fails the program in jit, grad, scan and remat, on every platform,
-    and is not removed although nothing depends on it, as one of `jax.pure_callback` would be. Behind a `cond` it costs
-    nothing while labels are good. Every device has to fail, or the others would wait for it in their next collective:
-    hence `partitioned`, and under `shard_map` the exchange of what was found.
+    A `jax.debug.callback` that raises makes the program fail in jit, grad, scan and remat, on every platform; a
+    `jax.pure_callback` would be removed, since nothing depends on it. Inside a `cond` it costs nothing while labels are
+    good. Every device has to fail, or the others would wait for it in their next collective: hence `partitioned` and,
+    under `shard_map`, the exchange of findings.
     """
     manual_axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
     any_bad = jnp.any(bad)
-    for axis in manual_axes:  # one by one: what varies along one may be the same along another
+    for axis in manual_axes:  # one by one, since the value may vary over one axis and not over another
         any_bad = lax.pmax(any_bad.astype(jnp.int32), axis) > 0
 
     def fail(finding: _Finding) -> Array:
@@ -320,7 +320,7 @@ def _raise_failure(text: str, details: _Details) -> None:
 
 
 def _gather_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
-    """The details of the first shard with anything bad, with its number and the counts of all."""
+    """The details of the first shard with a bad label, with its number, and with counts summed over the shards."""
     stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), details)
     first = jnp.argmax(stacked.bad > 0)
     one: _Details = jax.tree.map(lambda x: x[first], stacked)

@@ -1,4 +1,4 @@
-"""Labels are classes in [0, num_classes). One out of range never becomes another class: what it touches is NaN."""
+"""Labels are classes in [0, num_classes). A label out of range never wraps to another class; its results are NaN."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from masksafe._core.typing import Array, Axes
 
 
 def is_soft(labels: Array) -> bool:
-    """Whether the labels are distributions over the classes rather than classes."""
+    """Whether the labels are distributions over the classes rather than class numbers."""
     return bool(jnp.issubdtype(labels.dtype, jnp.floating))
 
 
@@ -20,12 +20,12 @@ def is_class(labels: Array, num_classes: int) -> Array:
 
 
 def nan_unless(valid: Array, dtype: Any) -> Array:
-    """1, and NaN where it is not valid: a factor, so that the derivatives are NaN as well."""
+    """1 where valid and NaN elsewhere: a factor, which makes the derivatives NaN as well."""
     return jnp.where(valid, 1, jnp.nan).astype(dtype)
 
 
 def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:
-    """The number of each class in an array of `shape`, whose classes are the last axis or `axes`, counted in order."""
+    """The class number of each element of an array of `shape`, whose classes lie on `axes`, by default the last."""
     axes = (len(shape) - 1,) if axes is None else axes
     along = [lax.broadcasted_iota(jnp.int32, shape, axis) for axis in axes]
     sizes = [shape[axis] for axis in axes]
@@ -34,5 +34,5 @@ def class_index(shape: tuple[int, ...], axes: Axes | None = None) -> Array:
 
 
 def at_label(labels: Array, num_classes: int) -> Array:
-    """`[..., num_classes]`, True at the label of each row and False in a row whose label is out of range."""
+    """`[..., num_classes]`, True at the label of each row; all False in a row whose label is out of range."""
     return class_index((*labels.shape, num_classes)).astype(labels.dtype) == labels[..., None]

@@ -1,4 +1,4 @@
-"""Selecting under a mask, and how an argument `where` is read."""
+"""Selecting under a mask, and reading the argument `where`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from masksafe._core.typing import Array
 
 
 def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
-    """`x` with `masked` in place of what is masked, in the dtype of `x`; None masks nothing."""
+    """`x` with its masked elements replaced by `masked`, in the dtype of `x`; None masks nothing."""
     return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
 def first_of(found: Array) -> tuple[Array, Array]:
-    """The flat index of the first True, the size if there is none; and an array that is True there alone."""
-    # A position and a minimum rather than argmax and indexing: they work on sharded arrays as well.
+    """The flat index of the first True (the size if there is none), and an array that is True only there."""
+    # A minimum of positions rather than argmax and indexing, which do not work on sharded arrays.
     position = jnp.arange(found.size).reshape(found.shape)
     first = jnp.min(jnp.where(found, position, found.size), initial=found.size)
     return first, position == first
@@ -32,5 +32,5 @@ def as_mask(op: str, argument: str, value: Any) -> Array:
 
 
 def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Array | None:
-    """The argument `where` of an op: booleans at the rank of `shape`, that of `of`, but not expanded to it, or None."""
+    """The argument `where` of an op, reshaped to the rank of `shape`, the shape of `of`, but not expanded; or None."""
     return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)

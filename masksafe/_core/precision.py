@@ -1,4 +1,4 @@
-"""The dtype in which a dtype is summed."""
+"""The wide dtypes, in which sums are accumulated."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from masksafe._core.typing import Array
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """The dtype in which it is safe to accumulate `dtype`, a float: float32 at least."""
-    # jnp.promote_types would refuse a dtype of 16 bits under strict promotion.
+    """The dtype in which to accumulate floats of `dtype`: at least float32."""
+    # Under strict promotion, jnp.promote_types refuses 16-bit dtypes.
     return jnp.dtype(jnp.float32 if jnp.finfo(dtype).bits < 32 else dtype)
 
 
 def widened(x: Array) -> Array:
-    """`x` in a dtype in which it is safe to accumulate."""
+    """`x` in its wide dtype; integers and booleans become floats."""
     return x.astype(wide_dtype(float_dtype(x)))
 
 

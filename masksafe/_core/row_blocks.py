@@ -1,4 +1,4 @@
-"""Working through the rows of an array in blocks that stay in a CPU's cache."""
+"""Computing on the rows of an array in blocks that fit into a CPU's cache."""
 
 import math
 from collections.abc import Callable
@@ -15,26 +15,24 @@ from masksafe._core.typing import Array, Axes
 
 
 def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any) -> Any:
-    """`fn(rows, *others)` for rows along the last axis, where `fn` has no totals; see `by_row_blocks`."""
+    """`fn(rows, *others)` for rows along the last axis and an `fn` without totals; see `by_row_blocks`."""
     return by_row_blocks(lambda *arrays: (fn(*arrays), ()), rows.ndim - 1, rows, *others)[0]
 
 
 def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array, *others: Any) -> tuple[Any, Any]:
-    """`fn(rows, *others)`, computed block by block on the CPU and in one pass elsewhere.
+    """`fn(rows, *others)`, computed block by block on a CPU and in one pass elsewhere.
 
-    XLA's CPU compiler writes an array that two reductions share, such as a 16-bit array widened to
-    float32 or a masked one, to memory whole; in blocks it never leaves the cache. On a GPU the same
-    reductions are fused, and a loop would only be in the way.
+    XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
+    widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
+    fused, and a loop would only slow them down. Arrays over which JAX allows no loop are computed in one pass.
 
     Args:
-      fn: a function that treats every row by itself. It returns a pytree of arrays whose leading axes are
-        those of `rows`, and a pytree of totals, sums over the rows that have no leading axes. It has to
+      fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of
+        `rows`, and a pytree of totals, which are sums over the rows and have no leading axes. It has to
         work for any number of leading axes.
-      leading: how many leading axes tell the rows apart; the others belong to the row.
+      leading: the number of leading axes, which number the rows; the other axes lie within a row.
       rows: an array.
       *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
-
-    Arrays through which JAX allows no loop take the one pass.
     """
     if not may_loop((rows, others)):
         return fn(rows, *others)
@@ -53,12 +51,12 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
 
 
 def leading_axes(axes: Axes) -> int:
-    """How many axes are in front of the first one of `axes`: those that tell the rows apart."""
+    """How many axes precede the first of `axes`: those that number the rows."""
     return min(axes, default=0)
 
 
 def axes_of_row(axes: Axes, ndim: int) -> Axes:
-    """`axes` counted from the last one, which no change of the leading axes moves."""
+    """`axes` counted from the end, which stay valid when the leading axes change."""
     return tuple(a - ndim for a in axes)
 
 
@@ -103,7 +101,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
 
 
 def _divisor_near(count: int, block: int) -> int:
-    """`block`, or a divisor of `count` between half of it and it: a remainder costs a copy of everything."""
+    """A divisor of `count` in (`block / 2`, `block`], since a remainder costs a copy of the results; else `block`."""
     return next((b for b in range(block, block // 2, -1) if count % b == 0), block)
 
 
@@ -118,8 +116,8 @@ def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
     return a if a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, size)
 
 
-# XLA's CPU compiler slices no bfloat16: it would widen the whole array to float32 in front of the loop, the
-# very copy that the blocks are to avoid. Integers of the same width it slices as they are.
+# XLA's CPU compiler does not slice bfloat16: it widens the whole array to float32 before the loop, which is the copy
+# that blocks are meant to avoid. It slices integers of the same width as they are.
 
 
 def _as_bits(a: Array) -> Array:

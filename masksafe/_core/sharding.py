@@ -1,4 +1,4 @@
-"""Arrays that are split over devices: over the explicit axes of a mesh, inside `jax.shard_map`, over a named axis."""
+"""Arrays split over devices: over the explicit axes of a mesh, inside `jax.shard_map`, and over a named axis."""
 
 import dataclasses
 from typing import Any, cast
@@ -10,30 +10,30 @@ from jax import lax
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
 
-# Over the explicit axes of a mesh: the type of an array says how it is split.
+# Over the explicit axes of a mesh. The type of an array says how it is split.
 
 
 def is_sharded(x: Array) -> bool:
-    """Whether the type of `x` says that one of its dimensions is split across devices."""
+    """Whether the type of `x` says that one of its dimensions is split over devices."""
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
 def may_loop(tree: Any) -> bool:
-    """Whether JAX lets a loop go through the arrays of `tree` in blocks.
+    """Whether a loop may go through the arrays of `tree` in blocks.
 
-    It refuses a loop over a dimension that is split across devices, or gathers the array first; and a symbolic size,
-    as `jax.export` has them, cannot be cut into blocks.
+    JAX refuses a loop over a dimension that is split over devices, or gathers the array first; and a dimension of
+    symbolic size, as in `jax.export`, cannot be divided into blocks.
     """
     return not any(is_sharded(x) or has_symbolic_size(x) for x in jax.tree.leaves(tree))
 
 
 def has_symbolic_size(x: Array) -> bool:
-    """Whether a size of `x` is a symbol of `jax.export` in place of an int."""
+    """Whether `x` has a dimension of symbolic size, as in `jax.export`."""
     return not all(isinstance(n, int) for n in x.shape)
 
 
 def gathered_along(x: Array, *axes: int) -> Array:
-    """`x` with the axes gathered that are split across devices, for a loop over blocks of them."""
+    """`x` with `axes` gathered if they are split over devices, for a loop over blocks of them."""
     sharding = jax.typeof(x).sharding
     if all(sharding.spec[axis] is None for axis in axes):
         return x
@@ -48,7 +48,7 @@ def gathered_along(x: Array, *axes: int) -> Array:
 class Shardings:
     """How the arguments of an op are split over the explicit axes of a mesh.
 
-    Their cotangents have to be split alike, and come out split as all of the arguments are together.
+    A cotangent has to be split like its argument, but comes out split like all arguments combined.
     """
 
     specs: tuple[Any, ...]
@@ -73,14 +73,14 @@ class Shardings:
         )
 
 
-# Inside `jax.shard_map`: an array varies over some axes of the mesh, and the types have to agree.
+# Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
 
 
 def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Inside `jax.shard_map`, the arguments with all floats varying over the same mesh axes.
+    """The arguments; inside `jax.shard_map` with all floats varying over the same mesh axes.
 
-    A reverse rule has to return cotangents that vary as its arguments do, and its results vary as all of them
-    do together. JAX makes an array vary where it meets one that does, and sums its cotangent over the devices.
+    A reverse rule has to return cotangents that vary like its arguments, but its results vary like all arguments
+    combined. Adding a varying zero makes an array vary, and makes JAX sum its cotangent over the devices.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return args
@@ -95,25 +95,28 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def vary_with(tree: Any, others: Any) -> Any:
-    """The arrays of `tree`, which inside `jax.shard_map` vary over all mesh axes over which one of `others` does."""
+    """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
     return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
 
 
 def varying_zero(arrays: list[jax.Array]) -> jax.Array:
-    """A zero, and nothing to XLA, that inside `jax.shard_map` varies over all mesh axes over which an array does."""
+    """A zero that inside `jax.shard_map` varies over all mesh axes over which one of the arrays does.
+
+    It is a sum over empty slices, which XLA removes.
+    """
     plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
 
 
-# Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; None says that everything
-# is on every device, and nothing is exchanged.
+# Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
+# not split, and nothing is exchanged.
 
 AxisName = str | None
 
 
 def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
-    """The name of an axis that is there, or None."""
+    """The name of an existing mesh axis, or None."""
     if axis_name is None:
         return None
     try:
@@ -125,12 +128,12 @@ def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
 
 
 def size_over_devices(axis_name: AxisName, number: int) -> int:
-    """How many classes there are on all devices, each of which has `number`."""
+    """The number of classes on all devices, each of which has `number`."""
     return number if axis_name is None else number * lax.axis_size(axis_name)
 
 
 def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
-    """Labels, which count the classes of all devices, as classes of this one; outside [0, number) is elsewhere."""
+    """Labels, which count the classes of all devices, as classes of this device; elsewhere if not in [0, number)."""
     return labels if axis_name is None else labels - lax.axis_index(axis_name) * number
 
 
@@ -140,25 +143,25 @@ def sum_over_devices(axis_name: AxisName, x: Array) -> Array:
 
 
 def max_over_devices(axis_name: AxisName, x: Array) -> Array:
-    """The largest over the devices, the same on each; +inf for a NaN, which has no defined order."""
+    """The maximum over the devices, the same on each; +inf for a NaN, whose order is undefined."""
     return x if axis_name is None else lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axis_name)
 
 
 def any_over_devices(axis_name: AxisName, x: Array) -> Array:
-    """Whether it is True on any device, the same on each."""
+    """Whether `x` is True on any device, the same on each."""
     return x if axis_name is None else lax.pmax(x.astype(jnp.int32), axis_name) > 0
 
 
-# Every device computes the whole loss, but as far as JAX knows the result of a derivative rule may vary from device to
-# device. Behind the rule the mean over the devices tells JAX that they all have the same. Its derivative gives each
-# device a part of the cotangent, and the rule's reverse pass adds the parts up again.
+# Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices. Taking
+# the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each device a part
+# of the cotangent, and the reverse rule sums the parts again.
 
 
 def same_on_all_devices(axis_name: AxisName, loss: Array) -> Array:
-    """The loss, as one that JAX knows to be the same on all devices."""
+    """The loss, with a type that says it is the same on all devices."""
     return loss if axis_name is None else lax.pmean(loss, axis_name)
 
 
 def whole_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
-    """The cotangent of the loss, summed from the parts that the devices have."""
+    """The cotangent of the loss, summed from the parts on the devices."""
     return sum_over_devices(axis_name, d_loss)

@@ -1,7 +1,7 @@
 """The two switches: pure forward mode, and the validation of labels.
 
-JAX keeps the value of a user context in the key of its compilation cache: a jitted function is traced again when a
-switch changes, and the older program is found again when it changes back.
+The value of a JAX user context is part of JAX's compilation cache key: a jitted function is traced again when a switch
+changes, and the earlier program is found again when it changes back.
 """
 
 import contextlib
@@ -37,13 +37,16 @@ _label_checks = jax.make_user_context(
 def forward_mode() -> Iterator[None]:
     """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
 
-    Outside of it an op is a `jax.custom_vjp` function: the fastest reverse mode, and `jax.hessian`
-    (forward over reverse), but no pure forward mode. Inside, both modes work by JAX's own rules with
-    the same values and the same masks; reverse mode may keep more memory alive.
-    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering.
+    Outside the context an op is a `jax.custom_vjp` function, which has the fastest reverse mode and `jax.hessian`
+    (forward over reverse), but no pure forward mode. Inside, JAX's own rules provide both modes, with the same values
+    and the same masks; reverse mode may use more memory. The mode is part of JAX's compilation cache key: jitted
+    functions are traced again on entering.
 
-    One thing is promised outside only: that a row whose bad label or NaN the user selects away behind the
-    loss (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, say it with `where`.
+    One guarantee holds outside the context only: a row with a bad label or a NaN whose loss is replaced afterwards
+    (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
+
+    Returns:
+      A context manager.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -62,56 +65,65 @@ def forward_mode() -> Iterator[None]:
 
 @contextlib.contextmanager
 def label_checks(mode: str) -> Iterator[None]:
-    """Context in which labels are checked; it can be nested, and belongs to its thread.
+    """Context in which labels are checked; it can be nested, and applies to the current thread.
 
     ==============  ==================================================================================================
-    mode            what a bad label does
+    mode            effect of a bad label
     ==============  ==================================================================================================
-    "off"           nothing is checked and nothing is paid: a label out of range gives NaN in its own row
-    "checkify"      a `jax.experimental.checkify.check` fails. The function that is run has to go through
-                    `checkify.checkify`; one that does not gets a ValueError from JAX under `jax.jit`
-    "raise"         ValueError, at once in eager code. A compiled program (`jax.jit`, and in eager code `scan`,
+    "off"           none: nothing is checked, at no cost. A label out of range gives NaN in its own row
+    "checkify"      a `jax.experimental.checkify.check` fails. The function has to be transformed with
+                    `checkify.checkify`; otherwise JAX raises a ValueError under `jax.jit`
+    "raise"         ValueError, immediately in eager code. A compiled program (`jax.jit`, and in eager code `scan`,
                     `checkpoint`, `shard_map`) fails with `jax.errors.JaxRuntimeError` where its result is awaited
     ==============  ==================================================================================================
 
-    The error names the op, tells how many labels are bad, the index and the value of the first of them, the valid
-    range, and where the op was called. Masked labels are never reported.
+    Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
+    or not finite, and a row of such labels that sums to neither 1 nor 0; and predictions passed to a Dice loss as
+    probabilities that are not probabilities. Masked labels are never reported.
 
-    The index is that in the labels which the op was called with, broadcast to the shape of the loss. In mode "raise"
-    the axis of a `jax.vmap` stands in front of it; under `jax.shard_map` the index is that in the shard, whose number
-    the error tells, while the counts are those of all shards. In the body of a loop (`scan`, `map`, `fori_loop`) counts
-    and index are those of one step, and the error does not tell which. checkify tells of one element of a `vmap`.
-    However many devices there are, the error is one.
+    The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
+    the line that called the op. There is one error, however many devices there are. The index refers to the labels of
+    that call, broadcast to the shape of the loss:
 
-    What is bad: an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is
-    negative or not finite, and a row of them that sums to neither 1 nor 0; and the predictions of a Dice loss that are
-    said to be probabilities and are none.
+    * In mode "raise" the axis of a `jax.vmap` comes first in the index; in mode "checkify" the error describes one
+      element of the `vmap`.
+    * Under `jax.shard_map` the index is the one within the shard, whose number the error gives; the counts are totals
+      of all shards.
+    * In the body of a loop (`scan`, `map`, `fori_loop`) the counts and the index are those of one step, which the error
+      does not identify.
 
-    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering, and found again on
-    leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`, since
-    `jax.grad(checkify(f))` of a `jax.custom_vjp` function may be 0 without an error (jax 0.10.2).
+    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering, and the earlier
+    programs are used again on leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in
+    `forward_mode`, because `jax.grad(checkify(f))` of a `jax.custom_vjp` function may be 0 without an error
+    (jax 0.10.2).
 
-    One hole is JAX's: `checkify(jax.grad(f))` loses the checks in the bodies of loops in `f` (`scan`, `map`,
-    `fori_loop`). In mode "checkify" a row with a bad label has a NaN loss and gradient, so that nothing trains on. The
-    ways out are mode "raise", and a body that goes through checkify itself and hands its error on.
+    Limits of mode "checkify", all due to JAX; mode "raise" avoids them:
 
-    Another one is a `jax.shard_map` inside of `checkify.checkify`, over the mesh of `jax.set_mesh`: JAX traces its body
-    a second time in the wrong mesh (jax 0.12), so that a loss in it is refused with a ValueError. Over an explicit mesh
-    that is not set but an argument, JAX cannot read the error value that comes out. The ways out are the same: mode
-    "raise", or, over an automatic mesh, checkify within the body.
+    * `checkify(jax.grad(f))` loses the checks in the bodies of loops in `f`. A row with a bad label still has a NaN
+      loss and gradient, so training cannot continue unnoticed. A body that is itself transformed with checkify and
+      returns its error keeps its checks.
+    * In a `jax.shard_map` inside `checkify.checkify`, over the mesh of `jax.set_mesh`, a loss is refused with a
+      ValueError: JAX would trace the body a second time in the wrong mesh (jax 0.12). Over an explicit mesh passed as
+      an argument, JAX cannot read the resulting error value. Over an automatic mesh, checkify within the body works.
 
-    Mode "raise" calls back to the host, which `jax.export` cannot store. Under `jax.shard_map` the devices tell each
-    other what they found, or some would wait for ever for one that has failed: all of them have to call the loss. A
-    `jax.lax.cond` under `vmap` runs both branches, and so the checks of both. A program whose results nobody reads
-    has nowhere to raise its error: when the process ends, that is logged in one line, as is one that was caught within
-    the context and may have been overlooked.
+    Limits of mode "raise":
+
+    * It calls back to the host, which `jax.export` cannot store.
+    * Under `jax.shard_map` all devices have to call the loss: they exchange their findings, as otherwise some would
+      wait forever for one that has failed.
+    * A `jax.lax.cond` under `vmap` runs both branches, and so the checks of both.
+    * A program whose results are never read cannot raise its error. The error is logged in one line when the process
+      ends, as is one that was caught within the context and may have been overlooked.
 
     Args:
       mode: "off", "checkify" or "raise".
 
+    Returns:
+      A context manager.
+
     Raises:
-      ValueError: for another mode; and on leaving, in place of JAX's complaint about a check that has not been
-        functionalized, one that tells the ways out.
+      ValueError: for another mode; and on leaving, in place of JAX's error about a check that has not been
+        functionalized, one that explains how to fix it.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -139,9 +151,9 @@ def label_checks(mode: str) -> Iterator[None]:
 
 
 def set_label_checks(mode: str) -> None:
-    """Sets the mode of `label_checks` for the whole process, outside of any such context.
+    """Sets the mode of `label_checks` for the whole process; a `label_checks` context takes precedence.
 
-    The environment variable `MASKSAFE_LABEL_CHECKS` does the same when masksafe is imported; empty is unset.
+    The environment variable `MASKSAFE_LABEL_CHECKS` sets the mode when masksafe is imported; an empty value is ignored.
 
     Args:
       mode: "off", "checkify" or "raise".
@@ -158,7 +170,7 @@ def set_label_checks(mode: str) -> None:
 
 
 def label_check_mode() -> str:
-    """The mode in which labels are checked here and now."""
+    """The current mode of `label_checks`."""
     mode: str = _label_checks.value
     return mode
 

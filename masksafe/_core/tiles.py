@@ -1,4 +1,4 @@
-"""How an axis is divided into blocks of one size, whatever its length."""
+"""Dividing an axis of any length into tiles of one size."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from masksafe._core.typing import Array
 
 
 class Tile(NamedTuple):
-    """Neighbours on an axis: `size` of them from `start` on. Those in front of `first` are not its own."""
+    """Part of an axis: `size` consecutive positions from `start`; those before `first` belong to the tile before it."""
 
     start: Array | int
     size: int
@@ -18,10 +18,10 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A division of an axis of `length` into blocks of one size.
+    """A division of an axis of `length` into tiles of one size.
 
-    Where the sizes do not divide, the last block is moved up to end with the last one; what it repeats
-    belongs to the block before it.
+    If `size` does not divide `length`, the last tile is shifted to end where the axis ends. The positions that it
+    repeats belong to the tile before it.
     """
 
     length: int
@@ -43,27 +43,27 @@ class Tiles(NamedTuple):
 
     @property
     def repeated(self) -> int:
-        """How many of the last block belong to the one before."""
+        """How many positions of the last tile belong to the tile before it."""
         return self.number * self.size - self.length
 
-    def join(self, blocks: Array) -> Array:
-        """Stacked blocks `[count, ..., size, n]` as `[..., length, n]`."""
+    def join(self, tiles: Array) -> Array:
+        """Stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
         if self.number == 1:
-            return blocks[0]
-        body = jnp.moveaxis(blocks[:-1], 0, -3)
+            return tiles[0]
+        body = jnp.moveaxis(tiles[:-1], 0, -3)
         body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
-        return jnp.concatenate([body, blocks[-1, ..., self.repeated :, :]], -2)
+        return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2)
 
 
 def divide(length: int, target: int) -> Tiles:
-    """As few blocks as sizes up to `target` allow, as even as can be; a symbolic length is one block."""
+    """As few tiles as possible of at most `target` positions, as even as possible; one tile for a symbolic length."""
     if not isinstance(length, int):
         return Tiles(length, length)
     return Tiles(length, -(-length // max(1, -(-length // target))))
 
 
-def take(x: Array, axis: int, span: Tile) -> Array:
-    """The part of `x` that belongs to a span."""
-    if span.size == x.shape[axis]:
+def take(x: Array, axis: int, tile: Tile) -> Array:
+    """The part of `x` within a tile of `axis`."""
+    if tile.size == x.shape[axis]:
         return x
-    return lax.dynamic_slice_in_dim(x, span.start, span.size, axis)
+    return lax.dynamic_slice_in_dim(x, tile.start, tile.size, axis)

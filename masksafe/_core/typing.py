@@ -1,4 +1,4 @@
-"""The names that signatures use: an array, what converts to one, an axis."""
+"""The types that signatures use: arrays, values that convert to arrays, axes."""
 
 from collections.abc import Sequence
 

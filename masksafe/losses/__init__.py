@@ -1,4 +1,4 @@
-"""The losses of optax, under optax's names and signatures, whose masked elements are gone; and some of our own."""
+"""The losses of optax under the same names and signatures, with masks that remove elements exactly; and a few more."""
 
 from masksafe.losses._cross_entropy import (
     safe_softmax_cross_entropy,

@@ -1,4 +1,4 @@
-"""Softmax cross-entropy: of integer labels, and of distributions. One core serves all of it."""
+"""Softmax cross-entropy of integer labels and of distributions, with one common core."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from masksafe.losses._layout import (
     shape_with_classes,
 )
 
-# The public functions: check the arguments, call the core.
+# The public functions: they check the arguments and call the core.
 
 
 def softmax_cross_entropy(
@@ -55,28 +55,29 @@ def softmax_cross_entropy(
 
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
-      labels: a distribution over the classes for every row, `[..., num_classes]`; floats, or the integers or
-        booleans of one-hot rows. It broadcasts with `logits`.
-      axis: the axis or axes of the classes; None is all of them.
-      where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
-        of a lower rank they mask rows and broadcast to the shape of the loss: with logits `[2, 2]`, a mask `(2,)` is
-        of rows.
+      labels: a distribution over the classes for every row, `[..., num_classes]`; floats, or integers or
+        booleans for one-hot rows. They broadcast with `logits`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their
+        shape. A mask of lower rank masks rows and broadcasts to the shape of the loss: for logits `[2, 2]`, a
+        mask `(2,)` masks rows.
 
     Returns:
-      The loss of every row, `[...]`, of the dtype to which JAX promotes `logits` and `labels`; it is computed
-      in float32 at least.
+      The loss of every row, `[...]`, of the dtype to which JAX promotes `logits` and `labels`, computed in at
+      least float32.
 
       * A row with no unmasked class, or whose labels are all 0, has loss 0.
-      * Logits and labels under the mask have a gradient of exactly 0. What a label has on a masked class is
-        gone with the class: a one-hot row that points at one has loss 0.
+      * Masked logits and labels have gradients of exactly 0. The part of a label on a masked class is removed
+        with the class: a one-hot row at a masked class has loss 0.
       * A label on a class with a logit of -inf gives loss +inf.
       * A NaN or +inf in an unmasked logit, or a NaN in an unmasked label, makes the gradient of its own row
-        NaN. The loss is NaN too, or +inf where all labels are on other classes than the logit of +inf. Where
-        the cotangent of the loss is 0, the gradient is 0 even then.
+        NaN. The loss is NaN too, or +inf where all labels are on classes other than that of the logit +inf.
+        Where the cotangent of the loss is 0, the gradient is 0 even then.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not broadcast or `axis` is out of range.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, if an
+        unmasked label is negative or not finite, or the unmasked labels of a row sum to neither 1 nor 0.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -86,7 +87,7 @@ def softmax_cross_entropy(
       ...     print(masksafe.losses.softmax_cross_entropy(logits, labels))
       [0.2761 2.9518]
 
-      A padded row, whatever it holds:
+      A padded row may contain anything:
 
       >>> logits, labels = logits.at[1].set(jnp.nan), labels.at[1].set(jnp.nan)
       >>> with jnp.printoptions(precision=4):
@@ -95,8 +96,8 @@ def softmax_cross_entropy(
 
     References:
       `optax.losses.softmax_cross_entropy
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.softmax_cross_entropy>`_, which it
-      replaces.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.softmax_cross_entropy>`_, which this
+      function replaces.
     """
     return soft_cross_entropy("softmax_cross_entropy", logits, labels, axis, where)
 
@@ -104,20 +105,23 @@ def softmax_cross_entropy(
 def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     r"""Softmax cross-entropy for logits that may be -inf; the same as `softmax_cross_entropy`.
 
-    optax has both since its `softmax_cross_entropy` is NaN where a logit is -inf and its label 0. Here neither
-    is, and this name is there so that an import can be changed without thought.
+    .. math::
+      \ell = -\sum_j t_j \log p_j, \qquad p_j = \frac{e^{x_j}}{\sum_k e^{x_k}}
+
+    with logits :math:`x` and labels :math:`t`. optax has both functions because its `softmax_cross_entropy` is NaN
+    where a logit is -inf and its label 0. Here neither is NaN; the name exists for compatibility.
 
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
-      labels: a distribution over the classes for every row; it broadcasts with `logits`.
+      labels: a distribution over the classes for every row; they broadcast with `logits`.
 
     Returns:
       The loss of every row, `[...]`. It is +inf where a label with a logit of -inf is not 0. The gradient with
-      respect to a label of 0 whose logit is -inf is 0: the class is absent.
+      respect to a label of 0 whose logit is -inf is 0, since the class is absent.
 
     Raises:
       TypeError: if `logits` are not floats.
-      ValueError: if the shapes do not broadcast.
+      ValueError: if the shapes do not broadcast. While label checks are on, for a bad label.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -150,34 +154,36 @@ def softmax_cross_entropy_with_integer_labels(
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
       labels: the class of every row, integers `[...]` of any width, in [0, num_classes). Axes of size 1
-        broadcast against those of `logits` and the other way round. (With 64-bit types off, JAX itself cuts
-        64-bit labels to 32 bits where they enter a jitted function; given to this function as they are, they
+        broadcast against those of `logits` and vice versa. (With 64-bit types disabled, JAX itself truncates
+        64-bit labels to 32 bits where they enter a jitted function; NumPy labels passed to this function directly
         are clipped and stay out of range.)
       axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
         axes, in the order given.
-      where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape;
-        of a lower rank they mask rows and broadcast to the shape of the loss: with logits `[2, 2]`, a mask `(2,)` is
-        of rows. For labels padded in the way of torch's `ignore_index` write `where=labels != -100`.
+      where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their
+        shape. A mask of lower rank masks rows and broadcasts to the shape of the loss: for logits `[2, 2]`, a
+        mask `(2,)` masks rows. For labels padded as for torch's `ignore_index` write `where=labels != -100`.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `logits`, and of a mask of
-        classes, are split; of several axes of classes the first. Labels count the classes of all devices, and
-        every device gets the same loss. Gradients are right with `check_vma=True`, which is the default.
+        classes, are split; if there are several axes of classes, the first one is split. Labels count the classes
+        of all devices, and every device gets the same loss. Gradients are correct with `check_vma=True`, the
+        default.
 
     Returns:
-      The loss of every row, `[...]`, of the dtype of `logits`; it is computed in float32 at least.
+      The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32.
 
-      * A row that is masked, or that has no unmasked class, has loss 0; logits under the mask have a gradient
-        of exactly 0, and what label such a row has does not matter.
+      * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
+        gradients of exactly 0.
       * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN.
-      * A label whose class is masked or has a logit of -inf has probability 0: loss +inf.
+      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
-        where another class than the label has the logit +inf.
-      * Where the cotangent of the loss is 0, a row with a NaN gets a gradient of 0, so that
-        `jnp.where(labels >= 0, loss, 0)` trains as well. (Second derivatives, reverse over reverse, and
-        `forward_mode` need `where` for that.)
+        where the logit +inf belongs to a class other than the label.
+      * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so
+        `jnp.where(labels >= 0, loss, 0)` trains as well. (For second derivatives in reverse over reverse, and
+        inside `forward_mode`, this requires `where`.)
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
-      ValueError: if the shapes do not fit or `axis` is out of range.
+      ValueError: if the shapes do not fit or `axis` is out of range. While label checks are on, for an unmasked
+        label that is out of range or at a masked class.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -194,13 +200,13 @@ def softmax_cross_entropy_with_integer_labels(
       ...     print(loss(logits, labels, where=labels != -100))
       [0.2761 0.    ]
 
-      The same label by mistake:
+      Without the mask, the same label is an error:
 
       >>> with jnp.printoptions(precision=4):
       ...     print(loss(logits, labels))
       [0.2761    nan]
 
-      A vocabulary that is split over the devices:
+      A vocabulary split over the devices:
 
       >>> from jax.sharding import PartitionSpec
       >>> def local(logits):
@@ -214,7 +220,7 @@ def softmax_cross_entropy_with_integer_labels(
 
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
-      <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which it replaces.
+      <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which this function replaces.
     """
     op = "softmax_cross_entropy_with_integer_labels"
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
@@ -239,14 +245,14 @@ def softmax_cross_entropy_with_integer_labels(
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
-    """The loss of targets of one shape with the logits that need not be distributions: nothing is checked."""
+    """The loss of targets that have the shape of the logits and need not be distributions; nothing is checked."""
     return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), logits, targets, where)
 
 
 def soft_cross_entropy(
     op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
-    """`softmax_cross_entropy` by the name of `op`."""
+    """`softmax_cross_entropy`, with `op` as the name in errors."""
     logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
     are_integers = not is_soft(labels)
     hint = "Integer labels go to softmax_cross_entropy_with_integer_labels." if are_integers else ""
@@ -257,7 +263,7 @@ def soft_cross_entropy(
     if not _has_classes(logits, axes, shape):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
         raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
-    if are_integers and not _has_classes(labels, axes, shape):  # the same number for every class
+    if are_integers and not _has_classes(labels, axes, shape):  # broadcasting would repeat one number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
@@ -269,19 +275,19 @@ def soft_cross_entropy(
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
-    """Whether `x`, which broadcasts to `shape`, has the full size on the axes of the classes."""
+    """Whether `x`, which broadcasts to `shape`, has its full size on the axes of the classes."""
     aligned = (1,) * (len(shape) - x.ndim) + x.shape
     return all(aligned[a] == shape[a] for a in axes)
 
 
-# The core. It takes the arguments as the user laid them out, so that nothing is copied to be kept for the
-# reverse pass, and it is jitted, so that its NaN under the mask never shows, not even under jax_debug_nans.
+# The core. It takes the arguments in the user's layout, which avoids copies among the residuals. It is jitted, which
+# hides the NaN of masked elements even from jax_debug_nans.
 
 _Residuals = tuple[Array, Array, Array | None, Rows]
 
 
 class _Config(NamedTuple):
-    """What is known when the program is traced."""
+    """The static arguments."""
 
     axes: Axes  # of the classes
     dtype: Any  # of the loss
@@ -289,8 +295,8 @@ class _Config(NamedTuple):
 
 
 def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
-    # With nothing to widen or to select, XLA leaves the exponentials in the gradient's own buffer, where the
-    # reverse pass finds them. Without a reverse pass the buffer would be a new one: then blocks are better.
+    # With nothing to widen or to select, XLA writes the exponentials to the buffer of the gradient, where the reverse
+    # pass finds them. The primal alone would need a new buffer for them and is faster in blocks.
     in_one_pass = where is None and not is_soft(labels) and logits.dtype.itemsize >= 4
     rows = _evaluate(config, not in_one_pass, logits, labels, where)
     return _loss_of_rows(config, logits, rows), (logits, labels, where, rows)
@@ -312,7 +318,7 @@ def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(config: _Config, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
-    # The devices exchange what they have once, not once for each block.
+    # In blocks, the devices would have to exchange sums once per block.
     plan = Plan(in_blocks and config.axis_name is None, config.axis_name)
     return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where))
 
@@ -323,10 +329,10 @@ def _pull_back(
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
-    # The cotangent is 0 where the user has selected the loss away: then a NaN in the row is gone as well.
+    # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     live = is_sound(rows) | (d_loss != 0)
     live = live if mask is None else live & mask
-    # Selected behind the product: the cotangent of a masked row may be infinite, as that of sqrt(0) is.
+    # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_logits = from_rows(axes, logits, jnp.where(live, probs_minus_targets(x, t, mask, rows) * d_loss, 0))
     if not is_soft(labels):
         return d_logits, None

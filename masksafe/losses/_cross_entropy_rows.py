@@ -1,6 +1,6 @@
 r"""The mathematics of the softmax cross-entropies, row by row: the classes are the last axis.
 
-The targets of a row are a distribution, or a label that stands for a one-hot row. With logits :math:`x`,
+The targets of a row are a distribution, or a label in place of a one-hot row. With logits :math:`x`,
 targets :math:`t` and the sums over the unmasked classes,
 
 .. math::
@@ -10,15 +10,15 @@ targets :math:`t` and the sums over the unmasked classes,
   \frac{\partial \ell}{\partial x_j} = T p_j - t_j, \qquad
   \frac{\partial \ell}{\partial t_j} = L - x_j, \qquad T = \sum_j t_j.
 
-Two things are done to keep every digit.
+Two measures preserve all digits.
 
-* :math:`L` is kept in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
-  (`log_sum`), so that an offset that all logits share cancels before anything is rounded.
-* One class of each row, the anchor :math:`a`, stays out of the sum: the label, or the most likely class. With
+* :math:`L` is stored in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
+  (`log_sum`). An offset common to all logits cancels before anything is rounded.
+* One class of each row, the anchor :math:`a`, is left out of the sum: the label, or the most likely class. With
   :math:`z = x - \text{shift}` and the others :math:`O = \sum_{j \ne a} e^{z_j}`, `log_sum` is
-  :math:`\log(1 + (O + (e^{z_a} - 1)))`: tiny and exact when the anchor has nearly all of the probability, where
-  :math:`\log(1 + O)` would have lost :math:`O`. In the same way :math:`p_a - 1 = e^{\log p_a} - 1` is not
-  computed as a difference.
+  :math:`\log(1 + (O + (e^{z_a} - 1)))`. This is tiny and exact where the anchor has nearly all of the probability,
+  whereas adding :math:`O` to 1 would lose its digits. For the same reason :math:`p_a - 1` is computed as
+  :math:`\operatorname{expm1}(\log p_a)`, not as a difference.
 """
 
 import functools
@@ -40,24 +40,24 @@ from masksafe._core.typing import Array
 class Plan(NamedTuple):
     """How the rows are computed."""
 
-    in_blocks: bool  # in blocks of rows, or all at once
+    in_blocks: bool  # in blocks of rows rather than all at once
     axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
 
 
 class Rows(NamedTuple):
-    """What is known of each row after the forward pass; every array is `[..., 1]`."""
+    """The results of the forward pass for each row; every array is `[..., 1]`."""
 
     loss: Array
     shift: Array  # the largest unmasked logit
     log_sum: Array  # the log of the sum of exp(logits - shift)
     total: Array  # the sum of the targets
-    anchor: Array  # the class that stays out of the sum; -1 for none
+    anchor: Array  # the class left out of the sum; -1 for none
     anchor_log_prob: Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
-    """The forward pass, with_reverse_rule to any order: the reverse rule, which uses its results, is too."""
+    """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
     row_values = functools.partial(_row_values, plan.axis_name)
     return map_row_blocks(row_values, x, labels, where) if plan.in_blocks else row_values(x, labels, where)
 
@@ -74,7 +74,7 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
     d_anchor_log_prob = _value_at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
     d_total = jnp.zeros_like(rows.total)
-    # Without a tangent of the labels their costs are left alone: they may be infinite, and inf * 0 is NaN.
+    # Without a tangent of the labels their costs are not used: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
         labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
@@ -98,7 +98,7 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
     x = selected(x, where, -jnp.inf)
     largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
     anchor = _first_class(x == largest) if is_soft(labels) else _anchor_of_labels(axis_name, labels, x.shape[-1])
-    # A row with nothing left is taken as one whose anchor has all of the probability: everything about it is 0.
+    # In a row with nothing left, give the anchor all of the probability, so all results are 0.
     live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
     anchor = selected(anchor, live_rows, 0)
     shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
@@ -118,7 +118,7 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
-    """The derivative of the loss with respect to the unmasked logits; NaN in a row that is not sound."""
+    """The derivative of the loss with respect to the unmasked logits; NaN in a row for which `is_sound` is False."""
     x = selected(x, where, -jnp.inf)
     scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
     errors = _exp_of_others(x, rows.shift, rows.anchor) * scale
@@ -143,7 +143,7 @@ def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
 
 
 def is_sound(rows: Rows) -> Array:
-    """False for a row with a NaN or +inf in it, with nothing but -inf, or with a label out of range."""
+    """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
     return jnp.isfinite(rows.log_sum) & ~jnp.isnan(rows.loss)
 
 
@@ -153,14 +153,14 @@ def _exp_of_others(x: Array, shift: Array, anchor: Array) -> Array:
 
 
 def _first_class(found: Array) -> Array:
-    """The first class where `found` is True, -1 if there is none. On a CPU it is far faster than argmax."""
+    """The first class where `found` is True, -1 if there is none; on a CPU far faster than argmax."""
     num_classes = found.shape[-1]
     first = jnp.min(jnp.where(found, class_index(found.shape), num_classes), -1, keepdims=True)
     return jnp.where(first == num_classes, -1, first)
 
 
 def _anchor_of_labels(axis_name: str | None, labels: Array, number: int) -> Array:
-    """Labels as int32, with -1 for those outside [0, num_classes) and `number` for those on another device."""
+    """Labels as int32 classes of this device: -1 if outside [0, num_classes), `number` if on another device."""
     valid = is_class(labels, sharding.size_over_devices(axis_name, number))
     local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
     is_here = (local >= 0) & (local < number)
@@ -168,7 +168,7 @@ def _anchor_of_labels(axis_name: str | None, labels: Array, number: int) -> Arra
 
 
 def _value_at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
-    """x[..., anchor], of the device that has it."""
+    """x[..., anchor], from the device that holds the anchor."""
     if axis_name is None:
         return _pick(x, anchor)
     last = x.shape[-1] - 1
@@ -177,11 +177,11 @@ def _value_at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
 
 def _pick(x: Array, index: Array) -> Array:
     """x[..., index], NaN where the index is -1."""
-    if is_sharded(x):  # indexing along a sharded axis is refused
+    if is_sharded(x):  # JAX refuses to index along a sharded axis
         picked = _sum(jnp.where(class_index(x.shape) == index, x, 0))
     else:
         picked = jnp.take_along_axis(x, jnp.maximum(index, 0), -1, mode="promise_in_bounds")
-    # A product: a selection of the constant NaN would hand it on as a residual and alarm jax_debug_nans.
+    # A product, since selecting a constant NaN would make it a residual and trigger jax_debug_nans.
     return picked * nan_unless(index >= 0, x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Connectionist temporal classification: the loss of a label sequence whose alignment to the frames is unknown."""
+"""Connectionist temporal classification: the loss of a label sequence with unknown alignment to the frames."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ def ctc_loss(
 
     .. math:: \ell = -\log \sum_{\pi \in \mathcal{B}^{-1}(y)} \prod_t p_t(\pi_t)
 
-    over the alignments :math:`\pi` that give the labels :math:`y` when repetitions are merged and blanks removed.
+    over the alignments :math:`\pi` that become the labels :math:`y` once repetitions are merged and blanks removed.
 
     Args:
-      logits: floats `[batch, time, num_classes]`, of which one class is the blank.
-      logit_paddings: `[batch, time]`, 1 for a padded frame and 0 for one that counts.
+      logits: floats `[batch, time, num_classes]`; one class is the blank.
+      logit_paddings: `[batch, time]`, 1 for a padded frame and 0 for a live one.
       labels: integers `[batch, length]` in [0, num_classes).
-      label_paddings: `[batch, length]`, 1 for a padded label and 0 for one that counts; padding is on the right.
+      label_paddings: `[batch, length]`, 1 for a padded label and 0 for a live one; padding is on the right.
       blank_id: the class of the blank.
-      log_epsilon: what stands for log 0. A sequence whose labels do not fit into its frames has about the loss
+      log_epsilon: the value used for log 0. A sequence whose labels do not fit into its frames has a loss of about
         `-log_epsilon`, or +inf with `log_epsilon=-jnp.inf`; its gradient is finite either way.
-      where: booleans, False is masked. Of shape `[batch]` they mask sequences, of the rank of `logits` elements of
-        these: a frame of which no class is left is a padded one.
+      where: booleans; False is masked. A mask `[batch]` masks sequences, a mask of the rank of `logits` masks their
+        elements; a frame without an unmasked class counts as padded.
 
     Returns:
-      `[batch]`, in float32 at least. A sequence of which no frame is left has loss 0. What is padded or masked, frames
-      and labels alike, touches nothing and has a gradient of exactly 0. A label out of range that counts makes the loss
-      and the gradient of its sequence NaN, one whose class is masked in all frames costs +inf.
+      The losses `[batch]`, in at least float32. A sequence without a live frame has loss 0. Padded or masked frames and
+      labels have no influence and gradients of exactly 0. A live label out of range makes the loss and the gradient of
+      its sequence NaN; one whose class is masked in all frames gives loss +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
-      ValueError: if the shapes do not fit or `blank_id` is no class. While label checks are on, for a bad label.
+      ValueError: if the shapes do not fit or `blank_id` is not a class. While label checks are on, for a bad label.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -64,8 +64,9 @@ def ctc_loss(
       [1.674 0.   ]
 
     References:
-      `optax.losses.ctc_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss>`_; Graves et
-      al., "Connectionist temporal classification", 2006.
+      `optax.losses.ctc_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss>`_.
+
+      Graves et al., "Connectionist temporal classification", 2006.
     """
     arrays = logits, logit_paddings, labels, label_paddings
     return _ctc_loss("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
@@ -88,30 +89,30 @@ def ctc_loss_with_forward_probs(
       \alpha_{\text{label}}(t, n) = \sum p(\pi_t = y_n \mid \pi_{1:t-1}, y_{1:n-1})
 
     Args:
-      logits: as in `ctc_loss`, and so are all others.
+      logits: `[batch, time, num_classes]`, as in `ctc_loss`, like all other arguments.
       logit_paddings: `[batch, time]`.
       labels: `[batch, length]`.
       label_paddings: `[batch, length]`.
       blank_id: the class of the blank.
-      log_epsilon: what stands for log 0.
+      log_epsilon: the value used for log 0.
       where: booleans; False is masked.
 
     Returns:
       The loss `[batch]`, the logarithms of :math:`\alpha_{\text{blank}}` `[time, batch, length + 1]` and those of
-      :math:`\alpha_{\text{label}}` `[time, batch, length]`; at a padded frame they are those of the frame before.
-      What is behind the last label that counts is no probability of the sequence: for a padded label `n` it is what
-      label 0 would give, whatever is in the padding, where optax has what the padding gives.
+      :math:`\alpha_{\text{label}}` `[time, batch, length]`. A padded frame repeats the values of the frame before it.
+      Values after the last live label are not probabilities of the sequence: at a padded label they are computed for
+      label 0, whatever the padding contains, whereas optax computes them for the padding.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
-      ValueError: if the shapes do not fit or `blank_id` is no class. While label checks are on, for a bad label.
+      ValueError: if the shapes do not fit or `blank_id` is not a class. While label checks are on, for a bad label.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> logits, labels, unpadded = jnp.zeros((1, 2, 3)), jnp.array([[2]]), jnp.zeros((1, 2))
       >>> ctc = masksafe.losses.ctc_loss_with_forward_probs
-      >>> loss, of_blank, of_label = ctc(logits, unpadded, labels, labels < 0)
-      >>> print(loss.shape, of_blank.shape, of_label.shape)
+      >>> loss, log_alpha_blank, log_alpha_label = ctc(logits, unpadded, labels, labels < 0)
+      >>> print(loss.shape, log_alpha_blank.shape, log_alpha_label.shape)
       (1,) (2, 1, 2) (2, 1, 1)
 
     References:
@@ -125,8 +126,8 @@ def ctc_loss_with_forward_probs(
 class _State(NamedTuple):
     """Log probabilities of all prefixes of the labels after some frames."""
 
-    blank: Array  # [batch, length + 1], the last frame being a blank
-    label: Array  # [batch, length], the last frame being the last label of the prefix
+    blank: Array  # [batch, length + 1], where the last frame is a blank
+    label: Array  # [batch, length], where the last frame is the last label of the prefix
 
 
 def _ctc_loss(
@@ -148,61 +149,61 @@ def _ctc_loss(
     live = jnp.broadcast_to((frame_paddings == 0)[..., None], logits.shape)
     live = live if mask is None else live & mask
     frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
-    counts = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
-    allowed = counts[..., None] if mask is None else counts[..., None] & jnp.any(live, 1, keepdims=True)
+    live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
+    allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
     bad_labels = check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
     dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
     state, states = _scan_frames(
-        log_probs, frames.T, labels, counts, blank_id, jnp.asarray(log_epsilon, log_probs.dtype)
+        log_probs, frames.T, labels, live_labels, blank_id, jnp.asarray(log_epsilon, log_probs.dtype)
     )
 
-    # The last label may be followed by a blank or not.
-    of_blank = _merge_into_blank(state.blank, state.label)
-    loss = -jnp.take_along_axis(of_blank, jnp.sum(counts, 1, keepdims=True), 1)[:, 0]
+    # The sequence may end in its last label or in a blank.
+    last_blank = _merge_into_blank(state.blank, state.label)
+    loss = -jnp.take_along_axis(last_blank, jnp.sum(live_labels, 1, keepdims=True), 1)[:, 0]
     is_valid = is_class(labels, logits.shape[-1])
-    loss *= nan_unless(jnp.all(is_valid | ~counts, 1), dtype)
+    loss *= nan_unless(jnp.all(is_valid | ~live_labels, 1), dtype)
     if mask is not None:
-        is_ruled_out = counts & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
+        is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
-    return loss, jnp.concatenate([states.blank[:-1], of_blank[None]])[: len(log_probs)], states.label
+    return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: len(log_probs)], states.label
 
 
 @functools.partial(jax.jit, static_argnums=4)
 def _scan_frames(
-    log_probs: Array, frames: Array, labels: Array, counts: Array, blank_id: int, log_epsilon: Array
+    log_probs: Array, frames: Array, labels: Array, live_labels: Array, blank_id: int, log_epsilon: Array
 ) -> tuple[_State, _State]:
-    """The states after the last and after every frame."""
+    """The state after the last frame, and the states after every frame."""
     batch, length = labels.shape
-    labels = jnp.where(counts & is_class(labels, log_probs.shape[-1]), labels, 0)
-    # Between two equal labels there has to be a blank.
-    repeats = (labels[:, :-1] == labels[:, 1:]) & counts[:, 1:]
+    labels = jnp.where(live_labels & is_class(labels, log_probs.shape[-1]), labels, 0)
+    # Two equal labels in succession need a blank between them.
+    repeats = (labels[:, :-1] == labels[:, 1:]) & live_labels[:, 1:]
     repeats = jnp.pad(repeats, ((0, 0), (0, 1)))[:, :length]
     if_repeated, if_not = jnp.where(repeats, log_epsilon, 0), jnp.where(repeats, 0, log_epsilon)
 
     def step(state: _State, frame: tuple[Array, Array, Array]) -> tuple[_State, _State]:
-        of_blank, of_label, is_live = frame
+        blank_log_prob, label_log_probs, is_live = frame
         ready = _merge_into_blank(state.blank, state.label + if_repeated)
-        label = _log_add(ready[:, :-1], state.label) + of_label
-        blank = _merge_into_blank(ready + of_blank, state.label + of_blank + if_not)
+        label = _log_add(ready[:, :-1], state.label) + label_log_probs
+        blank = _merge_into_blank(ready + blank_log_prob, state.label + blank_log_prob + if_not)
         is_live = is_live[:, None]
         new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
         return new, new
 
-    of_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (len(log_probs), batch, length)), -1)
-    # What is not live is not used; its -inf would make derivatives NaN.
-    of_labels, of_blanks = (selected(x, frames[..., None]) for x in (of_labels, log_probs[..., blank_id, None]))
+    for_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (len(log_probs), batch, length)), -1)
+    # Frames that are not live are not used, but their -inf would make derivatives NaN.
+    for_labels, for_blank = (selected(x, frames[..., None]) for x in (for_labels, log_probs[..., blank_id, None]))
     nothing = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon
     first_blank = jnp.where(jnp.arange(length + 1) == 0, 0, jnp.broadcast_to(nothing, (batch, length + 1)))
     first = _State(first_blank, jnp.broadcast_to(nothing, (batch, length)))
-    return lax.scan(step, first, (of_blanks, of_labels, frames))
+    return lax.scan(step, first, (for_blank, for_labels, frames))
 
 
 def _merge_into_blank(blank: Array, label: Array) -> Array:
-    """The blank's probabilities with those of a label in front of it added."""
+    """The log probabilities of the blank, with those of the label before it added."""
     return jnp.concatenate([blank[:, :1], _log_add(blank[:, 1:], label)], -1)
 
 

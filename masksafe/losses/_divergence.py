@@ -14,7 +14,7 @@ from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import wide_selected
 
-Terms = Callable[[Array, Array], Array]  # of a sum, from log predictions and targets
+Terms = Callable[[Array, Array], Array]  # from log predictions and targets to the terms of a divergence
 
 
 def kl_divergence(
@@ -28,14 +28,14 @@ def kl_divergence(
 
     Args:
       log_predictions: logarithms of probabilities, floats `[..., dim]`.
-      targets: probabilities that broadcast with them.
-      axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      targets: probabilities, floats that broadcast with `log_predictions`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks a class. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
-      exactly 0, and so has a target of 0, at which the divergence has no derivative.
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      gradients of exactly 0, and so do targets of 0, where the divergence has no derivative.
 
     Raises:
       TypeError: if the arguments are not floats or `where` is not boolean.
@@ -50,8 +50,9 @@ def kl_divergence(
 
     References:
       `optax.losses.kl_divergence
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence>`_; Kullback and Leibler, "On
-      Information and Sufficiency", 1951.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence>`_.
+
+      Kullback and Leibler, "On Information and Sufficiency", 1951.
     """
     return _divergence_from_targets("kl_divergence", log_predictions, targets, axis, where, _kl_terms)
 
@@ -65,14 +66,14 @@ def generalized_kl_divergence(
 
     Args:
       log_predictions: logarithms of positive numbers, floats `[..., dim]`.
-      targets: numbers that are not negative and broadcast with them.
-      axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      targets: non-negative floats that broadcast with `log_predictions`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks a class. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
-      exactly 0.
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      gradients of exactly 0.
 
     Raises:
       TypeError: if the arguments are not floats or `where` is not boolean.
@@ -87,8 +88,9 @@ def generalized_kl_divergence(
 
     References:
       `optax.losses.generalized_kl_divergence
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.generalized_kl_divergence>`_; Bregman, "The
-      relaxation method of finding the common point of convex sets", 1967.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.generalized_kl_divergence>`_.
+
+      Bregman, "The relaxation method of finding the common point of convex sets", 1967.
     """
     return _divergence_from_targets(
         "generalized_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
@@ -98,13 +100,33 @@ def generalized_kl_divergence(
 def convex_kl_divergence(
     log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
-    """The former name of `generalized_kl_divergence`, which optax keeps.
+    r"""The Kullback-Leibler divergence of positive vectors: the former name of `generalized_kl_divergence`.
+
+    .. math:: \ell = \sum_j \bigl( t_j (\log t_j - \log p_j) + p_j - t_j \bigr)
+
+    Args:
+      log_predictions: logarithms of positive numbers, floats `[..., dim]`.
+      targets: non-negative floats that broadcast with `log_predictions`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks a class.
+
+    Returns:
+      The divergences `[...]`, as from `generalized_kl_divergence`.
+
+    Raises:
+      TypeError: if the arguments are not floats or `where` is not boolean.
+      ValueError: if the shapes do not broadcast or `axis` is out of range. While label checks are on, for an unmasked
+        target that is negative or not finite.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> log_p, t = jnp.log(jnp.array([1.0, 2.0])), jnp.array([1.0, 4.0])
       >>> print(f"{masksafe.losses.convex_kl_divergence(log_p, t):.4f}")
       0.7726
+
+    References:
+      `optax.losses.convex_kl_divergence
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.convex_kl_divergence>`_.
     """
     return _divergence_from_targets(
         "convex_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
@@ -122,14 +144,14 @@ def kl_divergence_with_log_targets(
 
     Args:
       log_predictions: logarithms of probabilities, floats `[..., dim]`.
-      log_targets: logarithms of probabilities that broadcast with them.
-      axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks a class. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      log_targets: logarithms of probabilities, floats that broadcast with `log_predictions`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks a class. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have gradients of
-      exactly 0, and so has a log target of -inf.
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      gradients of exactly 0, and so do log targets of -inf.
 
     Raises:
       TypeError: if the arguments are not floats or `where` is not boolean.
@@ -159,7 +181,7 @@ def kl_divergence_with_log_targets(
 def _divergence_from_targets(
     op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Terms
 ) -> Array:
-    """The sum of the unmasked `terms(log_predictions, targets)`; at masked places both are 0."""
+    """The sum of the unmasked `terms(log_predictions, targets)`, which are called with 0 for masked elements."""
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
     shape, axes, mask = _read_layout(op, log_p, t, "targets", axis, where)
     is_valid = lambda t: (t >= 0) & (t < jnp.inf)  # noqa: E731
@@ -198,7 +220,7 @@ def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
 
 
 def _zero_times_log(log_p: Array) -> Array:
-    """0 * log p, with 0 log 0 = 0: a NaN or +inf, which is no logarithm of a probability, shows."""
+    """0 * log p, where 0 log 0 = 0; NaN if log p is NaN or +inf, which is not the logarithm of a probability."""
     return lax.stop_gradient(jnp.where(log_p == -jnp.inf, 0, 0 * log_p))
 
 

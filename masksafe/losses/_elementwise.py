@@ -1,8 +1,7 @@
-"""The pattern of the losses that need no derivative rule of their own.
+"""The scheme of the losses that need no custom derivative rule.
 
-What is masked is replaced by 0 ahead of the arithmetic, which therefore never sees it; the arithmetic is done in
-float32 at least; and what was computed for masked elements is replaced by 0 behind it. JAX's own derivatives of that
-are exact zeros for all that is masked.
+Masked elements are replaced by 0 before the arithmetic, which is done in at least float32, and their results are
+replaced by 0 after it. JAX's own derivatives for masked elements are then exactly 0.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def elementwise_loss(
 ) -> Array:
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where `bad`.
 
-    It has the dtype to which JAX promotes `types`, arrays, numbers or dtypes.
+    The result has the dtype to which JAX promotes `types`: arrays, numbers or dtypes.
     """
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = as_mask_of_elements_or_rows(op, where, shape, ())
@@ -43,14 +42,14 @@ def elementwise_loss(
 def bad_elements(
     op: str, where: ArrayLike | None, is_valid: Callable[[Array], Array], otherwise: str, **arguments: Array
 ) -> Array | None:
-    """Which of the labels, the last of the arguments, are not valid, while checks are on; see `check_elements`."""
+    """Which of the labels, the last of the arguments, are invalid, if label checks are on; see `check_elements`."""
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
     return check_elements(op, labels, as_mask_of_elements_or_rows(op, where, shape, ()), is_valid, otherwise)
 
 
 def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
-    """The arrays at one shape, and split over the explicit axes of a mesh as the first one is that is split."""
+    """The arrays broadcast to `shape`, and split over the explicit axes of a mesh like the first one that is split."""
     whole = [jnp.broadcast_to(x, shape) for x in arrays]
     specs = [jax.typeof(x).sharding.spec for x in whole]
     spec = next((spec for spec, x in zip(specs, whole, strict=True) if is_sharded(x)), None)
@@ -60,7 +59,7 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
 
 
 def cast_to_promoted(types: Sequence[Any], x: Array) -> Array:
-    """`x` in the dtype to which JAX promotes `types`; weakly typed, as a Python number is, if that is."""
+    """`x` in the dtype to which JAX promotes `types`; weakly typed, like a Python number, if the promoted type is."""
     dtype = jnp.result_type(*types)
     if not _is_weak(types, dtype):
         return x.astype(dtype)
@@ -70,7 +69,7 @@ def cast_to_promoted(types: Sequence[Any], x: Array) -> Array:
 
 
 def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
-    """Whether what `types` promote to, `dtype`, yields to a narrow one."""
+    """Whether `dtype`, the promoted dtype of `types`, is weak: a narrow dtype takes precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):
         return False

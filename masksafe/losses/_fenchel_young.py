@@ -1,4 +1,4 @@
-"""Fenchel-Young losses, made from a maximum function."""
+"""Fenchel-Young losses, defined by a maximum function."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
     .. math:: \ell(s, t) = f(s) - \sum_j t_j s_j
 
     Args:
-      max_fun: :math:`f`, a function of a vector `[dim]`, and maybe other arguments, that returns a scalar. To be used
-        with masked elements it has to take `where`, as `masksafe.logsumexp` does.
+      max_fun: :math:`f`, a function from a vector `[dim]`, and possibly other arguments, to a scalar. To support masked
+        elements it has to accept `where`, as `masksafe.logsumexp` does.
 
     Returns:
       A function `loss(scores, targets, *args, where=None, **kwargs)` of scores and targets `[..., dim]` that broadcast
-      together; all else is handed to `max_fun`. It returns `[...]`, of the dtype to which JAX promotes the scores'
-      maximum and the targets. `where` are booleans: of the scores' rank they mask elements, of that of the loss rows;
-      the loss of a row with nothing left is 0, and masked elements have gradients of exactly 0. It raises a ValueError
-      for shapes that do not fit.
+      together; the other arguments are passed to `max_fun`. It returns the losses `[...]`, of the float dtype to which
+      JAX promotes scores and targets. A boolean mask `where` of the rank of the input masks elements, one of the rank
+      of the loss masks rows. The loss of a row with nothing left is 0, and masked elements have gradients of exactly 0.
+      The function raises a ValueError if the shapes do not fit.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -40,8 +40,9 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
 
     References:
       `optax.losses.make_fenchel_young_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.make_fenchel_young_loss>`_; Blondel et al.,
-      "Learning with Fenchel-Young Losses", 2020.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.make_fenchel_young_loss>`_.
+
+      Blondel et al., "Learning with Fenchel-Young Losses", 2020.
     """
 
     def fenchel_young_loss(
@@ -58,7 +59,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
         dtype = float_dtype(jnp.zeros(0, jnp.result_type(scores, targets)))
         s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
 
-        if mask is None or mask.shape[-1] == 1:  # whole rows: max_fun needs to know of no mask
+        if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask
             largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)
         else:
             max_of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731

@@ -1,6 +1,6 @@
-"""The one place between the shapes of a loss's arguments and those of its core.
+"""Conversion between the shapes of a loss's arguments and those of its core.
 
-Here a mask is read, as one of elements or of rows, and the classes become one axis, the last.
+A mask is read as a mask of elements or of rows, and the axes of the classes become one axis, the last.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from masksafe._core.typing import Array, ArrayLike, Axes
 
 
 def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
-    """A mask of elements, of the rank of the input `shape`, or of rows, of its rank without `axes`; at the former rank.
+    """A mask of elements, or a mask of rows (without `axes`), at the rank of the input `shape`.
 
-    Any other rank is refused, also where it would broadcast: two sizes may be equal by chance.
+    Any other rank is refused even if it would broadcast, since two sizes may be equal by chance.
     """
     if where is None:
         return None
@@ -40,9 +40,9 @@ def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[i
 def as_mask_of_classes_or_rows(
     op: str, where: ArrayLike | None, axes: Axes, shape: tuple[int, ...], logits_ndim: int
 ) -> Array | None:
-    """The mask at the rank of `shape`. Of the logits' rank it masks classes, else whole rows (optax's rule).
+    """The mask at the rank of `shape`: one of the logits' rank masks classes, any other masks rows (optax's rule).
 
-    Where the logits broadcast to labels of a higher rank, a mask of that rank masks classes as well.
+    If the logits broadcast to labels of higher rank, a mask of that rank masks classes as well.
     """
     if where is None:
         return None
@@ -54,7 +54,7 @@ def as_mask_of_classes_or_rows(
 
 
 def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[int, ...]:
-    """The common shape of the labels and of the rows of the scores, which have the classes on `axes` too."""
+    """The common shape of the labels and of the scores without `axes`, the axes of their classes."""
     ((name, x),) = scores.items()
     rows = shape_without(axes, x.shape)
     try:
@@ -68,28 +68,28 @@ def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[in
 
 
 def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape without `axes`."""
+    """`shape` without `axes`."""
     return tuple(n for i, n in enumerate(shape) if i not in axes)
 
 
 def find_live_rows(where: Array | None, axes: Axes) -> Array | None:
-    """Which rows have an unmasked element; None is all."""
+    """Which rows have an unmasked element; None means all."""
     return None if where is None else jnp.any(where, axes)
 
 
 def wide_selected(x: Array, where: Array | None) -> Array:
-    """`x` with 0 under the mask, in a dtype in which it is safe to compute."""
+    """`x` in its wide dtype, with 0 under the mask."""
     return widened(selected(x, where))
 
 
 def shape_with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of logits with these rows, and with the classes that `shape` has on `axes`."""
+    """`shape` with its sizes on `axes`, the axes of the classes, and with the sizes `rows` on the other axes."""
     remaining = iter(rows)
     return tuple(n if i in axes else next(remaining) for i, n in enumerate(shape))
 
 
 def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
-    """`x` at `shape`; floats are widened if that repeats them, as the gradient is a sum then, to be rounded once."""
+    """`x` broadcast to `shape`; repeated floats are widened, so their gradient, a sum, is rounded only once."""
     if x.shape == shape:
         return x
     wide = widened(x) if is_soft(x) else x
@@ -114,6 +114,6 @@ def _move_classes_last(axes: Axes, x: Array) -> Array:
 
 
 def from_rows(axes: Axes, like: Array, x: Array) -> Array:
-    """Rows of classes laid out as `like`, the user's array, is, and of its dtype."""
+    """Rows of classes in the layout and the dtype of `like`, the user's array."""
     classes = tuple(like.shape[a] for a in axes)
     return jnp.moveaxis(x.reshape(*x.shape[:-1], *classes), range(-len(axes), 0), axes).astype(like.dtype)

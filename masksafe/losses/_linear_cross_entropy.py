@@ -1,4 +1,4 @@
-"""The softmax cross-entropy of a linear layer, for vocabularies whose logits would be the largest array of all."""
+"""The softmax cross-entropy of a linear layer, for vocabularies whose logits would be the largest array in memory."""
 
 from __future__ import annotations
 
@@ -55,41 +55,42 @@ def linear_softmax_cross_entropy(
 
       \ell_t = \lambda_t - (1 - \varepsilon) x_{t y_t} - \frac{\varepsilon}{V} \sum_c x_{tc} + \zeta \lambda_t^2
 
-    The logits exist for a block of tokens at a time. Unmasked tokens are moved together first and only the blocks
-    that hold any are computed, so that time follows the unmasked tokens. With "mean" and "sum" the gradients are
-    computed together with the loss, three matrix products in all; with "none" the reverse pass computes the logits
-    again, and leaves out tokens whose cotangent is 0.
+    The logits exist for one block of tokens at a time. The unmasked tokens are gathered first, and only blocks that
+    contain any are computed, so the time is proportional to the number of unmasked tokens. With "mean" and "sum" the
+    gradients are computed together with the loss, in three matrix products in total; with "none" the reverse pass
+    computes the logits again and omits tokens whose cotangent is 0.
 
     Args:
-      features: `[..., D]`, of a float dtype; one row for each token.
-      kernel: `[D, V]`, of a float dtype.
-      labels: `[...]`, integers in [0, V).
+      features: floats `[..., D]`, one row for each token.
+      kernel: floats `[D, V]`.
+      labels: integers `[...]` in [0, V).
       bias: `[V]`, or None.
-      where: `[...]`, booleans; False masks a token. None masks nothing.
-      reduction: "mean" over the unmasked tokens, "sum", or "none" for `[...]` with 0 at masked tokens.
-      logit_soft_cap: :math:`\kappa`, positive; None caps nothing.
-      label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability that all classes share.
+      where: booleans `[...]`; False masks a token.
+      reduction: "mean" over the unmasked tokens, "sum", or "none" for the losses `[...]`, 0 at masked tokens.
+      logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
+      label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
-      block_size: tokens at a time; None chooses. More is faster, and takes `block_size * V` floats.
+      block_size: the number of tokens in a block; None chooses it. Larger blocks are faster, and need memory for
+        `block_size * V` floats.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
-        count the classes of all devices. Gradients are right with `check_vma=True`, which is the default.
+        count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
 
     Returns:
-      The loss in the dtype of the features and the kernel together, but in float32 at least, since losses are summed;
-      gradients have the dtypes of their arguments. Nothing unmasked: 0, with zero gradients.
-      Sums are accumulated in float32 at least, and so is the gradient of the kernel. Masked tokens get the gradient 0
-      and touch nothing, whatever they hold.
+      The loss, in the promoted dtype of features and kernel, but at least float32. It is 0, with gradients of 0, if
+      nothing is left. Gradients have the dtypes of their arguments; sums, including the gradient of the kernel, are
+      accumulated in at least float32. Masked tokens have gradients of 0 and no influence.
 
-      A label out of range makes the loss NaN, and with it the gradients that the token takes part in; see
-      `masksafe.label_checks`. A class may be forbidden by a bias of -inf; it costs +inf as a label. Where the
-      cotangent of the loss is 0, so are the gradients, whatever the loss is.
-
-      Where the tokens or the classes are split over the devices by an explicit mesh, and for symbolic sizes, all
-      tokens are computed in one pass, logits and all; `jax.shard_map` keeps the blocks.
+      * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; see
+        `masksafe.label_checks`.
+      * A bias of -inf excludes a class; a label at such a class gives loss +inf.
+      * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
+      * If an explicit mesh splits the tokens or the classes over devices, or if a size is symbolic, all tokens are
+        computed in one pass, with all logits in memory; inside `jax.shard_map` they are computed in blocks.
 
     Raises:
-      TypeError: for wrong dtypes.
-      ValueError: for wrong shapes, an unknown reduction, numbers out of range.
+      TypeError: if a dtype is wrong.
+      ValueError: if the shapes do not fit, `reduction` is unknown or a number is out of range. While label checks are
+        on, for a bad label.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -101,11 +102,16 @@ def linear_softmax_cross_entropy(
       >>> print(f"{value:.4f}", d_features[2], d_kernel.shape)
       1.4402 [0. 0. 0.] (3, 4)
 
-    Source:
-      Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024, for gradients in the forward pass;
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024; the z-loss is that of Chowdhery et
-      al., "PaLM", 2022, the soft cap that of Gemma Team, "Gemma 2", 2024, the smoothing that of Szegedy et al.,
-      "Rethinking the Inception Architecture", 2016.
+    References:
+      Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradients in the forward pass).
+
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
+
+      Chowdhery et al., "PaLM", 2022 (z-loss).
+
+      Gemma Team, "Gemma 2", 2024 (soft cap).
+
+      Szegedy et al., "Rethinking the Inception Architecture", 2016 (label smoothing).
     """
     features, kernel, bias = _read_operands(features, kernel, bias)
     labels, where = _read_labels(features, labels, where)
@@ -184,8 +190,8 @@ def _configure(
     return Config(soft_cap, label_smoothing, z_loss, token_block, class_tile, axis_name)
 
 
-# The two forms of it: a sum, whose gradients are computed with it, and one loss for each token. They take the arguments
-# as the user laid them out, so that a NaN under the mask shows in no array of ours, not even under jax_debug_nans.
+# The two forms of the loss: a sum, computed together with its gradients, and one loss for each token. Both take the
+# arguments in the user's layout, since a copy could show a masked NaN to jax_debug_nans.
 
 
 def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
@@ -197,27 +203,27 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 
 
 def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
-    gradients, live, empty = residuals  # the empty arrays tell the dtypes of the arguments
+    gradients, live, empty = residuals  # the empty arrays carry the dtypes of the arguments
     d_features, d_kernel, _ = empty
     d_total = sharding.whole_cotangent(config.axis_name, d_total) / _cotangent_scale(d_features, d_kernel)
-    is_wanted = d_total != 0  # where it is 0, a NaN of the op has been selected away behind it
+    is_wanted = d_total != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
 
     def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
         if gradient is None or like is None:
             return None
-        # Selected behind the product: the cotangent may be infinite, as that of sqrt(0) is.
+        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
         return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
 
-    of_each = is_wanted if live is None else is_wanted & live[..., None]
-    of_any = is_wanted if live is None else is_wanted & jnp.any(live)
-    d_features, d_kernel, d_bias = map(scaled, gradients, empty, (of_each, of_any, of_any))
+    live_tokens = is_wanted if live is None else is_wanted & live[..., None]
+    any_live = is_wanted if live is None else is_wanted & jnp.any(live)
+    d_features, d_kernel, d_bias = map(scaled, gradients, empty, (live_tokens, any_live, any_live))
     return d_features, None, None, d_kernel, d_bias
 
 
 def _cotangent_scale(features: Array, kernel: Array) -> float:
-    """The cotangent with which the gradients of a sum are computed, before the real one is known.
+    """The cotangent used for the gradients of a sum before the actual cotangent is known.
 
-    Cotangents of the logits are rounded to the dtype of the kernel: those of float16 are to lie in its range.
+    Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
     """
     return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
 
@@ -236,7 +242,7 @@ def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
     features, labels, live, kernel, bias = args
     d_losses = sharding.whole_cotangent(config.axis_name, d_losses)
-    is_wanted = d_losses != 0  # where it is 0, a NaN of the op has been selected away behind it
+    is_wanted = d_losses != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
     live = is_wanted if live is None else is_wanted & live
     args = (features, labels, live, kernel, bias)
     d_losses = jnp.where(live, d_losses, 0)
@@ -252,7 +258,7 @@ def _losses(
     return _evaluate_losses(config, features, labels, live, kernel, bias)
 
 
-# The kernels, and what they are differentiated as.
+# The kernels in blocks, and the equivalent functions that JAX differentiates in their place.
 
 
 def _sum_dtype(features: Array, kernel: Array) -> Any:
@@ -263,7 +269,7 @@ def _sum_dtype(features: Array, kernel: Array) -> Any:
 def _flatten(
     features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> tuple[Tokens, Layer]:
-    """The tokens on one axis, and features and kernel of one dtype."""
+    """The tokens on one axis, and features and kernel in one dtype."""
     dtype = jnp.promote_types(features.dtype, kernel.dtype)
     features = selected(features, None if live is None else live[..., None])
     features = features.astype(dtype).reshape(math.prod(labels.shape), features.shape[-1])
@@ -272,18 +278,18 @@ def _flatten(
 
 
 def _needs_one_pass(args: Any) -> bool:
-    """Whether JAX refuses a loop over the tokens, or there are none."""
+    """Whether JAX refuses a loop over the tokens, or an argument is empty."""
     return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
 
 
 def _differentiable_losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
-    """The same losses in a form that JAX differentiates to any order, in blocks of fixed number if it can be."""
+    """The losses in a form that JAX differentiates to any order, if possible in a fixed number of blocks."""
     args = features, labels, live, kernel, bias
     tokens, layer = _flatten(*args)
 
-    def of_tokens(tokens: Tokens) -> Array:
+    def losses_of_tokens(tokens: Tokens) -> Array:
         labels, live = tokens.labels[..., None], None if tokens.live is None else tokens.live[..., None]
         logits = jnp.matmul(tokens.features, layer.kernel, preferred_element_type=_sum_dtype(features, kernel))
         if layer.bias is not None:
@@ -292,9 +298,9 @@ def _differentiable_losses(
         return selected(losses, live)[..., 0]
 
     if _needs_one_pass(args):
-        losses = of_tokens(tokens)
+        losses = losses_of_tokens(tokens)
     else:
-        losses = lax.map(jax.checkpoint(of_tokens), tokens, batch_size=config.token_block)
+        losses = lax.map(jax.checkpoint(losses_of_tokens), tokens, batch_size=config.token_block)
     return cast(Array, vary_with(losses.reshape(labels.shape), args))
 
 
@@ -311,19 +317,18 @@ def _evaluate_losses(config: Config, *args: Any) -> Array:
 def _differentiable_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
     features, labels, live, kernel, bias, d_losses = args_and_d_losses
 
-    def of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
+    def losses_of_floats(features: Array, kernel: Array, bias: Array | None) -> Array:
         return sharding.same_on_all_devices(
             config.axis_name, _differentiable_losses(config, features, labels, live, kernel, bias)
         )
 
     floats = features, kernel, bias
-    if _cotangent_scale(features, kernel) != 1:  # cotangents of float16 would be float16, too narrow for such a unit
+    if _cotangent_scale(features, kernel) != 1:  # the scaled cotangents would overflow in float16
         floats = jax.tree.map(widened, floats)
-    losses, reverse = jax.vjp(of_floats, *floats)
-    d_losses = sharding.same_on_all_devices(config.axis_name, d_losses) * jnp.ones_like(
-        losses
-    )  # split over devices as the losses are
-    dtype = _sum_dtype(features, kernel)  # that of the sums in blocks, whatever dtypes the arguments have
+    losses, reverse = jax.vjp(losses_of_floats, *floats)
+    d_losses = sharding.same_on_all_devices(config.axis_name, d_losses)
+    d_losses *= jnp.ones_like(losses)  # splits them over devices like the losses
+    dtype = _sum_dtype(features, kernel)  # as in blocks, whatever dtypes the arguments have
     gradients = jax.tree.map(lambda gradient: gradient.astype(dtype), Gradients(*reverse(d_losses)))
     return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
 
@@ -339,6 +344,6 @@ def _gradients_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array
 
 
 def _evaluate_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    """The losses, and the gradients of their sum with weights."""
+    """The losses, and the gradients of their sum weighted with `d_losses`."""
     evaluate = _differentiable_gradients if _needs_one_pass(args_and_d_losses) else _gradients_in_blocks
     return evaluate(config, *args_and_d_losses)

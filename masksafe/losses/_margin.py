@@ -28,11 +28,11 @@ def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: Array
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
       targets: -1 or 1; they broadcast with the scores.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean.
@@ -59,11 +59,11 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
       targets: -1 or 1, of the same shape.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean.
@@ -97,8 +97,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
     Args:
       logits: scores :math:`x`, floats `[...]`.
       labels: :math:`y`, 0 or 1; they broadcast with the logits.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype of `logits`; 0 where masked, with gradients of exactly 0.
@@ -116,8 +116,9 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 
     References:
       `optax.losses.sparsemax_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sparsemax_loss>`_; Blondel et al.,
-      "Learning with Fenchel-Young Losses", 2020, section 4.4.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sparsemax_loss>`_.
+
+      Blondel et al., "Learning with Fenchel-Young Losses", 2020, section 4.4.
     """
     op = "sparsemax_loss"
     arrays = {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
@@ -159,12 +160,13 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
     Args:
       scores: floats `[..., num_classes]`.
       labels: integers `[...]` in [0, num_classes).
-      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+      where: booleans; False is masked. A mask of the rank of `scores` masks classes, a mask of the rank of the loss
+        masks rows.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
-      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
-      gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
+      elements have gradients of exactly 0.
 
     Raises:
       TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
@@ -198,12 +200,13 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
     Args:
       scores: floats `[..., num_classes]`.
       labels: integers `[...]` in [0, num_classes).
-      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+      where: booleans; False is masked. A mask of the rank of `scores` masks classes, a mask of the rank of the loss
+        masks rows.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
-      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
-      gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
+      elements have gradients of exactly 0.
 
     Raises:
       TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
@@ -217,8 +220,9 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
     References:
       `optax.losses.multiclass_perceptron_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_perceptron_loss>`_; Collins,
-      "Discriminative training methods for Hidden Markov Models", 2002.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_perceptron_loss>`_.
+
+      Collins, "Discriminative training methods for Hidden Markov Models", 2002.
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
@@ -240,12 +244,13 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
     Args:
       scores: floats `[..., num_classes]`.
       labels: integers `[...]` in [0, num_classes).
-      where: booleans, False is masked. Of the rank of `scores` they mask classes, of that of the loss rows.
+      where: booleans; False is masked. A mask of the rank of `scores` masks classes, a mask of the rank of the loss
+        masks rows.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A label out of
-      range makes the loss and the gradient of its row NaN, one at a masked class costs +inf. Masked elements have
-      gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
+      elements have gradients of exactly 0.
 
     Raises:
       TypeError: if `scores` are not floats, `labels` not integers or `where` not boolean.
@@ -259,8 +264,9 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
     References:
       `optax.losses.multiclass_sparsemax_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_sparsemax_loss>`_; Martins and
-      Astudillo, "From Softmax to Sparsemax", 2016.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_sparsemax_loss>`_.
+
+      Martins and Astudillo, "From Softmax to Sparsemax", 2016.
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:

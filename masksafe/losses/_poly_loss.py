@@ -31,7 +31,7 @@ def poly_loss_cross_entropy(
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
       labels: a distribution over the classes for every row, floats that broadcast with `logits`.
       epsilon: the weight of the second sum.
-      axis: the axis or axes of the classes; None is all of them.
+      axis: the axis or axes of the classes; None means all axes.
       where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape; of a
         lower rank they mask rows, in both sums: with logits `[2, 2]`, a mask `(2,)` is of rows.
 
@@ -52,8 +52,9 @@ def poly_loss_cross_entropy(
 
     References:
       `optax.losses.poly_loss_cross_entropy
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.poly_loss_cross_entropy>`_; Leng et al.,
-      "PolyLoss: A Polynomial Expansion Perspective of Classification Loss Functions", 2022.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.poly_loss_cross_entropy>`_.
+
+      Leng et al., "PolyLoss: A Polynomial Expansion Perspective of Classification Loss Functions", 2022.
     """
     op = "poly_loss_cross_entropy"
     logits, labels = as_float_array(op, "logits", logits), as_float_array(op, "labels", labels)

@@ -31,8 +31,8 @@ def ranking_softmax_loss(
     Args:
       logits: scores, floats `[..., list_size]`.
       labels: relevances that broadcast with them; they need not sum to 1.
-      where: booleans that broadcast to the shape of both together; False masks an item. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      where: booleans that broadcast to the common shape of both; False masks an item. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
       weights: of the items; they broadcast with the labels.
       reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and, if there is a mask, of `where`, which is
         False for lists with nothing left; None keeps the losses apart.

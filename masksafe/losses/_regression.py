@@ -22,8 +22,8 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
     Args:
       predictions: floats `[...]`.
       targets: of the same shape; None is 0 everywhere.
-      where: booleans of the rank of `predictions`; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of `predictions`; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both; 0 where masked. Masked elements have gradients of exactly 0,
@@ -57,11 +57,11 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     Args:
       predictions: floats `[...]`.
       targets: of the same shape; None is 0 everywhere.
-      where: booleans of the rank of `predictions`; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of `predictions`; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
@@ -98,8 +98,8 @@ def huber_loss(
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
       delta: where the linear part begins; a number, or an array that broadcasts with `predictions`.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes all of them; 0 where masked, with gradients of exactly 0.
@@ -135,11 +135,11 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     Args:
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
@@ -152,8 +152,9 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
       [0.4338 0.    ]
 
     References:
-      `optax.losses.log_cosh <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.log_cosh>`_; Chen et
-      al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
+      `optax.losses.log_cosh <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.log_cosh>`_.
+
+      Chen et al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
     """
     op = "log_cosh"
     predictions, targets = _operands(op, predictions, targets)
@@ -178,9 +179,9 @@ def cosine_similarity(
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
       epsilon: the least squared norm.
-      axis: the axis or axes of the vectors; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks an element. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      axis: the axis or axes of the vectors; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks an element. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and for a vector of zeros, whose
@@ -221,9 +222,9 @@ def cosine_distance(
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
       epsilon: the least squared norm.
-      axis: the axis or axes of the vectors; None is all of them.
-      where: booleans that broadcast to the shape of both together; False masks an element. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      axis: the axis or axes of the vectors; None means all axes.
+      where: booleans that broadcast to the common shape of both; False masks an element. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and 1 for a vector of zeros.

@@ -146,8 +146,10 @@ def multiclass_generalized_dice_loss(
 
     References:
       `optax.losses.multiclass_generalized_dice_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_generalized_dice_loss>`_; Sudre et
-      al., "Generalised Dice overlap as a deep learning loss function for highly unbalanced segmentations", 2017.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_generalized_dice_loss>`_.
+
+      Sudre et al., "Generalised Dice overlap as a deep learning loss function for highly unbalanced segmentations",
+      2017.
     """
     op = "multiclass_generalized_dice_loss"
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)

@@ -59,8 +59,9 @@ def ntxent(
       0.4846
 
     References:
-      `optax.losses.ntxent <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ntxent>`_; Chen et al.,
-      "A Simple Framework for Contrastive Learning of Visual Representations", 2020.
+      `optax.losses.ntxent <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ntxent>`_.
+
+      Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", 2020.
     """
     op = "ntxent"
     z, labels = as_float_array(op, "embeddings", embeddings), as_real_array(op, "labels", labels)
@@ -156,8 +157,9 @@ def triplet_margin_loss(
 
     References:
       `optax.losses.triplet_margin_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.triplet_margin_loss>`_; Balntas et al.,
-      "Learning shallow convolutional feature descriptors with triplet losses", 2016.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.triplet_margin_loss>`_.
+
+      Balntas et al., "Learning shallow convolutional feature descriptors with triplet losses", 2016.
     """
     op = "triplet_margin_loss"
     named = {"anchors": anchors, "positives": positives, "negatives": negatives}

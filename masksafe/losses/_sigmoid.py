@@ -22,8 +22,8 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     Args:
       logits: unnormalised log probabilities, floats `[...]`.
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`. For labels padded with -100 write
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`. For labels padded with -100 write
         `where=labels != -100`.
 
     Returns:
@@ -73,8 +73,8 @@ def sigmoid_focal_loss(
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
       alpha: the weight of label 1, less than 1; None weights nothing.
       gamma: the exponent.
-      where: booleans of the rank of the loss; False masks an element. A mask of a lower rank is refused:
-        for rows write `where[..., None]`.
+      where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
+        to mask rows write `where[..., None]`.
 
     Returns:
       `[...]`, of the dtype of `logits`, or that to which JAX promotes it with `alpha` and `gamma`; 0 where masked.
@@ -94,8 +94,9 @@ def sigmoid_focal_loss(
 
     References:
       `optax.losses.sigmoid_focal_loss
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sigmoid_focal_loss>`_; Lin et al., "Focal
-      Loss for Dense Object Detection", 2017.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sigmoid_focal_loss>`_.
+
+      Lin et al., "Focal Loss for Dense Object Detection", 2017.
     """
     op = "sigmoid_focal_loss"
     logits, labels, bad = _read_operands(op, logits, labels, where)

@@ -24,9 +24,9 @@ def smooth_labels(
     Args:
       labels: one-hot rows or distributions, floats `[..., num_classes]`.
       alpha: the part that is shared, in [0, 1].
-      axis: the axis or axes of the classes; None is all of them.
-      where: booleans that broadcast to the shape of `labels`; False masks a class. A mask of a lower
-        rank counts from the last axis, as in NumPy: for rows write `where[..., None]`.
+      axis: the axis or axes of the classes; None means all axes.
+      where: booleans that broadcast to the shape of `labels`; False masks a class. A mask of
+        lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
       An array of the shape of `labels`, or to which they broadcast with `alpha`, of the dtype to which JAX promotes
@@ -45,8 +45,9 @@ def smooth_labels(
 
     References:
       `optax.losses.smooth_labels
-      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.smooth_labels>`_; Müller et al., "When does
-      label smoothing help?", 2019.
+      <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.smooth_labels>`_.
+
+      Müller et al., "When does label smoothing help?", 2019.
     """
     op = "smooth_labels"
     labels, alpha = as_float_array(op, "labels", labels), as_real_array(op, "alpha", alpha)
