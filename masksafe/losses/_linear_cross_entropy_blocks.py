@@ -1,4 +1,4 @@
-r"""The cross-entropy of a linear layer in blocks of tokens, so that no array is of tokens times classes.
+r"""The cross-entropy of a linear layer in blocks of tokens, without an array of all tokens times all classes.
 
 With features :math:`f_t`, kernel :math:`W`, bias :math:`b`, soft cap :math:`\kappa`, label :math:`y_t`, smoothing
 :math:`\varepsilon` and z-loss :math:`\zeta`
@@ -14,12 +14,12 @@ and with the cotangent :math:`\dot \ell_t`
   \frac{\varepsilon}{V} \right) \left( 1 - \frac{x_{tc}^2}{\kappa^2} \right), \qquad
   \dot f_t = \dot a_t W^T, \qquad \dot W = \sum_t f_t \dot a_t, \qquad \dot b = \sum_t \dot a_t.
 
-The largest logit :math:`m_t` is taken off all others of the token, so that a common offset costs no digits, and the sum
-of exponentials leaves the label out, so that the loss keeps its digits where the model is sure: with
-:math:`s_t = \sum_{c \neq y_t} e^{x_{tc} - m_t}` and :math:`\tau_t = x_{t y_t} - m_t`, it is
+Two measures preserve digits. The largest logit :math:`m_t` is subtracted from all logits of the token, which removes a
+common offset. The sum of exponentials excludes the label, which matters where the model is certain: with
+:math:`s_t = \sum_{c \neq y_t} e^{x_{tc} - m_t}` and :math:`\tau_t = x_{t y_t} - m_t`,
 :math:`\lambda_t - x_{t y_t} = \log(s_t + e^{\tau_t}) - \tau_t`.
 
-Unmasked tokens are moved to the front, and only the blocks that hold any are computed.
+Unmasked tokens are moved to the front, and only blocks that contain any are computed.
 """
 
 import functools
@@ -40,7 +40,7 @@ from masksafe._core.typing import Array
 
 
 class Config(NamedTuple):
-    """What is known when the program is traced."""
+    """The static arguments."""
 
     soft_cap: float | None
     label_smoothing: float
@@ -51,7 +51,7 @@ class Config(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Cotangents of features, kernel and bias, widened."""
+    """Cotangents of features, kernel and bias, in the wide dtype."""
 
     features: Array
     kernel: Array
@@ -80,25 +80,24 @@ class _RowSums(NamedTuple):
     """Sums over the classes of each row `[..., 1]`."""
 
     largest: Array
-    others: Array  # of exp(x - largest), without the label
-    label: Array  # x there
-    number: Array  # of classes
-    total: Array  # of x - largest
+    others: Array  # the sum of exp(x - largest) without the label
+    label: Array  # x at the label, 0 if the label is not among the classes
+    number: Array  # the number of classes
+    total: Array  # the sum of x - largest
 
 
 def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
-    """`[..., 1]`; NaN, with NaN derivatives, for a label out of range. JAX may differentiate it."""
-    columns = divide(logits.shape[-1], logits.shape[-1]).tile(0)
-    return _row_losses(
-        config, layer, _combine_devices(config, _sums_of_tile(config, layer, logits, labels, columns)), labels
-    )
+    """The losses `[..., 1]`, NaN with NaN derivatives for a label out of range; differentiable by JAX."""
+    all_classes = divide(logits.shape[-1], logits.shape[-1]).tile(0)
+    sums = _combine_devices(config, _sums_of_tile(config, layer, logits, labels, all_classes))
+    return _row_losses(config, layer, sums, labels)
 
 
-def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, columns: Tile) -> _RowSums:
-    """The sums over a block of classes."""
-    x = soft_capped(take(logits, logits.ndim - 1, columns), config.soft_cap)
-    index = columns.start + class_index(x.shape)
-    live = index >= columns.first if columns.is_ragged else None
+def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, classes: Tile) -> _RowSums:
+    """The sums over a tile of the classes."""
+    x = soft_capped(take(logits, logits.ndim - 1, classes), config.soft_cap)
+    index = classes.start + class_index(x.shape)
+    live = index >= classes.first if classes.is_ragged else None
     is_label = index == sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if live is None else is_label & live
     largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
@@ -121,14 +120,14 @@ def _add_sums(a: _RowSums, b: _RowSums) -> _RowSums:
 
 
 def _rebase_sums(largest: Array, rows: _RowSums) -> _RowSums:
-    """The same sums with a larger logit taken off."""
+    """The same sums relative to another largest logit."""
     step = _finite_shift(rows.largest) - _finite_shift(largest)
     others = jnp.where(rows.largest == -jnp.inf, 0, rows.others * jnp.exp(step))
     return rows._replace(largest=largest, others=others, total=rows.total + rows.number * step)
 
 
 def _finite_shift(largest: Array) -> Array:
-    """What is taken off the logits: the largest, or 0 where there is none."""
+    """The amount subtracted from the logits: the largest logit, or 0 if that is -inf."""
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
@@ -164,13 +163,13 @@ def _row_losses(config: Config, layer: Layer, rows: _RowSums, labels: Array) -> 
 def _logit_cotangents(
     config: Config, layer: Layer, logits: Array, labels: Array, rows: _RowSums, d_loss: Array
 ) -> Array:
-    """Of the logits."""
+    """The cotangents of the logits of a block."""
     classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
     x, shift = soft_capped(logits, config.soft_cap), _finite_shift(rows.largest)
     exp_label = jnp.exp(rows.label - shift)
     exp_total = rows.others + exp_label
     smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0
-    # The probability of the label less 1 is kept in full.
+    # The probability of the label minus 1 is computed as -others / total, not as a difference.
     at_label = z_term * exp_label / exp_total - rows.others / exp_total + smoothing - smoothing / classes
     d_loss = d_loss * nan_unless(is_class(labels, classes), d_loss.dtype)
     local = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
@@ -184,7 +183,7 @@ def _logit_cotangents(
 
 
 class Tokens(NamedTuple):
-    """Features `[N, D]`, labels `[N]`, and which of them are unmasked `[N]`; None is all."""
+    """Features `[N, D]`, labels `[N]`, and which tokens are unmasked `[N]`; None means all."""
 
     features: Array
     labels: Array
@@ -194,7 +193,7 @@ class Tokens(NamedTuple):
 def losses_and_gradients(
     config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None
 ) -> tuple[Array, Gradients | None]:
-    """The losses `[N]`, 0 where masked, and, given their cotangents `[N]`, the gradients."""
+    """The losses `[N]`, 0 where masked, and the gradients if the cotangents `[N]` are given."""
     order, place, count = _pack(config, tokens)
     state = _initial_state(tokens, layer, d_losses, order.size)
 
@@ -231,7 +230,7 @@ def losses_and_gradients(
 
 
 class _State(NamedTuple):
-    """What is known after some blocks; the tokens in their packed order."""
+    """The results after some blocks, with the tokens in packed order."""
 
     losses: Array
     gradients: Gradients | None
@@ -252,13 +251,13 @@ def _initial_state(tokens: Tokens, layer: Layer, d_losses: Array | None, length:
 
 
 def _block_sizes(config: Config) -> tuple[int, ...]:
-    """Blocks of the large size, and of the small one for the rest, so that little is computed for nothing."""
+    """The size of most blocks, and a smaller one for the remaining tokens, which reduces padding."""
     small = -(-config.token_block // 4)
     return (config.token_block, small) if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK else (config.token_block,)
 
 
 def _pack(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
-    """The tokens with the unmasked in front, padded for the last block; the place of each; how many are unmasked."""
+    """The order of the tokens with unmasked ones first, padded for the last block; their places; the unmasked count."""
     number = tokens.features.shape[0]
     length = -(-number // config.token_block) * config.token_block + _block_sizes(config)[-1]
     if tokens.live is None:
@@ -293,16 +292,16 @@ def _add_gradients(
         d_bias += jnp.sum(d_logits, 0)
     d_logits = d_logits.astype(layer.kernel.dtype)
     d_features = _matmul(d_logits, layer.kernel, 1, 1)
-    # A product along the rows of both is a third slower than this one. The barrier keeps XLA from undoing it.
+    # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
     features_by_column = lax.optimization_barrier(features.T)
 
     def add(j: Any, d_kernel: Array) -> Array:
-        span = classes.tile(j)
-        part = take(d_logits, 1, span)
-        if span.is_ragged:
-            part = jnp.where((span.start + jnp.arange(span.size) >= span.first)[None], part, 0)
-        added = take(d_kernel, 1, span) + _matmul(features_by_column, part, 1, 0)
-        return lax.dynamic_update_slice_in_dim(d_kernel, added, span.start, 1)
+        tile = classes.tile(j)
+        part = take(d_logits, 1, tile)
+        if tile.is_ragged:
+            part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
+        added = take(d_kernel, 1, tile) + _matmul(features_by_column, part, 1, 0)
+        return lax.dynamic_update_slice_in_dim(d_kernel, added, tile.start, 1)
 
     return Gradients(
         lax.dynamic_update_slice_in_dim(gradients.features, d_features, start, 0),
@@ -312,6 +311,6 @@ def _add_gradients(
 
 
 def _matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product, accumulated in float32 at least."""
+    """A matrix product, accumulated in the wide dtype."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=widened(b[:0]).dtype)

@@ -1,4 +1,4 @@
-"""Losses that are 0 once the right answer leads by enough: hinge, perceptron, sparsemax, binary and multiclass."""
+"""Losses that are 0 beyond a margin: hinge, perceptron and sparsemax, binary and multiclass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import bad_elements, elementwise_loss
 from masksafe.losses._layout import as_mask_of_elements_or_rows, common_rows
 
-# Of binary targets, element by element.
+# Losses of binary targets, element by element.
 
 
 def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -27,7 +27,7 @@ def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: Array
 
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
-      targets: -1 or 1; they broadcast with the scores.
+      targets: :math:`t`, -1 or 1; they broadcast with the scores.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
@@ -58,7 +58,7 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
 
     Args:
       predictor_outputs: scores :math:`s` `[...]`.
-      targets: -1 or 1, of the same shape.
+      targets: :math:`t`, -1 or 1, of the same shape.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
@@ -101,7 +101,7 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
         to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype of `logits`; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype of `logits`; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
@@ -131,7 +131,7 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
-    """The hinge loss with a margin of 1, and the perceptron's with 0."""
+    """The hinge loss for a margin of 1, the perceptron loss for 0."""
     arrays = {
         "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
         "targets": as_real_array(op, "targets", targets),
@@ -142,12 +142,12 @@ def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: A
 
 
 def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
-    """Which of the targets, the last of the arrays, are neither of two values while checks are on."""
+    """Which of the targets, the last of the arrays, are neither of two values, if label checks are on."""
     is_valid = lambda t: (t == values[0]) | (t == values[1])  # noqa: E731
     return bad_elements(op, where, is_valid, f"neither {values[0]} nor {values[1]}", **arrays)
 
 
-# Of integer labels, row by row.
+# Losses of integer labels, row by row.
 
 
 def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -239,7 +239,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
       p_j = \max(s_j - \tau, 0), \qquad \sum_j p_j = 1
 
     with scores :math:`s`, label :math:`y` and the sums over the unmasked classes; :math:`p` is the sparsemax, the point
-    of the simplex next to the scores.
+    of the simplex nearest to the scores.
 
     Args:
       scores: floats `[..., num_classes]`.
@@ -270,7 +270,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        # A shift changes nothing but the digits.
+        # The loss is invariant under this shift, which preserves digits.
         largest = lax.stop_gradient(jnp.max(jnp.where(live, scores, -jnp.inf), -1, keepdims=True))
         scores -= jnp.where(jnp.isfinite(largest), largest, 0)
         return _regularized_max(scores, live) - _label_score(scores, is_label)
@@ -279,7 +279,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
 
 def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Any) -> Array:
-    """`loss(scores, is_label, live)` of every row, 0 where nothing is left; all arguments `[..., num_classes]`."""
+    """`loss(scores, is_label, live)` of every row, 0 if nothing is left; its arguments are `[..., num_classes]`."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
@@ -292,12 +292,12 @@ def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: Array
     live = jnp.broadcast_to(True if mask is None else mask, shape)
     live_rows = jnp.any(live, axes)
     scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, live_rows)
-    # A product, so that the whole row is NaN, in the gradient too, if the label is bad.
+    # A product makes the whole row NaN, and its gradient too, if the label is out of range.
     scores *= nan_unless(is_class(labels, num_classes), scores.dtype)[..., None]
     is_label = at_label(labels, num_classes)
-    # A row with nothing left is computed as one of zeros, and what comes out of it is not used.
+    # A row with nothing left is computed as a row of zeros, whose result is not used.
     losses = loss(scores, is_label, live | ~live_rows[..., None])
-    # Added behind it, since its derivatives are those of the other scores and not of an infinite one.
+    # Infinity is added as a constant, which leaves the derivatives to the other scores.
     is_ruled_out = _raw_label_score(scores, is_label) == -jnp.inf
     if mask is not None:
         is_ruled_out |= jnp.any(is_label & ~live, -1)
@@ -306,7 +306,7 @@ def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: Array
 
 
 def _label_score(scores: Array, is_label: Array) -> Array:
-    """The score of the label; 0 if it is -inf, which `_of_classes` accounts for."""
+    """The score of the label; 0 if it is -inf, in which case `_multiclass_loss` makes the loss +inf."""
     score = _raw_label_score(scores, is_label)
     return jnp.where(score == -jnp.inf, 0, score)
 
@@ -317,7 +317,7 @@ def _raw_label_score(scores: Array, is_label: Array) -> Array:
 
 @jax.custom_jvp
 def _regularized_max(scores: Array, live: Array) -> Array:
-    """The largest, over the points p of the simplex, of p s + (1 - p p) / 2; its gradient is the p that gives it."""
+    """The maximum over the points p of the simplex of p s + (1 - p p) / 2; its gradient is the maximizing p."""
     p = _sparsemax(scores, live)
     return jnp.sum(jnp.where(p == 0, 0, p * scores), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
 
@@ -329,15 +329,15 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array,
 
 
 def _sparsemax(scores: Array, live: Array) -> Array:
-    """The point of the simplex of the live classes that is next to the scores."""
+    """The point nearest to the scores on the simplex of the live classes."""
     falling = -jnp.sort(jnp.where(live, -lax.stop_gradient(scores), jnp.inf), -1)
     count = 1 + lax.broadcasted_iota(scores.dtype, scores.shape, scores.ndim - 1)
     is_finite = falling > -jnp.inf
     above = is_finite & (1 + count * falling > jnp.cumsum(jnp.where(is_finite, falling, 0), -1))
     size = jnp.maximum(jnp.sum(above, -1, keepdims=True), 1)
     least = jnp.take_along_axis(falling, size - 1, -1)
-    # The same threshold again from the classes that are above it: a formula without a sort in its derivatives.
-    support = live & ~(scores < least)  # and a NaN, which is to show
+    # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
+    support = live & ~(scores < least)  # includes a NaN, which must not be hidden
     number = jnp.sum(support, -1, keepdims=True).astype(scores.dtype)
     threshold = (jnp.sum(jnp.where(support, scores, 0), -1, keepdims=True) - 1) / number
     return jnp.where(support, scores - threshold, 0)

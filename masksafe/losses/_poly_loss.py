@@ -1,4 +1,4 @@
-"""PolyLoss: the softmax cross-entropy with another weight on the first term of its series."""
+"""PolyLoss: the softmax cross-entropy with a different weight on the first term of its series."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def poly_loss_cross_entropy(
     axis: Axis | None = -1,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The PolyLoss with one changed coefficient.
+    r"""The PolyLoss: softmax cross-entropy with a different coefficient of the first term of its series.
 
     .. math:: \ell = -\sum_j t_j \log p_j + \epsilon \sum_j t_j (1 - p_j)
 
@@ -32,12 +32,12 @@ def poly_loss_cross_entropy(
       labels: a distribution over the classes for every row, floats that broadcast with `logits`.
       epsilon: the weight of the second sum.
       axis: the axis or axes of the classes; None means all axes.
-      where: booleans, False is masked. Of the rank of `logits` they mask classes and broadcast to its shape; of a
-        lower rank they mask rows, in both sums: with logits `[2, 2]`, a mask `(2,)` is of rows.
+      where: booleans; False is masked. A mask of the rank of `logits` masks classes and broadcasts to their shape. A
+        mask of lower rank masks rows: for logits `[2, 2]`, a mask `(2,)` masks rows.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes `logits`, `labels` and `epsilon`. It is 0 for a row with nothing left;
-      masked elements have gradients of exactly 0. For infinite logits and bad labels see `softmax_cross_entropy`.
+      The losses `[...]`, of the dtype to which JAX promotes `logits`, `labels` and `epsilon`; 0 for a row with nothing
+      left. Masked elements have gradients of exactly 0. For infinite logits and bad labels see `softmax_cross_entropy`.
 
     Raises:
       TypeError: if `logits` or `labels` are not floats or `where` is not boolean.

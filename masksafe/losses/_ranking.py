@@ -1,4 +1,4 @@
-"""Losses of a list of items, of which some are relevant."""
+"""Losses of ranked lists of items, some of them relevant."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def ranking_softmax_loss(
     weights: ArrayLike | None = None,
     reduce_fn: Callable[..., ArrayLike] | None = jnp.mean,
 ) -> Array:
-    r"""The softmax cross-entropy of relevances and scores of the items of a list.
+    r"""The softmax cross-entropy between the relevances and the scores of the items of a list.
 
     .. math:: \ell = -\sum_i w_i y_i \log \frac{e^{s_i}}{\sum_j e^{s_j}}
 
@@ -30,17 +30,17 @@ def ranking_softmax_loss(
 
     Args:
       logits: scores, floats `[..., list_size]`.
-      labels: relevances that broadcast with them; they need not sum to 1.
+      labels: relevances that broadcast with `logits`; they need not sum to 1.
       where: booleans that broadcast to the common shape of both; False masks an item. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
-      weights: of the items; they broadcast with the labels.
-      reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and, if there is a mask, of `where`, which is
-        False for lists with nothing left; None keeps the losses apart.
+      weights: the weights of the items, which broadcast with `labels`; None means 1.
+      reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and of a keyword `where`, which is False for
+        lists with nothing left, or None if there is no mask. A `reduce_fn` of None returns one loss per list.
 
     Returns:
-      The reduced loss, or `[...]`, of the dtype of `logits` and `weights` together. Lists with nothing left have loss 0
-      and count in no mean; the mean of no list at all is 0. Masked elements have gradients of exactly 0, labels and
-      weights included.
+      The reduced loss, or the losses `[...]`, of the promoted dtype of `logits` and `weights`. Lists with nothing left
+      have loss 0 and are left out of the mean; the mean of no lists is 0. Masked elements, including labels and
+      weights, have gradients of exactly 0.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.

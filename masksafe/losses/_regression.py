@@ -1,4 +1,4 @@
-"""Losses of real-valued predictions, and the cosine of two vectors."""
+"""Losses of real-valued predictions, and the cosine of the angle between vectors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
         to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both; 0 where masked. Masked elements have gradients of exactly 0,
-      whatever they hold.
+      The losses `[...]`, of the dtype to which JAX promotes both; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
@@ -97,12 +96,12 @@ def huber_loss(
     Args:
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
-      delta: where the linear part begins; a number, or an array that broadcasts with `predictions`.
+      delta: the error at which the linear part begins; a number, or an array that broadcasts with `predictions`.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes all of them; 0 where masked, with gradients of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes all three; 0 where masked, with gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
@@ -159,7 +158,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     op = "log_cosh"
     predictions, targets = _operands(op, predictions, targets)
     loss = _error_loss(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
-    return loss.astype(loss.dtype)  # which, as in optax, is never a weak type
+    return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
 
 def cosine_similarity(
@@ -184,8 +183,9 @@ def cosine_similarity(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and for a vector of zeros, whose
-      direction is no direction: its gradient is 0 if `epsilon` is. Masked elements have gradients of exactly 0.
+      The cosines `[...]`, of the dtype to which JAX promotes both. They are 0 where nothing is left, and for a vector
+      of zeros, which has no direction; its gradient is 0 if `epsilon` is 0. Masked elements have gradients of exactly
+      0.
 
     Raises:
       TypeError: if the vectors are not floats or `where` is not boolean.
@@ -214,7 +214,7 @@ def cosine_distance(
     axis: Axis | None = -1,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""One less the cosine of the angle between two vectors.
+    r"""One minus the cosine of the angle between two vectors.
 
     .. math:: \ell = 1 - \cos(p, t)
 
@@ -227,8 +227,8 @@ def cosine_distance(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes both. It is 0 where nothing is left, and 1 for a vector of zeros.
-      Masked elements have gradients of exactly 0.
+      The distances `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left, and 1 for a vector of
+      zeros. Masked elements have gradients of exactly 0.
 
     Raises:
       TypeError: if the vectors are not floats or `where` is not boolean.
@@ -269,7 +269,7 @@ def _error_loss(
     loss: Callable[..., Array],
     **others: Array,
 ) -> Array:
-    """`loss` of each error and of the other arguments."""
+    """`loss` of each error `predictions - targets` and of the other arguments."""
     if targets is None:
         return elementwise_loss(op, where, [predictions, *others.values()], loss, predictions=predictions, **others)
 
@@ -283,20 +283,20 @@ def _error_loss(
 def _cosine(
     op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[Array, Array | None, Any]:
-    """The similarity, in float32 at least, which of the vectors have anything left, and the dtype of the result."""
+    """The similarity, in the wide dtype; which rows have an unmasked element; and the dtype of the result."""
     a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
     shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
     a, b, dtype = *broadcast_alike((a, b), shape), jnp.result_type(a.dtype, b.dtype, epsilon)
-    if where is not None:  # of a row with nothing left, epsilon does not matter either
+    if where is not None:  # in a row with nothing left, epsilon must have no effect either
         epsilon = jnp.where(jnp.any(where, axes, keepdims=True), epsilon, 1)
     units = unit_vector(wide_selected(a, where), axes, epsilon) * unit_vector(wide_selected(b, where), axes, epsilon)
     return jnp.sum(units, axes), find_live_rows(where, axes), dtype
 
 
 def unit_vector(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
-    """`x` divided by its norm; 0, with a gradient of 0, where that is 0."""
+    """`x` divided by its norm; 0, with a gradient of 0, where the norm is 0."""
     square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), jnp.asarray(epsilon, x.dtype))
     is_zero = square == 0
     return x / jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, square)))

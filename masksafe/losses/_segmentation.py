@@ -1,4 +1,4 @@
-"""Dice losses: how much of what is predicted and what is true overlaps."""
+"""Dice losses: the overlap between predicted and true segments."""
 
 from __future__ import annotations
 
@@ -30,39 +30,40 @@ def dice_loss(
     axis: Axis | None = None,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The Dice loss of a segmentation, or the Tversky loss with other weights of the two errors.
+    r"""The Dice loss of a segmentation, or the Tversky loss if the two kinds of error have other weights.
 
     .. math::
       \ell_c = w_c \Bigl( 1 - \frac{I_c + \sigma}{I_c + \alpha (P_c - I_c) + \beta (T_c - I_c) + \sigma} \Bigr), \qquad
       I_c = \sum_i p_{ic} t_{ic}, \quad P_c = \sum_i p_{ic}, \quad T_c = \sum_i t_{ic}
 
-    with probabilities :math:`p`, targets :math:`t` and the sums over the unmasked pixels.
+    with probabilities :math:`p`, targets :math:`t`, class weights :math:`w` and the sums over the unmasked pixels.
 
     Args:
-      predictions: logits, floats `[batch, ..., num_classes]`; of one class, or without the axis of the classes, they
-        are those of a binary segmentation.
-      targets: one-hot or binary, of the same shape; the axis of a single class may be left out of either.
-      class_weights: `[num_classes]`, or None.
+      predictions: logits, floats `[batch, ..., num_classes]`; with one class, or without the axis of the classes, the
+        segmentation is binary.
+      targets: one-hot or binary, of the same shape; the axis of a single class may be omitted from either argument.
+      class_weights: `[num_classes]`, or None for no weights.
       smooth: :math:`\sigma`.
       alpha: the weight of false positives.
       beta: the weight of false negatives.
-      apply_softmax: False says that `predictions` are probabilities: those of a pixel's classes sum to 1, or lie in
-        [0, 1] if there is one. They are taken as they are; `masksafe.label_checks` reports those that are none. (optax
-        0.2.8 always refuses sums other than 1, also those of a single class, and cannot be traced then.)
-      reduction: over the classes: "mean", "sum" or "none".
-      ignore_background: leave out class 0, if it is not the only one.
-      axis: the axes of the pixels; None is all but the first and the last.
-      where: booleans, False is masked. Of the rank of `predictions` they mask elements: of shape `[batch, ..., 1]`
-        pixels, whose classes are gone. Of the rank of the loss they mask samples, or their classes.
+      apply_softmax: False if `predictions` are probabilities, which sum to 1 for each pixel, or lie in [0, 1] if there
+        is one class. They are used unchanged; `masksafe.label_checks` reports invalid ones. (optax 0.2.8 always refuses
+        sums other than 1, even for a single class, and cannot be traced in that case.)
+      reduction: "mean", "sum" or "none", over the classes.
+      ignore_background: omit class 0, unless it is the only one.
+      axis: the axes of the pixels; None means all but the first and the last.
+      where: booleans; False is masked. A mask of the rank of `predictions` masks elements; with shape `[batch, ..., 1]`
+        it masks pixels with all their classes. A mask of the rank of the loss masks samples, or their classes.
 
     Returns:
-      The loss of every sample `[batch]`, or with "none" of its classes too, of the dtype to which JAX promotes
-      predictions, targets and weights. A class with nothing left has loss 0 and counts in no mean. Masked elements have
-      gradients of exactly 0.
+      The losses of the samples `[batch]`, or with "none" of their classes `[batch, num_classes]`, of the dtype to which
+      JAX promotes predictions, targets and weights. A class with nothing left has loss 0 and is left out of the mean.
+      Masked elements have gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit or `reduction` is unknown.
+      ValueError: if the shapes do not fit or `reduction` is unknown. While label checks are on, if `predictions` are
+        not the probabilities that they should be.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -79,8 +80,8 @@ def dice_loss(
     op = "dice_loss"
     p, t = _read_operands(op, predictions, targets)
     class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
-    weight_dtypes = [] if class_weights is None else [class_weights]
-    dtype = jnp.result_type(p.dtype, _target_dtype(p, t), *weight_dtypes, smooth, alpha, beta)
+    weights = [] if class_weights is None else [class_weights]
+    dtype = jnp.result_type(p.dtype, _target_dtype(p, t), *weights, smooth, alpha, beta)
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
@@ -113,20 +114,20 @@ def multiclass_generalized_dice_loss(
     ignore_background: bool = False,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The mean Dice loss of classes that are weighted by the inverse squares of their frequencies.
+    r"""The mean Dice loss of classes weighted by the inverse squares of their frequencies.
 
     .. math:: w_c = \frac{C v_c}{\sum_k v_k}, \qquad v_c = \frac{1}{\bigl(\sum_i t_{ic}\bigr)^2 + 10^{-7}}
 
-    with the sums over all unmasked pixels of the batch and the :math:`C` classes that have any.
+    with the sums over all unmasked pixels of the batch and over the :math:`C` classes with unmasked elements.
 
     Args:
       predictions: logits, floats `[batch, ..., num_classes]`.
-      targets: one-hot, of the same shape.
+      targets: :math:`t`, one-hot, of the same shape.
       smooth: as in `dice_loss`.
       apply_softmax: as in `dice_loss`.
-      ignore_background: leave out class 0, if it is not the only one; it still has its weight.
-      where: booleans of the rank of `predictions`; False masks an element. `[batch, ..., 1]` masks pixels. Or a scalar:
-        of everything.
+      ignore_background: omit class 0 from the mean, unless it is the only one; it still takes part in the weights.
+      where: booleans of the rank of `predictions`; False masks an element, and with shape `[batch, ..., 1]` a pixel. A
+        scalar masks everything or nothing.
 
     Returns:
       A scalar of the dtype to which JAX promotes both; 0 if nothing is left. Masked elements have gradients of
@@ -134,7 +135,7 @@ def multiclass_generalized_dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes differ.
+      ValueError: if the shapes differ. While label checks are on, if `predictions` should be probabilities and are not.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -155,8 +156,8 @@ def multiclass_generalized_dice_loss(
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
-    weight_dtypes = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
-    dtype = jnp.result_type(p.dtype, weight_dtypes, smooth)
+    weight_dtype = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
+    dtype = jnp.result_type(p.dtype, weight_dtype, smooth)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     losses, live_rows = _class_losses(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
@@ -180,21 +181,28 @@ def binary_dice_loss(
 ) -> Array:
     r"""The Dice loss of a binary segmentation: `dice_loss` of one class.
 
+    .. math::
+      \ell = 1 - \frac{2 I + 2 \sigma}{P + T + 2 \sigma}, \qquad
+      I = \sum_i p_i t_i, \quad P = \sum_i p_i, \quad T = \sum_i t_i
+
+    with probabilities :math:`p`, targets :math:`t` and the sums over the unmasked pixels.
+
     Args:
       predictions: logits, floats `[batch, ...]` or `[batch, ..., 1]`.
       targets: 0 or 1, of the same shape.
-      smooth: as in `dice_loss`.
-      apply_sigmoid: False says that `predictions` are probabilities. They are taken as they are;
-        `masksafe.label_checks` reports those outside of [0, 1]. (optax 0.2.8 refuses all but 1, and cannot be traced.)
-      where: booleans, False is masked. Of the rank of `predictions` they mask pixels, of that of the loss samples.
+      smooth: :math:`\sigma`.
+      apply_sigmoid: False if `predictions` are probabilities. They are used unchanged; `masksafe.label_checks` reports
+        those outside [0, 1]. (optax 0.2.8 refuses all probabilities but 1, and cannot be traced.)
+      where: booleans; False is masked. A mask of the rank of `predictions` masks pixels, a mask of the rank of the loss
+        masks samples.
 
     Returns:
-      `[batch]`, of the dtype to which JAX promotes both; 0 for a sample with nothing left. Masked elements have
-      gradients of exactly 0.
+      The losses `[batch]`, of the dtype to which JAX promotes both; 0 for a sample with nothing left. Masked elements
+      have gradients of exactly 0.
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit.
+      ValueError: if the shapes do not fit. While label checks are on, for a probability outside [0, 1].
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -221,7 +229,7 @@ def binary_dice_loss(
 
 
 def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
-    """Both with an axis of the classes."""
+    """Predictions and targets, both with an axis of the classes."""
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.ndim == t.ndim - 1:
         p = p[..., None]
@@ -233,7 +241,7 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
 
 
 def _target_dtype(p: Array, t: Array) -> Any:
-    """What the targets count as in the dtype of the loss: integers and booleans as predictions."""
+    """The dtype of the targets for promotion; integers and booleans take that of the predictions."""
     return t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else p.dtype
 
 
@@ -248,7 +256,7 @@ def _class_losses(
     beta: ArrayLike,
     apply_softmax: bool,
 ) -> tuple[Array, Array]:
-    """The losses `[batch, num_classes]`, 0 where nothing is left, and where anything is."""
+    """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
     live = jnp.broadcast_to(True if mask is None else mask, p.shape)
     bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
     p, t = wide_selected(p, live), wide_selected(t, live)
@@ -269,5 +277,5 @@ def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
 
 
 def _drop_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
-    """All but class 0, if it is not the only one."""
+    """Both without class 0, unless it is the only one."""
     return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)

@@ -1,4 +1,4 @@
-"""Losses of embeddings that are to be near to some others and far from the rest."""
+"""Losses that move related embeddings together and others apart."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def ntxent(
 
     Args:
       embeddings: :math:`z`, floats `[batch, dim]`.
-      labels: :math:`y` `[batch]`: samples with equal labels are to be near.
+      labels: :math:`y` `[batch]`; samples with equal labels form pairs.
       temperature: :math:`\tau`.
-      where: booleans, False is masked. Of shape `[batch]`, that of the labels, they mask samples; of the rank of the
-        embeddings elements of these.
+      where: booleans; False is masked. A mask `[batch]` masks samples, a mask of the rank of the embeddings masks their
+        elements.
 
     Returns:
-      A scalar of the dtype of the embeddings and the temperature together; 0 if no pair is left. Masked elements have
-      gradients of exactly 0.
+      A scalar of the promoted dtype of embeddings and temperature; 0 if no pair is left. Masked elements have gradients
+      of exactly 0.
 
     Raises:
       TypeError: if `embeddings` are not floats or `where` is not boolean.
@@ -73,11 +73,11 @@ def ntxent(
     mask = _as_mask_of_samples_or_elements(op, where, z.shape)
     dtype = jnp.result_type(z.dtype, temperature)
 
-    # Of each pair of samples the first may be split over devices, as the batch is; the second is on all of them.
+    # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
     batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
-    own_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
+    row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
     live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
-    same = own_label[:, None] == every_label[None]
+    same = row_label[:, None] == every_label[None]
     both = (
         jnp.ones_like(same)
         if live_rows is None or every_live_row is None
@@ -92,14 +92,14 @@ def ntxent(
 
 
 def _reshard_first_axis(x: Any, batch: Any) -> Any:
-    """`x`, None or an array, split by the axes `batch` of an explicit mesh along its first axis and by none else."""
+    """`x`, an array or None, with its first axis split over the axes `batch` of an explicit mesh, and no other axis."""
     if x is None or (batch is None and not is_sharded(x)):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
 
 def _as_mask_of_samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
-    """The mask at rank 2."""
+    """A mask of samples or of elements, at rank 2."""
     if where is None:
         return None
     where = as_mask(op, "where", where)
@@ -124,24 +124,26 @@ def triplet_margin_loss(
     *,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The triplet loss: how much farther than a margin the negative is not.
+    r"""The triplet loss: how far the negative is from exceeding the distance of the positive by a margin.
 
     .. math:: \ell = \max(0, d(a, p) - d(a, n) + m), \qquad
       d(u, v) = \Bigl(\sum_i (u_i - v_i)^q + \epsilon\Bigr)^{1/q}
 
     Args:
       anchors: :math:`a`, floats `[..., dim]`.
-      positives: :math:`p`, that broadcast with them.
-      negatives: :math:`n`, that broadcast with them.
+      positives: :math:`p`, floats that broadcast with `anchors`.
+      negatives: :math:`n`, floats that broadcast with `anchors`.
       axis: the axis of the vectors.
-      norm_degree: :math:`q`. As in optax, differences are raised to it with their signs: for a norm it is even.
+      norm_degree: :math:`q`. As in optax, differences are raised to this power with their signs, which gives a norm
+        only if :math:`q` is even.
       margin: :math:`m`.
       eps: :math:`\epsilon`, which keeps the derivative finite where two vectors are equal.
-      where: booleans, False is masked. Of the rank of the vectors they mask elements, of that of the loss rows.
+      where: booleans; False is masked. A mask of the rank of the vectors masks elements, a mask of the rank of the loss
+        masks rows.
 
     Returns:
-      `[...]`, of the dtype to which JAX promotes all of them; 0 where nothing is left. Masked elements have gradients
-      of exactly 0.
+      The losses `[...]`, of the dtype to which JAX promotes all arguments; 0 where nothing is left. Masked elements
+      have gradients of exactly 0.
 
     Raises:
       TypeError: if the vectors are not floats or `where` is not boolean.
@@ -175,7 +177,7 @@ def triplet_margin_loss(
     live_rows = find_live_rows(mask, axes)
 
     def distance(x: Array, y: Array) -> Array:
-        # A row with nothing left has the power of 1, whose derivative is finite, whatever eps is.
+        # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
         power = selected(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, live_rows, 1)
         return jnp.power(power, 1 / jnp.asarray(norm_degree))
 

@@ -13,7 +13,7 @@ from masksafe.losses._elementwise import bad_elements, elementwise_loss
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
-    r"""The cross-entropy of binary labels and the sigmoids of logits, element by element.
+    r"""The cross-entropy between binary labels and the sigmoids of logits, element by element.
 
     .. math:: \ell = -t \log \sigma(x) - (1 - t) \log \sigma(-x)
 
@@ -23,11 +23,11 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
       logits: unnormalised log probabilities, floats `[...]`.
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
-        to mask rows write `where[..., None]`. For labels padded with -100 write
-        `where=labels != -100`.
+        to mask rows write `where[..., None]`. For labels padded with -100 write `where=labels != -100`.
 
     Returns:
-      `[...]`, of the dtype of `logits`; 0 where masked. Masked elements have gradients of exactly 0, labels included.
+      The losses `[...]`, of the dtype of `logits`; 0 where masked. Masked elements, including labels, have gradients of
+      exactly 0.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
@@ -59,7 +59,7 @@ def sigmoid_focal_loss(
     gamma: ArrayLike = 2.0,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The focal loss of binary labels: cross-entropy with less weight on what is predicted well.
+    r"""The focal loss of binary labels: cross-entropy with less weight on well-predicted elements.
 
     .. math::
       \ell = \alpha_t (1 - p_t)^\gamma \ell_{\text{CE}}, \qquad
@@ -71,14 +71,14 @@ def sigmoid_focal_loss(
     Args:
       logits: unnormalised log probabilities, floats `[...]`.
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
-      alpha: the weight of label 1, less than 1; None weights nothing.
+      alpha: the weight of label 1, less than 1, or None for no weights.
       gamma: the exponent.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
     Returns:
-      `[...]`, of the dtype of `logits`, or that to which JAX promotes it with `alpha` and `gamma`; 0 where masked.
-      Masked elements have gradients of exactly 0, labels included.
+      The losses `[...]`, of the dtype to which JAX promotes `logits`, `alpha` and `gamma`; 0 where masked. Masked
+      elements, including labels, have gradients of exactly 0.
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
@@ -115,7 +115,7 @@ def sigmoid_focal_loss(
 def _read_operands(
     op: str, logits: ArrayLike, labels: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array | None]:
-    """Logits, labels, and which labels are bad while checks are on."""
+    """Logits, labels, and which labels are bad if label checks are on."""
     logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
     is_valid = lambda t: (t >= 0) & (t <= 1)  # noqa: E731
     return logits, labels, bad_elements(op, where, is_valid, "outside [0, 1]", logits=logits, labels=labels)
@@ -127,14 +127,14 @@ def _binary_cross_entropy(x: Array, t: Array) -> Array:
 
 
 def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
-    """The logit and the probability of that label, 1 or 0, which is the less likely by `t`."""
+    """The logit and the probability of the label, 0 or 1, that is less likely according to `t`."""
     return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
 
 
 @jax.jit
 def _focal(x: Array, t: Array, gamma: Array) -> Array:
     z, u = _less_likely_label(x, t)
-    # An infinite logit adds what it adds behind the product, in which its derivatives would be infinity times 0.
+    # The part of infinite logits is added after the product, in which its derivatives would be infinity times 0.
     finite = jnp.clip(z, -_largest_factor(z), _largest_factor(z))
     weight = jnp.exp(gamma * _log_miss(finite, u))
     infinite = jnp.where(jnp.isinf(z), _linear_part(z, u) * jax.lax.stop_gradient(weight), 0)
@@ -142,22 +142,22 @@ def _focal(x: Array, t: Array, gamma: Array) -> Array:
 
 
 def _linear_part(z: Array, u: Array) -> Array:
-    """Of the cross-entropy, which is at most log 2 more."""
+    """The piecewise linear part of the cross-entropy, which exceeds it by at most log 2."""
     return jnp.where(z > 0, 1 - u, -u) * _logit_unless_certain(z, u)
 
 
 def _logit_unless_certain(z: Array, u: Array) -> Array:
-    """The logit, and 0 where the label and the model are certain: 0 log 0 = 0."""
+    """The logit; 0 where the label and the model are certain, since 0 log 0 = 0."""
     return jnp.where((u == 0) & (z <= -_largest_factor(z)), 0, z)
 
 
 def _largest_factor(z: Array) -> float:
-    """What stands for infinity in a product."""
+    """The value used for infinity in a product."""
     return math.sqrt(jnp.finfo(z.dtype).max)
 
 
-# Functions of the logit z of the less likely label and of its probability u. They have rules of their own, made of
-# sigmoids, so that derivatives of every order keep their digits where the model is sure: JAX's have a factor of
+# Functions of the logit z of the less likely label and of its probability u. Their custom rules consist of sigmoids and
+# keep their digits in derivatives of every order where the model is certain; JAX's rules have a factor of
 # 1 - sigmoid(z), which rounds to 0.
 
 
@@ -174,7 +174,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 @jax.custom_jvp
 def _log_miss(z: Array, u: Array) -> Array:
-    """log(1 - p_t), of the probability of the other label."""
+    """log(1 - p_t), the log probability that the model gives to the wrong label."""
     return jnp.where(_is_certain_and_right(z, u), z, jnp.log(_scaled_miss(z, u))) - jnp.log1p(_exp_minus_abs(z))
 
 
@@ -182,7 +182,8 @@ def _log_miss(z: Array, u: Array) -> Array:
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (z, u), (d_z, d_u) = primals, tangents
     log_miss = _log_miss(z, u)
-    # Bounded, and so is its derivative, its square: times the loss, which is 0 there, they are no NaN.
+    # Both the inverse and its square, the size of its derivative, are bounded: they are multiplied with the loss, which
+    # is 0 there, and infinity times 0 would be NaN.
     most = 0.9 * math.log(jnp.finfo(z.dtype).max)
     inverse = jnp.exp(jnp.minimum(-log_miss, most))
     inverse = jnp.where(log_miss < -most / 2, jax.lax.stop_gradient(inverse), inverse)
@@ -192,18 +193,18 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
 
 
 def _is_certain_and_right(z: Array, u: Array) -> Array:
-    """Whether the label is certain and the model is for it."""
+    """Whether the label is certain and the model favours it."""
     return (u == 0) & (z < 0)
 
 
 def _scaled_miss(z: Array, u: Array) -> Array:
-    """1 - p_t, divided by the larger of the two sigmoids of z and -z; 1 where the label is certain and right."""
+    """1 - p_t divided by the larger of sigmoid(z) and sigmoid(-z); 1 where the label is certain and predicted."""
     a = _exp_minus_abs(z)
     return jnp.where(_is_certain_and_right(z, u), 1, jnp.where(z < 0, (1 - u) * a + u, (1 - u) + u * a))
 
 
 def _exp_minus_abs(z: Array) -> Array:
-    """exp(-|z|), whose derivative at 0 is that from above."""
+    """exp(-|z|), whose derivative at 0 is the one from above."""
     return jnp.exp(jnp.where(z < 0, z, -z))
 
 

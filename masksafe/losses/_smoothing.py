@@ -17,20 +17,21 @@ from masksafe.losses._layout import wide_selected
 def smooth_labels(
     labels: ArrayLike, alpha: ArrayLike, *, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
-    r"""Labels of which a part is shared evenly by the unmasked classes.
+    r"""Label smoothing: a part of each distribution is spread evenly over the unmasked classes.
 
     .. math:: s_j = (1 - \alpha) t_j + \frac{\alpha}{n}, \qquad n = |\{j : \text{where}_j\}|
 
     Args:
-      labels: one-hot rows or distributions, floats `[..., num_classes]`.
-      alpha: the part that is shared, in [0, 1].
+      labels: :math:`t`, one-hot rows or distributions, floats `[..., num_classes]`.
+      alpha: the part that is spread, in [0, 1].
       axis: the axis or axes of the classes; None means all axes.
       where: booleans that broadcast to the shape of `labels`; False masks a class. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      An array of the shape of `labels`, or to which they broadcast with `alpha`, of the dtype to which JAX promotes
-      both, with 0 at masked classes: a distribution stays one. Masked elements have gradients of exactly 0.
+      The smoothed labels, of the common shape of `labels` and `alpha` and the dtype to which JAX promotes both; 0 at
+      masked classes. A distribution over the unmasked classes stays a distribution. Masked elements have gradients of
+      exactly 0.
 
     Raises:
       TypeError: if `labels` are not floats or `where` is not boolean.
