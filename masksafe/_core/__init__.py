@@ -1,1 +1,1 @@
-"""Code that the public ops share, one file per idea; a file imports only from floors below its own."""
+"""Code that the public ops share: one file per idea, with imports in one direction only."""

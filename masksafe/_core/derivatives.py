@@ -90,15 +90,15 @@ def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
         @functools.partial(op.defjvp, symbolic_zeros=True)
         def rule(config: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
             leaves, tree = jax.tree.flatten(primals)
-            directions = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
-            moving = [i for i, t in enumerate(directions) if not isinstance(t, SymbolicZero)]
+            leaf_tangents = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
+            active = [i for i, t in enumerate(leaf_tangents) if not isinstance(t, SymbolicZero)]
 
-            def plain_of_moving(*values: Any) -> Any:
-                new = dict(zip(moving, values, strict=True))
+            def plain_of_active(*values: Any) -> Any:
+                new = dict(zip(active, values, strict=True))
                 return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
-            values, velocities = ([a[i] for i in moving] for a in (leaves, directions))
-            return op(config, *primals), jax.jvp(plain_of_moving, values, velocities)[1]
+            values, active_tangents = ([a[i] for i in active] for a in (leaves, leaf_tangents))
+            return op(config, *primals), jax.jvp(plain_of_active, values, active_tangents)[1]
 
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 

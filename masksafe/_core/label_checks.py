@@ -91,12 +91,12 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
     valid = (labels >= 0) & (labels < jnp.inf)
     sums = jnp.sum(selected(labels, unmasked & valid), axes, dtype=wide_dtype(labels.dtype))
     is_sound = jnp.all(valid | ~unmasked, axes)
-    strange = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
+    has_wrong_sum = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
     findings = {
         "labels are negative or not finite": _Finding(unmasked & ~valid, unmasked, labels),
-        "rows of labels sum to neither 1 nor 0": _Finding(strange, jnp.any(unmasked, axes), sums),
+        "rows of labels sum to neither 1 nor 0": _Finding(has_wrong_sum, jnp.any(unmasked, axes), sums),
     }
-    return _report(op, findings, [~is_sound, strange])
+    return _report(op, findings, [~is_sound, has_wrong_sum])
 
 
 def check_elements(
@@ -143,12 +143,12 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
         return _report(op, {"predictions are outside [0, 1]": outside}, [outside.bad])
     sums = jnp.sum(predictions, -1, dtype=wide_dtype(predictions.dtype))
     whole = jnp.all(where, -1)
-    strange = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
+    has_wrong_sum = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
     findings = {
         "predictions are outside [0, 1]": outside,
-        "rows of predictions do not sum to 1": _Finding(strange, whole, sums),
+        "rows of predictions do not sum to 1": _Finding(has_wrong_sum, whole, sums),
     }
-    return _report(op, findings, [jnp.any(outside.bad, -1), strange])
+    return _report(op, findings, [jnp.any(outside.bad, -1), has_wrong_sum])
 
 
 def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:

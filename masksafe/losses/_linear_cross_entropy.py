@@ -56,9 +56,9 @@ def linear_softmax_cross_entropy(
       \ell_t = \lambda_t - (1 - \varepsilon) x_{t y_t} - \frac{\varepsilon}{V} \sum_c x_{tc} + \zeta \lambda_t^2
 
     The logits exist for one block of tokens at a time. The unmasked tokens are gathered first, and only blocks that
-    contain any are computed, so the time is proportional to the number of unmasked tokens. With "mean" and "sum" the
-    gradients are computed together with the loss, in three matrix products in total; with "none" the reverse pass
-    computes the logits again and omits tokens whose cotangent is 0.
+    contain any are computed: the time depends on the number of unmasked tokens, not on that of all tokens. With "mean"
+    and "sum" the gradients are computed together with the loss, in three matrix products in total; with "none" the
+    reverse pass computes the logits again and omits tokens whose cotangent is 0.
 
     Args:
       features: floats `[..., D]`, one row for each token.

@@ -156,7 +156,7 @@ def _row_losses(config: Config, layer: Layer, rows: _RowSums, labels: Array) -> 
         loss -= smoothing / classes * rows.total
     if config.z_loss:
         loss += config.z_loss * jnp.square(_logsumexp(rows))
-    # A product, so that the derivatives are NaN as well.
+    # A product makes the derivatives NaN as well.
     return loss * nan_unless(is_class(labels, classes), loss.dtype)
 
 

@@ -184,8 +184,8 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
     """
 
     def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        behind = (~is_label).astype(scores.dtype)
-        return jnp.max(jnp.where(live, scores + behind, -jnp.inf), -1) - _label_score(scores, is_label)
+        margin = (~is_label).astype(scores.dtype)
+        return jnp.max(jnp.where(live, scores + margin, -jnp.inf), -1) - _label_score(scores, is_label)
 
     return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, loss)
 
@@ -330,12 +330,12 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array,
 
 def _sparsemax(scores: Array, live: Array) -> Array:
     """The point nearest to the scores on the simplex of the live classes."""
-    falling = -jnp.sort(jnp.where(live, -lax.stop_gradient(scores), jnp.inf), -1)
+    descending = -jnp.sort(jnp.where(live, -lax.stop_gradient(scores), jnp.inf), -1)
     count = 1 + lax.broadcasted_iota(scores.dtype, scores.shape, scores.ndim - 1)
-    is_finite = falling > -jnp.inf
-    above = is_finite & (1 + count * falling > jnp.cumsum(jnp.where(is_finite, falling, 0), -1))
+    is_finite = descending > -jnp.inf
+    above = is_finite & (1 + count * descending > jnp.cumsum(jnp.where(is_finite, descending, 0), -1))
     size = jnp.maximum(jnp.sum(above, -1, keepdims=True), 1)
-    least = jnp.take_along_axis(falling, size - 1, -1)
+    least = jnp.take_along_axis(descending, size - 1, -1)
     # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
     support = live & ~(scores < least)  # includes a NaN, which must not be hidden
     number = jnp.sum(support, -1, keepdims=True).astype(scores.dtype)

@@ -30,7 +30,7 @@ def dice_loss(
     axis: Axis | None = None,
     where: ArrayLike | None = None,
 ) -> Array:
-    r"""The Dice loss of a segmentation, or the Tversky loss if the two kinds of error have other weights.
+    r"""The Dice loss of a segmentation, or the Tversky loss if `alpha` and `beta` are not 0.5.
 
     .. math::
       \ell_c = w_c \Bigl( 1 - \frac{I_c + \sigma}{I_c + \alpha (P_c - I_c) + \beta (T_c - I_c) + \sigma} \Bigr), \qquad
@@ -62,8 +62,8 @@ def dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit or `reduction` is unknown. While label checks are on, if `predictions` are
-        not the probabilities that they should be.
+      ValueError: if the shapes do not fit or `reduction` is unknown. While label checks are on, for invalid
+        probabilities.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -74,8 +74,11 @@ def dice_loss(
       [0.009]
 
     References:
-      `optax.losses.dice_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.dice_loss>`_;
-      Milletari et al., "V-Net", 2016; Salehi et al., "Tversky loss function for image segmentation", 2017.
+      `optax.losses.dice_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.dice_loss>`_.
+
+      Milletari et al., "V-Net", 2016.
+
+      Salehi et al., "Tversky loss function for image segmentation", 2017.
     """
     op = "dice_loss"
     p, t = _read_operands(op, predictions, targets)
@@ -135,7 +138,7 @@ def multiclass_generalized_dice_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes differ. While label checks are on, if `predictions` should be probabilities and are not.
+      ValueError: if the shapes differ. While label checks are on, for invalid probabilities.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

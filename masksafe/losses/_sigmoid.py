@@ -142,7 +142,7 @@ def _focal(x: Array, t: Array, gamma: Array) -> Array:
 
 
 def _linear_part(z: Array, u: Array) -> Array:
-    """The piecewise linear part of the cross-entropy, which exceeds it by at most log 2."""
+    """The piecewise linear part of the cross-entropy; the rest is at most log 2."""
     return jnp.where(z > 0, 1 - u, -u) * _logit_unless_certain(z, u)
 
 
