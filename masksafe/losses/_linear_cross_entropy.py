@@ -124,9 +124,9 @@ def linear_softmax_cross_entropy(
     logits_shape = *labels.shape, kernel.shape[1]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
     if reduction == "none":
-        losses = sharding.same_on_all_devices(axis_name, _losses(config, features, labels, where, kernel, bias))
+        losses = sharding.same_on_all_devices(axis_name, _token_losses(config, features, labels, where, kernel, bias))
         return nan_where_bad(losses, bad_rows)
-    total = sharding.same_on_all_devices(axis_name, _total(config, features, labels, where, kernel, bias))
+    total = sharding.same_on_all_devices(axis_name, _summed_loss(config, features, labels, where, kernel, bias))
     if reduction == "mean":
         count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1).astype(total.dtype)
@@ -194,7 +194,7 @@ def _configure(
 # arguments in the user's layout, since a copy could show a masked NaN to jax_debug_nans.
 
 
-def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
+def _summed_loss_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     features, labels, live, kernel, bias = args
     d_losses = jnp.full(labels.shape, _cotangent_scale(features, kernel), _sum_dtype(features, kernel))
     losses, gradients = _evaluate_gradients(config, *args, d_losses)
@@ -202,7 +202,7 @@ def _total_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     return jnp.sum(losses), (gradients, live, empty)
 
 
-def _total_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
+def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     gradients, live, empty = residuals  # the empty arrays carry the dtypes of the arguments
     d_features, d_kernel, _ = empty
     d_total = sharding.whole_cotangent(config.axis_name, d_total) / _cotangent_scale(d_features, d_kernel)
@@ -228,18 +228,18 @@ def _cotangent_scale(features: Array, kernel: Array) -> float:
     return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
 
 
-@with_reverse_rule(_total_forward, _total_reverse, static_argnums=(0,))
-def _total(
+@with_reverse_rule(_summed_loss_forward, _summed_loss_reverse, static_argnums=(0,))
+def _summed_loss(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
     return jnp.sum(_evaluate_losses(config, features, labels, live, kernel, bias))
 
 
-def _losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
+def _token_losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
     return _evaluate_losses(config, *args), args
 
 
-def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
+def _token_losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
     features, labels, live, kernel, bias = args
     d_losses = sharding.whole_cotangent(config.axis_name, d_losses)
     is_wanted = d_losses != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
@@ -251,8 +251,8 @@ def _losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ..
     return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
 
 
-@with_reverse_rule(_losses_forward, _losses_reverse, static_argnums=(0,))
-def _losses(
+@with_reverse_rule(_token_losses_forward, _token_losses_reverse, static_argnums=(0,))
+def _token_losses(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
 ) -> Array:
     return _evaluate_losses(config, features, labels, live, kernel, bias)

@@ -43,7 +43,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.squared_error>`_.
     """
     op = "squared_error"
-    predictions, targets = _operands(op, predictions, targets)
+    predictions, targets = _read_operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
     return _error_loss(op, predictions, targets, where, jnp.square)
 
@@ -75,7 +75,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
       `optax.losses.l2_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.l2_loss>`_.
     """
     op = "l2_loss"
-    predictions, targets = _operands(op, predictions, targets)
+    predictions, targets = _read_operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
     return _error_loss(op, predictions, targets, where, lambda error: 0.5 * jnp.square(error))
 
@@ -116,7 +116,7 @@ def huber_loss(
       `optax.losses.huber_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.huber_loss>`_.
     """
     op = "huber_loss"
-    predictions, targets = _operands(op, predictions, targets)
+    predictions, targets = _read_operands(op, predictions, targets)
 
     def loss(error: Array, delta: Array) -> Array:
         size = jnp.abs(error)
@@ -156,7 +156,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
       Chen et al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
     """
     op = "log_cosh"
-    predictions, targets = _operands(op, predictions, targets)
+    predictions, targets = _read_operands(op, predictions, targets)
     loss = _error_loss(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
     return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
@@ -248,7 +248,7 @@ def cosine_distance(
     return selected(1 - similarity, live_rows).astype(dtype)
 
 
-def _operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
+def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
     return (
         as_float_array(op, "predictions", predictions),
         None if targets is None else as_real_array(op, "targets", targets),
