@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `masksafe.testing` when it is first used: a quarter of the import time, for those who prove things."""
+    """Imports `masksafe.testing` on first use: it takes a quarter of the import time, and few programs need it."""
     if name == "testing":
         return importlib.import_module("masksafe.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

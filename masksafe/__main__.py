@@ -1,13 +1,13 @@
-"""Tells what runs here, whether masksafe keeps its contract on it, and what the installed peers make of the same cases.
+"""Checks whether masksafe keeps its contract on this machine, and how the installed peers do on the same cases.
 
-Every case is run with harmless values and with garbage under the mask, its output and its gradients are looked at:
+Every case is run with harmless values and with garbage under the mask. Its output and gradients get a verdict:
 
-  right    as the contract has it
+  right    as the contract requires
   NaN      a NaN or an infinity where a number belongs, in the output or in a gradient
-  leaks    what is under the mask changes something, or has a gradient that is not 0
-  wrong    another value, or a bad label that goes unnoticed
+  leaks    a masked value changes a result, or has a gradient other than 0
+  wrong    a wrong value, or a bad label that goes unnoticed
   refused  an error
-  -        there is no such function
+  -        the library has no such function
 
 The exit status is 0 if masksafe is right everywhere, 1 otherwise.
 """
@@ -39,13 +39,13 @@ def main(arguments: list[str] | None = None) -> int:
     _show.table("What runs here", ["", "version"], list(versions.items()))
 
     verdicts: dict[str, list[Verdict]] = {}
-    for device, own_cases in _devices(cases):
+    for device, chosen in _assign_cases(cases):
         name = f"masksafe on {device}"
         with jax.default_device(device):
-            verdicts[name] = _verdicts("masksafe", cases, own_cases, name)
+            verdicts[name] = _judge_cases("masksafe", cases, chosen, name)
     for peer in peers:
-        verdicts[peer] = _verdicts(peer, cases, cases, peer)
-    on_devices = [of for name, of in verdicts.items() if name not in peers]
+        verdicts[peer] = _judge_cases(peer, cases, cases, peer)
+    on_devices = [column for name, column in verdicts.items() if name not in peers]
     columns = {"masksafe": list(map(worst, zip(*on_devices, strict=True)))} | {peer: verdicts[peer] for peer in peers}
     _show.table("Masked means gone", ["op and case", *columns], _rows(cases, columns))
     keeps = all(verdict == Verdict.RIGHT for verdict in columns["masksafe"])
@@ -60,8 +60,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "python -m masksafe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", default="all", help=f"none, all, or some of {','.join(PEERS)}; default: %(default)s")
-    parser.add_argument("--ops", type=lambda text: text.split(","), default=[""], help="parts of names of ops to run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file as well")
+    parser.add_argument(
+        "--ops",
+        type=lambda text: text.split(","),
+        default=[""],
+        help="parts of names: run only ops that match one",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     options = parser.parse_args(arguments)
     unknown = set(options.peers.split(",")) - {"none", "all", *PEERS}
     if unknown:
@@ -85,8 +90,8 @@ def _versions(peers: list[str]) -> dict[str, str]:
     return versions | {"devices": ", ".join(kinds)}
 
 
-def _devices(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
-    """Each device with the cases to run on it: all on the first of its kind, one for each op on the others."""
+def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
+    """Each device with its cases: all of them on the first device of a kind, one per op on the others."""
     one_each = list({case.op: case for case in reversed(cases)}.values())
     seen: set[str] = set()
     found = []
@@ -96,8 +101,8 @@ def _devices(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
     return found
 
 
-def _verdicts(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
-    """The verdict on each of the cases; those that are not chosen are absent."""
+def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
+    """The verdict on each case; ABSENT for cases that are not chosen."""
     verdicts = []
     for number, case in enumerate(cases):
         if sys.stderr.isatty():
@@ -110,18 +115,21 @@ def _verdicts(library: str, cases: list[Case], chosen: list[Case], name: str) ->
 
 
 def _rows(cases: list[Case], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
-    """A line for each op, and below it one for each of its cases."""
+    """A line per op, followed by a line per case."""
     rows = []
     for op in dict.fromkeys(case.op for case in cases):
         rows.append([op, *[""] * len(verdicts)])
-        own = [i for i, case in enumerate(cases) if case.op == op]
-        rows += [[f"  {cases[i].what}", *(of[i] for of in verdicts.values())] for i in own]
+        rows += [
+            [f"  {case.what}", *(column[i] for column in verdicts.values())]
+            for i, case in enumerate(cases)
+            if case.op == op
+        ]
     return rows
 
 
 def _summarise(verdicts: dict[str, list[Verdict]], keeps: bool) -> None:
-    for name, of in verdicts.items():
-        run = [verdict for verdict in of if verdict != Verdict.ABSENT]
+    for name, column in verdicts.items():
+        run = [verdict for verdict in column if verdict != Verdict.ABSENT]
         print(f"{name}: {sum(verdict == Verdict.RIGHT for verdict in run)} of {len(run)} right")
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
 
@@ -130,7 +138,7 @@ def _as_json(
     versions: dict[str, str], cases: list[Case], verdicts: dict[str, list[Verdict]], keeps: bool
 ) -> dict[str, Any]:
     rows = [
-        {"op": case.op, "case": case.what, "verdicts": {name: of[i] for name, of in verdicts.items()}}
+        {"op": case.op, "case": case.what, "verdicts": {name: column[i] for name, column in verdicts.items()}}
         for i, case in enumerate(cases)
     ]
     return {"versions": versions, "keeps_contract": keeps, "cases": rows}

@@ -1,4 +1,4 @@
-"""Sums, means and variances whose masked elements are gone and whose empty case is 0."""
+"""Sums, means and variances over the unmasked elements; 0 where there are none."""
 
 from __future__ import annotations
 
@@ -40,8 +40,11 @@ def sum(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, 
       >>> x = jnp.array([1.0, 2.0, jnp.nan])
       >>> print(masksafe.sum(x, where=jnp.array([True, True, False])))
       3.0
+
+    References:
+      `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
     """
-    x, axes, where = _reduction_arguments("sum", x, axis, where)
+    x, axes, where = _check_arguments("sum", x, axis, where)
     return jnp.sum(selected(x, where), axes, keepdims=keepdims)
 
 
@@ -50,9 +53,9 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
 
     .. math:: \frac{1}{n} \sum_{i : \text{where}_i} x_i, \qquad n = \max(1, |\{i : \text{where}_i\}|)
 
-    It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`,
-    which is 0/0 there. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. Over an
-    array sharded across devices it is the mean of the whole array, however uneven the masks are.
+    It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`, which is then
+    0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. The mean of an array sharded across
+    devices is that of the whole array, however unevenly the mask is distributed.
 
     Args:
       x: the array; integers and booleans are averaged as floats.
@@ -74,8 +77,11 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
       >>> mask = jnp.array([[True, True, False], [False, False, False]])
       >>> print(masksafe.mean(loss, axis=1, where=mask), masksafe.mean(loss, where=mask))
       [2. 0.] 2.0
+
+    References:
+      `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
     """
-    x, axes, where = _reduction_arguments("mean", x, axis, where)
+    x, axes, where = _check_arguments("mean", x, axis, where)
     average = moments.average(widened(selected(x, where)), axes, where)
     return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x))
 
@@ -88,14 +94,39 @@ def var(
     correction: float = 0,
     keepdims: bool = False,
 ) -> Array:
-    r"""The variance of the unmasked elements; 0 if there are none. See `var_mean`.
+    r"""The variance of the unmasked elements; 0 if there are none.
+
+    .. math::
+      \sigma^2 = \frac{1}{n - \text{correction}} \sum_{i : \text{where}_i} (x_i - \mu)^2,
+      \qquad n = |\{i : \text{where}_i\}|
+
+    It is computed without cancellation, as in `var_mean`, which also returns the mean.
+
+    Args:
+      x: the array; integers and booleans are converted to floats.
+      axis: an axis, a tuple of axes, or None for all of them.
+      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      correction: subtracted from the count; 1 gives the unbiased estimate. The variance is 0 where the count does
+        not exceed it.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      The variance, of the dtype that `jnp.var` gives; float16 and bfloat16 are accumulated in float32 and rounded
+      once. The gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `where` is not boolean, or `correction` is not a number.
+      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> print(masksafe.var(jnp.array([1.0, 3.0, jnp.inf]), where=jnp.array([True, True, False])))
       1.0
+
+    References:
+      `jax.numpy.var <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.var.html>`_.
     """
-    return _var_mean("var", x, axis, where, correction, keepdims)[0]
+    return _check_and_reduce("var", x, axis, where, correction, keepdims)[0]
 
 
 def var_mean(
@@ -113,15 +144,15 @@ def var_mean(
       \sigma^2 = \frac{1}{n - \text{correction}} \sum_{i : \text{where}_i} (x_i - \mu)^2,
       \qquad n = |\{i : \text{where}_i\}|
 
-    The variance is the mean of squared deviations from the mean, never :math:`E[x^2] - E[x]^2`, which
-    cancels when the mean is large.
+    The variance is computed from squared deviations, never as :math:`E[x^2] - E[x]^2`, which cancels when the mean is
+    large.
 
     Args:
-      x: the array; integers and booleans are taken as floats.
+      x: the array; integers and booleans are converted to floats.
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      correction: what is subtracted from the count; 1 is the unbiased estimate. The variance is 0 where
-        the count does not exceed it.
+      correction: subtracted from the count; 1 gives the unbiased estimate. The variance is 0 where the count does
+        not exceed it.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
@@ -129,7 +160,7 @@ def var_mean(
       accumulated in float32 and rounded once. Gradients with respect to masked elements are exactly 0.
 
     Raises:
-      TypeError: if `where` is not boolean.
+      TypeError: if `where` is not boolean, or `correction` is not a number.
       ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
 
     Example:
@@ -138,16 +169,19 @@ def var_mean(
       >>> var, mean = masksafe.var_mean(x, axis=1, where=~jnp.isnan(x))
       >>> print(var, mean)
       [1. 0.] [2. 0.]
+
+    References:
+      `torch.var_mean <https://docs.pytorch.org/docs/stable/generated/torch.var_mean.html>`_.
     """
-    return _var_mean("var_mean", x, axis, where, correction, keepdims)
+    return _check_and_reduce("var_mean", x, axis, where, correction, keepdims)
 
 
-def _var_mean(
+def _check_and_reduce(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
 ) -> tuple[Array, Array]:
-    x, axes, where = _reduction_arguments(op, x, axis, where)
+    x, axes, where = _check_arguments(op, x, axis, where)
     dtype = float_dtype(x)
-    x = x if x.dtype == dtype else x.astype(dtype)  # even a conversion that changes nothing alarms jax_debug_nans
+    x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
     variance, mean = _variance_and_mean((axes, as_number(op, "correction", correction)), x, where)
     if not keepdims:
         variance, mean = jnp.squeeze(variance, axes), jnp.squeeze(mean, axes)
@@ -173,15 +207,15 @@ def _variance_and_mean_reverse(
     (axes, correction), (x, where, mean), (d_variance, d_mean) = config, residuals, cotangents
     wide = selected(widened(x), where)
     n = moments.count(wide, axes, where)
-    freedom = jnp.where(n > correction, n - correction, jnp.inf)
-    slope = 2 * jnp.conj(moments.deviations(wide, mean, where))  # of the sum of squares
-    d_x = slope * (d_variance / freedom) + d_mean / jnp.maximum(n, 1)
+    degrees_of_freedom = jnp.where(n > correction, n - correction, jnp.inf)
+    slope = 2 * jnp.conj(moments.deviations(wide, mean, where))  # derivative of the sum of squares
+    d_x = slope * (d_variance / degrees_of_freedom) + d_mean / jnp.maximum(n, 1)
     return selected(d_x, where).astype(x.dtype), None
 
 
 @with_reverse_rule(_variance_and_mean_forward, _variance_and_mean_reverse, static_argnums=(0,))
 def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """Both with the reduced axes kept, in the dtype in which they are accumulated."""
+    """Variance and mean in the wide dtype, with the reduced axes kept."""
     variance, mean = _evaluate_variance_and_mean(config, x, where)
     return variance, moments.total(mean)
 
@@ -193,23 +227,23 @@ def _evaluate_variance_and_mean(
     axes, correction = config
     row_axes = axes_of_row(axes, x.ndim)
 
-    def of_rows(x: Array, where: Array | None) -> tuple[tuple[Array, moments.Mean], tuple[()]]:
+    def reduce_rows(x: Array, where: Array | None) -> tuple[tuple[Array, moments.Mean], tuple[()]]:
         wide = selected(widened(x), where)
         mean = moments.mean(wide, row_axes, where)
         squares = moments.squares(moments.deviations(wide, mean, where), row_axes)
-        freedom = moments.count(wide, row_axes, where) - correction
-        variance = squares / jnp.where(freedom > 0, freedom, 1)
-        # The product is 0, or NaN where an unmasked element is NaN or infinite: that is not to be hidden.
-        variance = jnp.where((freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
+        degrees_of_freedom = moments.count(wide, row_axes, where) - correction
+        variance = squares / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
+        # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
+        variance = jnp.where((degrees_of_freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
         return (variance, mean), ()
 
-    (variance, mean), _ = by_row_blocks(of_rows, leading_axes(axes), x, where)
+    (variance, mean), _ = by_row_blocks(reduce_rows, leading_axes(axes), x, where)
     return variance, mean
 
 
-def _reduction_arguments(
+def _check_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[Array, tuple[int, ...], Array | None]:
-    """The array, its canonical axes, and the mask at the array's rank but not at its shape."""
+    """The array, its canonical axes, and the mask at the array's rank, not broadcast to its shape."""
     x = as_array(op, "x", x)
     return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)

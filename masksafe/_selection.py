@@ -1,4 +1,4 @@
-"""Selection, and the reductions whose masked elements are gone and whose empty case is 0."""
+"""Selection between values, and of the elements that a function sees."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
     .. math::
       \text{out}_i = \begin{cases} y_i & \text{mask}_i \\ x_i & \text{otherwise} \end{cases}
 
-    It is a selection, not arithmetic: a NaN under the mask is gone from the value and from the
-    gradient, and a NaN elsewhere stays.
+    This is a selection, not arithmetic: a NaN under the mask is gone from both value and gradient, and a NaN elsewhere
+    stays. The three arguments broadcast together.
 
     Args:
       mask: booleans, True where `x` is to be replaced.
       x: the array, of any dtype.
-      y: what takes the place of the masked elements, an array or a scalar.
-
-    The three broadcast together.
+      y: the replacement, an array or a scalar.
 
     Returns:
       An array of the common shape, of the dtype to which JAX promotes `x` and `y`. The gradient with
@@ -41,6 +39,10 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
       >>> x = jnp.array([1.0, jnp.nan, jnp.nan])
       >>> print(masksafe.mask_where(jnp.array([False, True, False]), x, 0.0))
       [ 1.  0. nan]
+
+    References:
+      `torch.Tensor.masked_fill <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.masked_fill_.html>`_, with
+      the mask first.
     """
     op = "mask_where"
     mask, x, y = as_mask(op, "mask", mask), as_array(op, "x", x), as_array(op, "y", y)
@@ -62,25 +64,24 @@ def apply_where(
       \text{out}_i = \begin{cases} f_1(\text{args}_i) & \text{cond}_i \\
                                    f_2(\text{args}_i) \text{ or fill\_value} & \text{otherwise} \end{cases}
 
-    The usual `jnp.where(x > 0, jnp.log(x), 0)` has the right value and a NaN gradient, since `log` saw
-    the other elements too. Here `f1` never sees an element where `cond` is False: the first element
-    where it is True stands in for those, and the same the other way round for `f2`. So neither the value,
-    nor the gradient with respect to `args`, nor that with respect to anything that `f1` closes over can be
-    poisoned. If `cond` is False everywhere, `f1` sees 1 everywhere; then only a gradient with respect to
-    what `f1` closes over can be NaN, if `f1` is not defined at 1.
+    The usual `jnp.where(x > 0, jnp.log(x), 0)` has the right value but a NaN gradient, since `log` also sees the
+    elements that are not selected. Here `f1` never sees an element where `cond` is False: it sees the first element
+    where `cond` is True instead; likewise for `f2` with the roles swapped. So neither the value nor any gradient can be
+    poisoned, be it with respect to `args` or to a value that `f1` closes over. If `cond` is False everywhere, `f1` sees
+    1 everywhere; if it is not defined at 1, only gradients with respect to values it closes over can be NaN.
 
     Args:
       cond: booleans, broadcast with `args`.
       args: an array, or a tuple of arrays for a function of several arguments.
-      f1: elementwise function of `args`, for where `cond` is True.
-      f2: elementwise function of `args`, for where `cond` is False.
+      f1: elementwise function of `args`, applied where `cond` is True.
+      f2: elementwise function of `args`, applied where `cond` is False.
       fill_value: the result where `cond` is False, in place of `f2`.
 
     Returns:
       An array of the common shape of `cond` and `args`, of the dtype to which JAX promotes the two results.
 
     Raises:
-      TypeError: if `cond` is not boolean, or unless exactly one of `f2` and `fill_value` is given.
+      TypeError: if `cond` is not boolean, `f2` is not a function, or not exactly one of `f2` and `fill_value` is given.
       ValueError: if the shapes do not broadcast.
 
     Example:
@@ -92,8 +93,8 @@ def apply_where(
       [1.3863 0.     0.    ] [0.25 0.   0.  ]
 
     References:
-      The signature is that of `array_api_extra.apply_where
-      <https://data-apis.org/array-api-extra/generated/array_api_extra.apply_where.html>`_.
+      `array_api_extra.apply_where
+      <https://data-apis.org/array-api-extra/generated/array_api_extra.apply_where.html>`_, whose signature it has.
     """
     op = "apply_where"
     if (f2 is None) == (fill_value is None):
@@ -107,15 +108,15 @@ def apply_where(
     shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": a.shape for i, a in enumerate(arrays)})
     cond, *arrays = (jnp.broadcast_to(a, shape) for a in (cond, *arrays))
     if f2 is not None:
-        other = f2(*_only_where(~cond, arrays))
+        other = f2(*_fill_where_false(~cond, arrays))
     else:
         other = as_array(op, "fill_value", fill_value)
         check_broadcasts_to(op, "fill_value", other.shape, shape, "cond and args together")
-    return jnp.where(cond, f1(*_only_where(cond, arrays)), other)
+    return jnp.where(cond, f1(*_fill_where_false(cond, arrays)), other)
 
 
-def _only_where(cond: Array, arrays: list[Array]) -> list[Array]:
-    """`arrays` with their elements at the first True of `cond` in place of those where it is False."""
+def _fill_where_false(cond: Array, arrays: list[Array]) -> list[Array]:
+    """`arrays` with the element at the first True of `cond` wherever `cond` is False; 1 if it is True nowhere."""
     first, is_first = first_of(cond)
 
     def fill(array: Array) -> Array:

@@ -1,7 +1,7 @@
 """Softmax, its logarithm and the logsumexp, over the unmasked elements.
 
-The public functions check their arguments and call a core that works on any axes of an array as it lies; the
-cores are jitted, so that what is under the mask never shows, not even under jax_debug_nans.
+The public functions check their arguments and call a core that works on any axes without transposing. The cores are
+jitted, so that masked values stay hidden even from jax_debug_nans.
 """
 
 from __future__ import annotations
@@ -51,24 +51,24 @@ def logsumexp(
     return_sign: bool = False,
     where: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""The logarithm of the sum of exponentials of the unmasked elements; -inf if there are none.
+    r"""The log of the sum of exponentials of the unmasked elements; -inf if there are none.
 
     .. math:: \log \sum_{i : \text{where}_i} b_i \, e^{a_i}
 
     Args:
-      a: floats; integers become floats, and complex numbers are taken too.
-      axis: an axis, a tuple of axes, or None for all of them, the default.
-      b: factors of the exponentials, which broadcast with `a`; by default 1. An element whose factor is 0 is gone.
+      a: floats or complex numbers; integers become floats.
+      axis: an axis, a tuple of axes, or None (the default) for all of them.
+      b: factors of the exponentials, which broadcast with `a`; 1 by default. An element whose factor is 0 is masked.
       keepdims: keep the reduced axes, with size 1.
-      return_sign: return the sign of the sum as well, and the logarithm of its magnitude.
+      return_sign: return the logarithm of the sum's magnitude, and the sign as well.
       where: booleans that broadcast to the shape of `a` (and `b`), trailing axes first; False is masked, None masks
         nothing.
 
     Returns:
       An array of the dtype of `a` (and `b`); float16 and bfloat16 are computed in float32 and rounded once. With
-      `return_sign` a tuple of it and the sign: 1, -1, or 0 where the sum is 0, and the sum over its magnitude if it
-      is complex. Without it, a negative sum gives NaN. The gradient is the softmax: exactly 0 with respect to a
-      masked element, and for a slice with nothing left.
+      `return_sign`, a tuple of it and the sign: 1, -1, or 0 where the sum is 0; for a complex sum, the sum divided by
+      its magnitude. Without `return_sign` a negative sum gives NaN. The gradient is the softmax; it is exactly 0 with
+      respect to masked elements and in a row with nothing left.
 
     Raises:
       TypeError: if `a` or `b` is not an array of numbers or `where` is not boolean.
@@ -82,8 +82,8 @@ def logsumexp(
       [0.6931   -inf]
 
     References:
-      `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, which it replaces:
-      parameters, their order and defaults are its own.
+      `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, which it replaces
+      with the same parameters in the same order and with the same defaults.
     """
     op = "logsumexp"
     a, b = _as_numbers(op, "a", a), None if b is None else _as_numbers(op, "b", b)
@@ -106,13 +106,13 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 
     Args:
       x: floats; integers become floats.
-      axis: the axis or axes over which the result sums to 1; None is all of them.
+      axis: the axis or axes over which the result sums to 1, a row; None is all of them.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
-      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A
-      slice with nothing left is 0 everywhere, and so are its derivatives of any order. A NaN or +inf in an
-      unmasked element makes the unmasked elements of its slice NaN, as does a slice of nothing but -inf.
+      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A row with
+      nothing left is 0, and so are its derivatives of any order. The unmasked elements of a row are NaN if one of them
+      is NaN or +inf, or if all of them are -inf.
 
     Raises:
       TypeError: if `x` is not a float array or `where` is not boolean.
@@ -128,7 +128,7 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     References:
       `jax.nn.softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.softmax.html>`_, which it replaces.
     """
-    x, axes, where = _arguments("softmax", x, axis, where)
+    x, axes, where = _check_arguments("softmax", x, axis, where)
     return _softmax(axes, x, where)
 
 
@@ -139,15 +139,15 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
     Args:
       x: floats; integers become floats.
-      axis: the axis or axes over which the probabilities sum to 1; None is all of them.
+      axis: the axis or axes over which the probabilities sum to 1, a row; None is all of them.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
-      gradient with respect to a masked element is exactly 0, and its cotangent does not matter: a later
-      product with a target of 0 is 0 * -inf, so select in front of it (`masksafe.mask_where`), or use
-      `masksafe.losses`. A NaN or +inf in an unmasked element makes the unmasked elements of its slice NaN, as
-      does a slice of nothing but -inf.
+      gradient with respect to a masked element is exactly 0, whatever its cotangent. A later product with a target of
+      0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.mask_where`), or use
+      `masksafe.losses`. The unmasked elements of a row are NaN if one of them is NaN or +inf, or if all of them are
+      -inf.
 
     Raises:
       TypeError: if `x` is not a float array or `where` is not boolean.
@@ -164,11 +164,13 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
       `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, which it
       replaces.
     """
-    x, axes, where = _arguments("log_softmax", x, axis, where)
+    x, axes, where = _check_arguments("log_softmax", x, axis, where)
     return _log_softmax(axes, x, where)
 
 
-def _arguments(op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None) -> tuple[Array, Axes, Array | None]:
+def _check_arguments(
+    op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
+) -> tuple[Array, Axes, Array | None]:
     x = as_promoted_float_array(op, "x", x, of_any_width=True)
     return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
 
@@ -178,8 +180,8 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
     return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, of_any_width=True)
 
 
-# The cores. The reductions keep their axes. Cotangents of masked elements are selected away, and products with
-# the others' are selected behind the product, since a cotangent may be infinite.
+# The cores. Reductions keep their axes. The reverse rules select after their products as well as before, since a
+# cotangent may be infinite and 0 * inf is NaN.
 
 
 def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None, Array]]:
@@ -190,7 +192,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
 @functools.partial(jax.jit, static_argnums=0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
-    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _where_live(axes, where, result, 0.0))
+    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _select_live(axes, where, result, 0.0))
     return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
 
 
@@ -202,19 +204,19 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, shift = _shifted(axes, x, where)
-    is_infinite = shift == jnp.inf  # then so is the sum, but inf - inf is NaN
+    z, shift = _subtract_largest(axes, x, where)
+    is_infinite = shift == jnp.inf  # then the sum is infinite too, but inf - inf would make it NaN
     z, shift = jnp.where(is_infinite, selected(widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
-    # A row of nothing has the sum 0, whose logarithm would have an infinite derivative.
-    total = _where_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
-    return _where_live(axes, where, shift + jnp.log(total), -jnp.inf)
+    # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
+    total = _select_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _signed_logsumexp(
     axes: Axes, return_sign: bool, a: Array, b: Array | None, where: Array | None
 ) -> tuple[Array, Array]:
-    """The logarithm of a sum that may be negative or complex, and its sign; differentiated by JAX's own rules."""
+    """The logarithm and sign of a sum that may be negative or complex; differentiated by JAX's own rules."""
     dtype = a.dtype if b is None else jnp.result_type(a, b)
     live = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
     factor = jnp.ones_like(live, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)
@@ -224,13 +226,13 @@ def _signed_logsumexp(
     largest = jnp.max(selected(lax.stop_gradient(wide.real), live, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
     terms = selected(selected(factor, live) * jnp.exp(selected(wide - shift.astype(wide.dtype), live)), live)
-    total = _where_live(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
-    sign = _where_live(axes, live, jnp.sign(total), 0.0).astype(dtype)
+    total = _select_live(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
+    sign = _select_live(axes, live, jnp.sign(total), 0.0).astype(dtype)
     is_complex = jnp.iscomplexobj(total)
     log = jnp.log(total) if is_complex and not return_sign else jnp.log(jnp.abs(total))
     if not is_complex and not return_sign:
         log = jnp.where(total < 0, jnp.nan, log)
-    result = _where_live(axes, live, log + shift.astype(log.dtype), -jnp.inf)
+    result = _select_live(axes, live, log + shift.astype(log.dtype), -jnp.inf)
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
@@ -256,9 +258,9 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, _ = _shifted(axes, x, where)
+    z, _ = _subtract_largest(axes, x, where)
     exps = jnp.exp(z)
-    total = _where_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+    total = _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
     return selected(exps / total, where, 0).astype(x.dtype)
 
 
@@ -283,21 +285,21 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, _ = _shifted(axes, x, where)
-    total = _where_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    z, _ = _subtract_largest(axes, x, where)
+    total = _select_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
     return selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
 
 
-def _shifted(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """Widened x minus its largest unmasked element, with -inf under the mask; and that element, or 0 for -inf."""
+def _subtract_largest(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
+    """Widened `x` minus its largest unmasked element, -inf under the mask; and that element, or 0 if it is -inf."""
     x = selected(x, where, -jnp.inf)
     largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
     shift = widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
     return widened(x) - shift, shift
 
 
-def _where_live(axes: Axes, where: Array | None, reduced: Array, dead: float) -> Array:
-    """`reduced` for slices with an unmasked element, `dead` for the others."""
+def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: float) -> Array:
+    """`reduced` for live rows (with an unmasked element), `otherwise` for the rest."""
     if where is None:
         return reduced
-    return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(dead, reduced.dtype))
+    return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
