@@ -1,4 +1,4 @@
-"""Dot-product attention whose masked pairs are gone, in blocks of queries and keys."""
+"""Dot-product attention in blocks of queries and keys, in which masked pairs are gone."""
 
 from masksafe.attention._api import dot_product_attention
 

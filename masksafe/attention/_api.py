@@ -1,4 +1,4 @@
-"""The public function: it checks its arguments, brings them to one form and hands them to an implementation."""
+"""The public function: checks the arguments, brings them to one form and calls an implementation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HEADS_FIRST = (
     "jnp.swapaxes(x, -3, -2)."
 )
 
-_FARTHEST = 2**29  # no length or offset counts as more, no window as more than twice: their sums are exact
+_FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice this, so that sums of them fit int32
 
 
 @overload
@@ -100,67 +100,68 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
 ) -> Array | tuple[Array, Array]:
-    r"""Scaled dot-product attention, in blocks: no array of the size T x S, and no work on what is masked.
+    r"""Scaled dot-product attention, in blocks: no array of size T x S, and no work on masked blocks.
 
-    For every head, with sums over the unmasked keys of a query,
+    For every head, with sums over the unmasked keys of each query,
 
     .. math::
       x_{ts} = \mathrm{cap}(\mathrm{scale} \; q_t \cdot k_s) + b_{ts}, \qquad
       o_t = \sum_s p_{ts} v_s, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad \lambda_t = \log \sum_s e^{x_{ts}}
 
     A pair of a query and a key is masked where `mask` is False, where `bias` is -inf, or where a structural mask
-    (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; only what all of them allow is
-    unmasked. A query with no unmasked key has output 0 and logsumexp -inf.
+    (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; a pair is unmasked only if all of them
+    allow it. A query with no unmasked key has output 0 and logsumexp -inf.
 
-    In shapes, B is the batch, T the number of queries, S of keys, N of query heads, K of key heads, H the width of
-    a head. Instead of B any number of batch dimensions may stand, none included.
+    In shapes, B is the batch size, T the number of queries, S of keys, N of query heads, K of key heads, and H the
+    width of a head. B stands for any number of batch dimensions, including none.
 
     Args:
       query: floats `[B, T, N, H]`.
-      key: floats `[B, S, K, H]`. N is a multiple of K; every N / K query heads in succession share a key head
-        (grouped-query attention; multi-query attention with K = 1).
-      value: floats `[B, S, K, width]`; the width may be another than H.
-      bias: floats added to the logits. -inf masks; a large finite number is a bias like any other, and does not.
-        It broadcasts to `[B, N, T, S]`. Integers and booleans become floats, as in `jax.nn`: a boolean mask given here
-        by mistake adds 1 where it is True.
-      mask: booleans, False is masked. They broadcast to `[B, N, T, S]`. A mask of the keys of every sample,
-        `[B, S]`, is written `mask[:, None, None, :]`.
-      scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array has a
+      key: floats `[B, S, K, H]`. N is a multiple of K; each group of N / K consecutive query heads shares a key head
+        (grouped-query attention; multi-query attention if K = 1).
+      value: floats `[B, S, K, width]`; the width may differ from H.
+      bias: floats added to the logits, which broadcast to `[B, N, T, S]`. -inf masks; a large negative number does
+        not. Integers and booleans become floats, as in `jax.nn`: a boolean mask passed here by mistake adds 1 where
+        it is True.
+      mask: booleans that broadcast to `[B, N, T, S]`; False is masked. Write a mask of each sample's keys, `[B, S]`,
+        as `mask[:, None, None, :]`.
+      scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array gets a
         gradient.
       is_causal: query t sees the keys up to t + `causal_offset`.
-      query_seq_lengths: integers `[B]`; queries from this one on are masked.
-      key_value_seq_lengths: integers `[B]`; keys from this one on are masked.
+      query_seq_lengths: integers `[B]`; queries from this index on are masked.
+      key_value_seq_lengths: integers `[B]`; keys from this index on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right.
-      implementation: "xla" works in blocks, everywhere, on arrays split across devices by batch or heads; along
-        the sequence they are gathered first. "cudnn" hands over to cuDNN's kernel on a GPU and keeps
-        the contract around it. None, the default, is "xla".
-      return_residual: return the logsumexp as well.
+      implementation: "xla" works in blocks on every platform. Arrays may be sharded by batch or heads; if sharded
+        along the sequence, they are gathered first. "cudnn" calls cuDNN's kernel on a GPU and keeps the contract around
+        it. None, the default, means "xla".
+      return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
-      key_value_segment_ids: integers `[B, S]`. A query sees the keys of its own segment only: sequences packed
-        into one row.
-      causal_offset: the place of the first query among the keys, an integer or integers `[B]`. 0 aligns the first
-        query with the first key, as `jax.nn` does; S - T the last with the last, as decoding needs.
-      logit_soft_cap: cap(x) = c tanh(x / c) with this c, in front of the bias; by default none.
-      dropout_rate: probability with which a weight is 0; the others are divided by 1 - rate.
-      dropout_key: the random key of the dropout. What is drawn depends on it and on the shapes; the reverse pass
-        draws the same again, so that it is never stored.
+      key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment, as sequences packed
+        together need.
+      causal_offset: the position of the first query among the keys, an integer or integers `[B]`. 0 aligns the first
+        query with the first key, as in `jax.nn`; S - T aligns the last with the last, as decoding needs.
+      logit_soft_cap: the c of cap(x) = c tanh(x / c), applied before the bias; None means no cap.
+      dropout_rate: probability that a weight becomes 0; the others are divided by 1 - rate.
+      dropout_key: the random key for dropout. The draw depends on the key and the shapes alone, so the reverse pass
+        repeats it instead of storing it.
 
     Returns:
-      The output `[B, T, N, width]` in the dtype of `query`; with `return_residual` a tuple of it and the logsumexp
+      The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
       `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
-      once; on an accelerator the weights are rounded in front of their product with the values.
+      once; on an accelerator the weights are also rounded before their product with the values.
 
-      * What a masked key, value or bias holds changes nothing, and its gradient is exactly 0.
-      * A NaN or infinity in a query or key makes NaN what its unmasked pairs reach; in a value, the same column of
-        the outputs only. A query with a NaN whose output gets no cotangent takes no part in the gradient, so that
-        padded queries need no mask if the loss has one.
-      * A key whose logit overflows to -inf, though it is not masked, has weight 0.
-      * The gradient of the logsumexp is exact too (that of `jax.nn`'s residual is stopped).
+      * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
+      * A NaN or infinity in a query or key makes the outputs of its unmasked pairs NaN; in a value, only the same
+        column of those outputs. A query with a NaN whose output gets no cotangent takes no part in the gradient, so
+        padded queries need no mask here if the loss masks them.
+      * An unmasked key whose logit overflows to -inf has weight 0.
+      * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
 
     Raises:
-      TypeError: for a dtype that does not fit.
-      ValueError: for a shape that does not fit, a missing argument, or an implementation that cannot run.
+      TypeError: if an array has the wrong dtype, or `local_window_size` is not one or two integers.
+      ValueError: if a shape does not fit, an argument that another one requires is missing, or the implementation
+        cannot run.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -170,7 +171,7 @@ def dot_product_attention(
       >>> print(jnp.abs(out).max(axis=(1, 2, 3)) > 0)
       [ True False]
 
-      Two sequences packed into one row, causal, with the logsumexp:
+      Two sequences packed into one sample, causal, with the logsumexp:
 
       >>> ids = jnp.array([[0, 0, 0, 1], [0, 1, 1, 1]])
       >>> out, lse = masksafe.dot_product_attention(query, key, value, is_causal=True, query_segment_ids=ids,
@@ -180,22 +181,23 @@ def dot_product_attention(
 
     References:
       `jax.nn.dot_product_attention
-      <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces: all
-      arguments up to `return_residual` are its own, with its defaults.
-      Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning" (2023),
-      https://arxiv.org/abs/2307.08691.
+      <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces:
+      the arguments up to `return_residual` and their defaults are the same.
+
+      `Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023
+      <https://arxiv.org/abs/2307.08691>`_.
     """
     q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
     static_scale, scale = _as_scale(scale, q)
-    bias = None if bias is None else _over_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
-    mask = None if mask is None else _over_pairs("mask", as_mask(_OP, "mask", mask), q, k)
+    bias = None if bias is None else _broadcast_to_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
+    mask = None if mask is None else _broadcast_to_pairs("mask", as_mask(_OP, "mask", mask), q, k)
     window = _as_window(local_window_size)
     offset = _per_sample("causal_offset", causal_offset, batch)
     query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
-    intervals = _intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
-    segments = _segments(query_segment_ids, key_value_segment_ids, q, k)
+    intervals = _seen_intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
+    segments = _as_segments(query_segment_ids, key_value_segment_ids, q, k)
     _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
     pairs = Pairs(*intervals, *segments)
     if dropout_key is not None and dropout_rate > 0:
@@ -232,7 +234,7 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-# The arguments, one by one.
+# Checks of the arguments.
 
 
 def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array]:
@@ -258,7 +260,7 @@ def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array
 
 
 def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
-    """The factor of the logits, and that of the queries if it is an array."""
+    """The factor of the logits if it is a number, 1 otherwise; and the array by which to multiply the queries."""
     if scale is None:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
@@ -269,7 +271,7 @@ def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
     return 1.0, scale.reshape(())
 
 
-def _over_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
+def _broadcast_to_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
     """`x` as `[*batch, N, T, S]` with size 1 where it broadcasts."""
     target = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
     while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
@@ -295,10 +297,12 @@ def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> A
 
 
 def _as_integers(argument: str, x: ArrayLike, limit: int) -> Array:
-    """Integers as int32, clipped to [-limit, limit]: none wraps round to another."""
+    """Integers as int32, clipped to [-limit, limit] so that none wraps around."""
     if isinstance(x, numbers.Integral):
         x = np.asarray(max(-limit, min(limit, int(x))))
-    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(x.dtype, np.integer):  # before JAX cuts 64 bits to 32
+    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(
+        x.dtype, np.integer
+    ):  # before JAX truncates to 32 bits
         x = np.clip(x, max(-limit, np.iinfo(x.dtype).min), min(limit, np.iinfo(x.dtype).max))
     x = as_array(_OP, argument, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
@@ -313,20 +317,20 @@ def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     left_right = window if isinstance(window, Sequence) else (window, window)
     if len(left_right) != 2 or not all(isinstance(n, numbers.Integral) for n in left_right):
         raise TypeError(message(_OP, "local_window_size", f"value {window!r}", "an int or a tuple of two ints"))
-    left, right = (max(-2 * _FARTHEST, min(2 * _FARTHEST, int(n))) for n in left_right)  # beyond any offset
+    left, right = (max(-2 * _FARTHEST, min(2 * _FARTHEST, int(n))) for n in left_right)
     return left, right
 
 
-def _segments(
+def _as_segments(
     of_queries: ArrayLike | None, of_keys: ArrayLike | None, q: Array, k: Array
 ) -> tuple[Array | None, Array | None]:
     if of_queries is None and of_keys is None:
         return None, None
-    return _ids("query_segment_ids", of_queries, q), _ids("key_value_segment_ids", of_keys, k)
+    return _as_segment_ids("query_segment_ids", of_queries, q), _as_segment_ids("key_value_segment_ids", of_keys, k)
 
 
-def _ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
-    """Integers `[*batch or 1s, time]`; of full length, so that they can be cut to a block."""
+def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
+    """Integers `[*batch or 1s, time]`, expanded along time so that they can be cut to a tile."""
     if ids is None:
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, as its counterpart is one", hint))
@@ -347,7 +351,7 @@ def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_ke
         raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
 
 
-def _intervals(
+def _seen_intervals(
     num_queries: int,
     num_keys: int,
     is_causal: bool,
@@ -359,7 +363,7 @@ def _intervals(
     """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
     if not is_causal and window is None and query_lengths is None and key_lengths is None:
         return None, None
-    assert offset is not None  # it is 0 by default
+    assert offset is not None  # the default is 0
     query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
     position = query_index + offset
     first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)

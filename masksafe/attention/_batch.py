@@ -1,6 +1,6 @@
-"""From any number of batch dimensions to the one that the core has.
+"""From any number of batch dimensions to the single one of the core.
 
-All of it is jitted, so that a NaN under the mask never shows, not even under jax_debug_nans.
+All of it is jitted, so that a NaN under the mask stays hidden even from jax_debug_nans.
 """
 
 import functools
@@ -30,41 +30,44 @@ def attend_over_batch(
     mask: Array | None,
     pairs: Pairs,
 ) -> tuple[Array, Array]:
-    """Output and logsumexp of arrays with any batch dimensions; `bias` and `mask` are `[*batch, N, T, S]`."""
+    """Output and logsumexp for arrays with any batch dimensions; `bias` and `mask` are `[*batch, N, T, S]`."""
     scaled = q if scale is None else scaled_queries(q, scale)
     bias, mask = (None if x is None else grouped_heads(x, k.shape[-2]) for x in (bias, mask))
-    out, lse = _over_batch(config, scaled, k, v, bias, pairs._replace(allowed=mask))
+    out, lse = _attend_flattened(config, scaled, k, v, bias, pairs._replace(allowed=mask))
     return out.astype(q.dtype), lse
 
 
 def scaled_queries(q: Array, scale: Array) -> Array:
+    """The queries times the scale, in the wide dtype."""
     wide = q.astype(wide_dtype(q.dtype))
     is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
     return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
 
 
-def _over_batch(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> tuple[Array, Array]:
+def _attend_flattened(
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
+) -> tuple[Array, Array]:
     batch = q.shape[:-3]
     if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
         dtype = wide_dtype(q.dtype)
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), q.dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
     leaves, tree = jax.tree.flatten((bias, pairs))
-    of_leaves = [x.shape[: len(batch)] for x in leaves]
-    if all(shape in (batch, (1,) * len(batch)) for shape in of_leaves):
+    batch_shapes = [x.shape[: len(batch)] for x in leaves]
+    if all(shape in (batch, (1,) * len(batch)) for shape in batch_shapes):
         size = math.prod(batch)
 
-        def flat(x: Array) -> Array:
+        def flatten(x: Array) -> Array:
             lead = x.shape[: len(batch)]
             return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
 
-        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flat, leaves))
-        out, lse = attention(config, flat(q), flat(k), flat(v), flat_bias, flat_pairs)
+        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flatten, leaves))
+        out, lse = attention(config, flatten(q), flatten(k), flatten(v), flat_bias, flat_pairs)
         return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
-    # Some array broadcasts over some batch dimensions only, and is not to be expanded: one dimension at a time.
-    axes = [0 if shape[0] == batch[0] else None for shape in of_leaves]
+    # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.
+    axes = [0 if shape[0] == batch[0] else None for shape in batch_shapes]
     leaves = [x if axis == 0 else x[0] for x, axis in zip(leaves, axes, strict=True)]
 
-    def of_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
-        return _over_batch(config, q, k, v, *jax.tree.unflatten(tree, leaves))
+    def attend_to_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
+        return _attend_flattened(config, q, k, v, *jax.tree.unflatten(tree, leaves))
 
-    return jax.vmap(of_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)
+    return jax.vmap(attend_to_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)

@@ -1,8 +1,8 @@
 """cuDNN's attention kernel, reached through `jax.nn`, with the contract kept around it.
 
-cuDNN turns a mask into a finite bias: a query with no key gets an average over masked keys, and a NaN under the mask
-reaches everything. So what no query sees is 0 before the kernel, what sees nothing is 0 behind it, and what
-sees a NaN is NaN again.
+cuDNN turns a mask into a finite bias: a query with no unmasked key gets an average over masked keys, and a NaN under
+the mask reaches everything. So keys that no query sees are set to 0 before the kernel, the outputs of queries that see
+no key to 0 after it, and the outputs of queries that see a NaN to NaN.
 """
 
 import jax
@@ -17,7 +17,7 @@ from masksafe.attention._mask import Pairs, unmasked
 def reason_against(
     q: Array, k: Array, v: Array, pairs: Pairs, *, has_offset: bool, soft_cap: float | None, return_residual: bool
 ) -> str | None:
-    """Why cuDNN cannot run with these arguments here, or None. What it says of shapes, it says itself."""
+    """Why cuDNN cannot run here with these arguments, or None. It checks the shapes itself."""
     reasons = {
         f"the default backend is {_backend()}, not a GPU": _backend() != "gpu",
         f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
@@ -51,7 +51,7 @@ def attention(
     query_lengths: Array | None,
     key_lengths: Array | None,
 ) -> Array:
-    """The output `[B, T, N, H]` for arrays as the public function checked them.
+    """The output `[B, T, N, H]` for arguments that the public function has checked.
 
     A NaN or infinity in an unmasked value makes all columns of the outputs that see it NaN.
     """
@@ -75,8 +75,8 @@ def attention(
         mask,
         scale=scale,
         is_causal=is_causal,
-        query_seq_lengths=_lengths(query_lengths, q),
-        key_value_seq_lengths=_lengths(key_lengths, q),
+        query_seq_lengths=_at_batch_size(query_lengths, q),
+        key_value_seq_lengths=_at_batch_size(key_lengths, q),
         local_window_size=window,
         implementation="cudnn",
     )
@@ -84,7 +84,7 @@ def attention(
 
 
 def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
-    """`[B, K, G, T, S]`; XLA fuses it into the reductions that use it."""
+    """The unmasked pairs, `[B, K, G, T, S]`; XLA fuses this into the reductions over it."""
     all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).tile(0) for x in (q, k))
     live = unmasked(pairs, all_queries, all_keys)
     shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1])
@@ -92,10 +92,10 @@ def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
 
 
 def _finite_bias(bias: Array) -> Array:
-    """-inf as a number that still leaves nothing of a probability, other bad values as 0."""
+    """The bias with a very low number for -inf, which still gives probability 0, and 0 for other bad values."""
     lowest = 0.7 * jnp.finfo(bias.dtype).min
     return jnp.where(bias == -jnp.inf, lowest.astype(bias.dtype), jnp.where(jnp.isfinite(bias), bias, 0))
 
 
-def _lengths(lengths: Array | None, q: Array) -> Array | None:
+def _at_batch_size(lengths: Array | None, q: Array) -> Array | None:
     return None if lengths is None else jnp.broadcast_to(lengths[:, 0], q.shape[:1]).astype(jnp.int32)

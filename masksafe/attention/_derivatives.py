@@ -1,8 +1,8 @@
-"""Attention with its derivatives, on arrays as the user laid them out.
+"""Attention and its derivatives, for arrays in the user's layout.
 
-Values and first derivatives in reverse come from the kernels in blocks. Every other derivative, forward mode and all
-of second order, is that of the plain form: the same blocks in loops of fixed length, which JAX differentiates to any
-order, and which keeps no array over all pairs either.
+Values and first derivatives in reverse mode come from the kernels, which skip dead blocks. Every other derivative,
+forward mode and all second derivatives, is that of the plain form: the same blocks in loops of fixed length. JAX can
+differentiate it to any order, and it holds no array over all pairs either.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ def _forward(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
     out, largest, total = _evaluate_in_blocks(config, q, k, v, bias, pairs)
-    # Not the rounded output, for delta depends on it.
+    # The output is kept unrounded, since delta depends on it.
     return (out.astype(q.dtype), logsumexp(largest, total)), (q, k, v, bias, pairs, out, largest, total)
 
 
@@ -54,8 +54,8 @@ def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Arra
 
 
 def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, carry: None) -> Any:
-        (q,), (k, v) = of_queries, of_keys
+    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
+        (q,), (k, v) = by_query, by_key
         return attend(config, q, k, v, pairs), (), carry
 
     (out, largest, total), _, _ = run_by_problem(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
@@ -63,11 +63,11 @@ def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | Non
 
 
 def _pull_back_plainly(
-    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    _, _, _, d_out, d_lse = of_rows
-    live, _ = find_live_queries(*map(lax.stop_gradient, of_rows))
-    pairs = _with_live_queries(pairs, live, k)
+    _, _, _, d_out, d_lse = results_and_cotangents
+    live, _ = find_live_queries(*map(lax.stop_gradient, results_and_cotangents))
+    pairs = _mark_live_queries(pairs, live, k)
 
     def plain(q: Array, k: Array, v: Array, bias: Array | None) -> _Result:
         out, largest, total = _evaluate_plainly(config, q, k, v, bias, pairs)
@@ -80,29 +80,30 @@ def _pull_back_plainly(
 
 @with_derivatives_of(_pull_back_plainly)
 def _pull_back_in_blocks(
-    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *of_rows: Array
+    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    _, largest, total, d_out, d_lse = of_rows
-    live, delta = find_live_queries(*of_rows)
-    pairs = _with_live_queries(pairs._replace(bias=bias), live, k)
+    _, largest, total, d_out, d_lse = results_and_cotangents
+    live, delta = find_live_queries(*results_and_cotangents)
+    pairs = _mark_live_queries(pairs._replace(bias=bias), live, k)
 
-    def kernel(of_queries: Any, of_keys: Any, pairs: Pairs, d_bias: Array | None) -> Any:
-        gradients = pull_back(config, of_queries, of_keys, pairs, d_bias)
+    def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Any:
+        gradients = pull_back(config, by_query, by_key, pairs, d_bias)
         return (
             (gradients.query.astype(q.dtype),),
             (gradients.key.astype(k.dtype), gradients.value.astype(v.dtype)),
             gradients.bias,
         )
 
-    of_queries = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
-    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, of_queries, (k, v), pairs, _no_gradient_yet(bias, d_lse))
+    by_query = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
+    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, by_query, (k, v), pairs, _zero_d_bias(bias, d_lse))
     return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
 
 
-def _with_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
+def _mark_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
     return pairs._replace(live_queries=queries_by_problem(live, k.shape[2])[..., 0])
 
 
-def _no_gradient_yet(bias: Array | None, d_lse: Array) -> Array | None:
-    # With a 0 that depends on the cotangent, so that a loop in shard_map finds its carry as varying as its result.
+def _zero_d_bias(bias: Array | None, d_lse: Array) -> Array | None:
+    # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
+    # result.
     return None if bias is None else jnp.zeros_like(bias, d_lse.dtype) + jnp.sum(d_lse[..., :0])

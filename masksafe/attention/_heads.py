@@ -1,8 +1,8 @@
-"""From arrays as the user laid them out to the problems that a kernel solves, all at once or in turn.
+"""From arrays in the user's layout to the problems that a kernel solves, all at once or in turn.
 
-A problem is what one key head of one sample has to do. An accelerator wants all of them in one large product. On a
-CPU one problem's blocks stay in the cache, and what is skipped is what its own mask excludes, not only what the masks
-of all samples have in common: there the problems of anything large are solved in turn.
+A problem is the work of one key head of one sample. An accelerator wants all problems in one large product. On a CPU,
+large problems are solved in turn: their blocks stay in the cache, and each problem skips the blocks that its own mask
+excludes, not only those that the masks of all problems exclude.
 """
 
 import math
@@ -25,15 +25,15 @@ Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
 def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
-    """What `kernel` returns for arrays of the user's layout, in that layout.
+    """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
     Args:
-      kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry. It
-        returns the like. The carry is handed from problem to problem.
+      kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry, which
+        returns arrays by query, arrays by key and the carry. Problems solved in turn hand the carry on.
       of_queries: arrays `[B, T, N, n]`.
       of_keys: arrays `[B, S, K, n]`.
       pairs: what masks the pairs.
-      carry: a pytree, for what is summed over problems.
+      carry: a pytree, for sums over problems.
     """
     q, k = of_queries[0], of_keys[0]
     args = of_queries, of_keys, pairs, carry
@@ -42,15 +42,17 @@ def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
         return _run_at_once(kernel, *args)
 
     def at_once_widened(of_queries: Arrays, of_keys: Arrays, *rest: Any) -> Results:
-        return at_once(_widened(of_queries), _widened(of_keys), *rest)
+        return at_once(_widen(of_queries), _widen(of_keys), *rest)
 
     def in_turn(*args: Any) -> Results:
         return _run_in_turn(kernel, *args)
 
     if not may_loop(args):
         return at_once(*args)
-    number, logits = k.shape[0] * k.shape[2], math.prod(q.shape[:3]) * k.shape[1]
-    is_large = number > 1 and logits >= max(platforms.IN_TURN_LOGITS_OF_ALL, number * platforms.IN_TURN_LOGITS_OF_ONE)
+    num_problems, logits = k.shape[0] * k.shape[2], math.prod(q.shape[:3]) * k.shape[1]
+    is_large = num_problems > 1 and logits >= max(
+        platforms.IN_TURN_LOGITS_OF_ALL, num_problems * platforms.IN_TURN_LOGITS_OF_ONE
+    )
     if not is_large and q.dtype.itemsize >= 4:
         return at_once(*args)
     on_cpu = in_turn if is_large else at_once_widened
@@ -59,38 +61,38 @@ def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
 
 
 def _run_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
-    num_heads = of_keys[0].shape[2]
-    by_query = tuple(queries_by_problem(x, num_heads) for x in of_queries)
+    num_key_heads = of_keys[0].shape[2]
+    by_query = tuple(queries_by_problem(x, num_key_heads) for x in of_queries)
     by_key = tuple(keys_by_problem(x) for x in of_keys)
     by_query, by_key, carry = kernel(by_query, by_key, pairs, carry)
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 
 
 def _run_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
-    batch, _, num_heads, _ = of_keys[0].shape
-    group = of_queries[0].shape[2] // num_heads
+    batch, _, num_key_heads, _ = of_keys[0].shape
+    group = of_queries[0].shape[2] // num_key_heads
 
-    def of_head(x: Array, sample: Array, head: Array, heads: int) -> Array:
+    def cut_heads(x: Array, sample: Array, head: Array, heads: int) -> Array:
         return part(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
 
-    def one_problem(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
-        sample, head = n // num_heads, n % num_heads
-        by_query = tuple(queries_by_problem(of_head(x, sample, head, group), 1) for x in of_queries)
-        by_key = tuple(keys_by_problem(of_head(x, sample, head, 1)) for x in of_keys)
-        by_query, by_key, carry = kernel(_widened(by_query), _widened(by_key), pairs.only(sample, head), carry)
+    def solve(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
+        sample, head = n // num_key_heads, n % num_key_heads
+        by_query = tuple(queries_by_problem(cut_heads(x, sample, head, group), 1) for x in of_queries)
+        by_key = tuple(keys_by_problem(cut_heads(x, sample, head, 1)) for x in of_keys)
+        by_query, by_key, carry = kernel(_widen(by_query), _widen(by_key), pairs.only(sample, head), carry)
         return carry, (by_query, by_key)
 
-    def unstacked(x: Array) -> Array:  # [problems, 1, 1, ...] to [B, K, ...]
-        return x.reshape(batch, num_heads, *x.shape[3:])
+    def unstack(x: Array) -> Array:  # [problems, 1, 1, ...] to [B, K, ...]
+        return x.reshape(batch, num_key_heads, *x.shape[3:])
 
-    carry, results = lax.scan(one_problem, carry, jnp.arange(batch * num_heads, dtype=jnp.int32))
-    by_query, by_key = jax.tree.map(unstacked, results)
+    carry, results = lax.scan(solve, carry, jnp.arange(batch * num_key_heads, dtype=jnp.int32))
+    by_query, by_key = jax.tree.map(unstack, results)
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 
 
-def queries_by_problem(x: Array, num_heads: int) -> Array:
+def queries_by_problem(x: Array, num_key_heads: int) -> Array:
     """`[B, T, N, n]` to `[B, K, G, T, n]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_heads, x.shape[2] // num_heads, x.shape[3]), 1, 3)
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
 
 
 def queries_by_user(x: Array) -> Array:
@@ -99,9 +101,9 @@ def queries_by_user(x: Array) -> Array:
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
 
 
-def grouped_heads(x: Array, num_heads: int) -> Array:
-    """Over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
-    heads = (1, 1) if x.shape[-3] == 1 else (num_heads, x.shape[-3] // num_heads)
+def grouped_heads(x: Array, num_key_heads: int) -> Array:
+    """An array over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
+    heads = (1, 1) if x.shape[-3] == 1 else (num_key_heads, x.shape[-3] // num_key_heads)
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
 
@@ -115,5 +117,5 @@ def keys_by_user(x: Array) -> Array:
     return jnp.moveaxis(x, 2, 1)
 
 
-def _widened(arrays: Arrays) -> Arrays:
+def _widen(arrays: Arrays) -> Arrays:
     return tuple(map(widened, arrays))

@@ -1,8 +1,8 @@
 """Which pairs of a query and a key are masked, and which blocks of pairs hold any that are not.
 
-The causal mask, the window and the lengths say the same thing in three ways: query `t` sees the keys of one
-interval, [first_key[t], end_key[t]). Segments add a comparison of two numbers. So these structural masks are kept
-as arrays over queries and over keys, and a mask of pairs exists only inside the block that is worked on.
+The causal mask, the window and the lengths all mean the same: query `t` sees the keys of one interval,
+[first_key[t], end_key[t]). Segments add a comparison of two numbers. So these structural masks are stored as arrays
+over queries and over keys, and a mask of pairs exists only for the block in work.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,19 @@ from masksafe._core.typing import Array
 
 
 def part(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> Array:
-    """`sizes` of `x` from `starts` on."""
-    return lax.dynamic_slice(x, _alike(starts), sizes)
+    """The part of `x` of the given sizes, from `starts` on."""
+    return lax.dynamic_slice(x, _as_int32(starts), sizes)
 
 
-def _alike(starts: Sequence[Array | int]) -> list[Array]:
-    return [jnp.asarray(start, jnp.int32) for start in starts]  # JAX takes no mixture of integer types
-
-
-# Pairs: what is known of each.
+def _as_int32(starts: Sequence[Array | int]) -> list[Array]:
+    return [jnp.asarray(start, jnp.int32) for start in starts]  # JAX refuses a mixture of integer types
 
 
 class Pairs(NamedTuple):
     """What masks a pair of a query and a key, and its bias. None masks nothing.
 
-    `[B, T]` and `[B, S]` are over the queries and keys of every sample, with B = 1 for all samples alike. Arrays
-    over pairs are `[B, K, G, T, S]` with size 1 where they broadcast: they are only ever cut to a block.
+    Arrays over queries and keys are `[B, T]` and `[B, S]`, with B = 1 if all samples are alike. Arrays over pairs are
+    `[B, K, G, T, S]` with size 1 where they broadcast; they are never expanded, only cut to a block.
     """
 
     first_key: Array | None = None  # [B, T]
@@ -40,48 +37,48 @@ class Pairs(NamedTuple):
     key_segments: Array | None = None  # [B, S]
     allowed: Array | None = None  # [B, K, G, T, S]
     bias: Array | None = None  # [B, K, G, T, S]
-    head_keys: Array | None = None  # [B, K], the random keys of the dropout
-    live_queries: Array | None = None  # [B, K, G, T], False for queries that take no part
-    problem: tuple[Array, Array] | None = None  # the sample and key head that is meant; None for all of them
+    head_keys: Array | None = None  # [B, K], the random keys of dropout
+    live_queries: Array | None = None  # [B, K, G, T]; the others take no part in the reverse pass
+    problem: tuple[Array, Array] | None = None  # sample and key head; None stands for all problems
 
     def only(self, sample: Array, head: Array) -> "Pairs":
-        """The pairs of one sample and key head. Arrays over pairs stay as they are, until they are cut."""
+        """The pairs of one problem. Arrays over pairs are left whole; `cut` cuts them."""
 
-        def row(x: Array | None) -> Array | None:
+        def of_sample(x: Array | None) -> Array | None:
             return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sample, 1)
 
-        def cell(x: Array | None) -> Array | None:
+        def of_head(x: Array | None) -> Array | None:
             return x if x is None else part(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
 
         return Pairs(
-            row(self.first_key),
-            row(self.end_key),
-            row(self.query_segments),
-            row(self.key_segments),
+            of_sample(self.first_key),
+            of_sample(self.end_key),
+            of_sample(self.query_segments),
+            of_sample(self.key_segments),
             self.allowed,
             self.bias,
-            cell(self.head_keys),
-            cell(self.live_queries),
+            of_head(self.head_keys),
+            of_head(self.live_queries),
             (sample, head),
         )
 
 
 def cut(x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
-    """The block of an array over pairs; axes of size 1 stay so."""
-    starts, sizes = _block_of(x, problem, queries, keys)
+    """A block of an array over pairs; axes of size 1 stay so."""
+    starts, sizes = _block_bounds(x, problem, queries, keys)
     return x if sizes == x.shape else part(x, starts, sizes)
 
 
 def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
-    """`x` with `block` `[B, K, G, queries, keys]` added, summed over the axes on which `x` broadcasts."""
-    starts, sizes = _block_of(x, problem, queries, keys)
+    """`x` plus `block` `[B, K, G, queries, keys]`, which is summed over the axes along which `x` broadcasts."""
+    starts, sizes = _block_bounds(x, problem, queries, keys)
     summed = jnp.sum(block, [a for a in range(5) if sizes[a] < block.shape[a]], keepdims=True)
     if sizes == x.shape:
         return x + summed
-    return lax.dynamic_update_slice(x, part(x, starts, sizes) + summed, _alike(starts))
+    return lax.dynamic_update_slice(x, part(x, starts, sizes) + summed, _as_int32(starts))
 
 
-def _block_of(
+def _block_bounds(
     x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
     sample, head = (0, 0) if problem is None else problem
@@ -95,7 +92,7 @@ def _block_of(
 
 
 def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
-    """Where the pairs of a block are not masked, `[B, K, G, queries, keys]` up to broadcasting; None is everywhere."""
+    """Where the pairs of a block are unmasked, `[B, K, G, queries, keys]` up to broadcasting; None means everywhere."""
     conditions = []
     key_index = keys.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, keys.size), 4)
     if pairs.first_key is not None and pairs.end_key is not None:
@@ -116,52 +113,52 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
     if queries.is_ragged:
         query_index = queries.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, queries.size, 1), 3)
         conditions.append(query_index >= queries.first)
-    return _all_of(conditions)
+    return _conjunction(conditions)
 
 
-def _all_of(conditions: list[Array]) -> Array | None:
+def _conjunction(conditions: list[Array]) -> Array | None:
     result = None
     for condition in conditions:
         result = condition if result is None else result & condition
     return result
 
 
-# Tiles with nothing unmasked are skipped. Whether a block is one of them is decided without a look at its pairs for
-# the structural masks, which may keep a block in vain, and by a look at all of them for arrays over pairs.
+# Blocks with nothing unmasked are skipped. For structural masks, bounds decide whether a block is live, and may call a
+# dead block live; for arrays over pairs, every pair is looked at.
 
 
 def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    """Where a block holds an unmasked pair, `[queries.number, keys.number]`; None is everywhere."""
+    """Where a block is live, `[queries.number, keys.number]`; None means everywhere."""
     if queries.number == keys.number == 1:
         return None
     conditions = [_live_by_structure(pairs, queries, keys)]
     for array, is_live in ((pairs.allowed, _identity), (pairs.bias, _is_live_bias)):
         if array is not None:
             conditions.append(_live_by_array(array, is_live, pairs.problem, queries, keys))
-    return _all_of([c for c in conditions if c is not None])
+    return _conjunction([c for c in conditions if c is not None])
 
 
 def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    rows = []  # [B, T, keys.number]
+    conditions = []  # [B, T, keys.number]
     starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
     if pairs.first_key is not None and pairs.end_key is not None:
         first = jnp.maximum(pairs.first_key[..., None], starts)
-        rows.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
+        conditions.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
     if pairs.query_segments is not None and pairs.key_segments is not None:
-        blocks = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
-        lowest, highest = blocks.min(-1)[:, None], blocks.max(-1)[:, None]
+        segments = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
+        lowest, highest = segments.min(-1)[:, None], segments.max(-1)[:, None]
         of_query = pairs.query_segments[..., None]
-        rows.append((lowest <= of_query) & (of_query <= highest))
-    live_rows = _all_of(rows)
-    if live_rows is None:
+        conditions.append((lowest <= of_query) & (of_query <= highest))
+    sees_tile = _conjunction(conditions)
+    if sees_tile is None:
         return None
-    return jnp.any(_by_tile(jnp.any(live_rows, 0).T, queries), -1).T
+    return jnp.any(_by_tile(jnp.any(sees_tile, 0).T, queries), -1).T
 
 
-def _by_tile(x: Array, blocks: Tiles) -> Array:
-    """`[..., length]` as `[..., count, size]`; the last block ends with the last element."""
-    starts = jnp.minimum(jnp.arange(blocks.number) * blocks.size, blocks.length - blocks.size)
-    return jnp.take(x, starts[:, None] + jnp.arange(blocks.size)[None], axis=-1)
+def _by_tile(x: Array, tiles: Tiles) -> Array:
+    """`[..., length]` as `[..., number, size]`; the last tile ends with the last element."""
+    starts = jnp.minimum(jnp.arange(tiles.number) * tiles.size, tiles.length - tiles.size)
+    return jnp.take(x, starts[:, None] + jnp.arange(tiles.size)[None], axis=-1)
 
 
 def _live_by_array(
@@ -173,11 +170,15 @@ def _live_by_array(
 ) -> Array:
     all_keys = Tiles(keys.length, keys.length).tile(0)
 
-    def of_query_block(i: Array) -> Array:
+    def any_in_query_tile(i: Array) -> Array:
         return jnp.any(is_live(cut(x, problem, queries.tile(i), all_keys)), (0, 1, 2, 3))
 
     count = 1 if x.shape[3] == 1 else queries.number
-    by_key = lax.map(of_query_block, jnp.arange(count)) if count > 1 else of_query_block(jnp.zeros((), jnp.int32))[None]
+    by_key = (
+        lax.map(any_in_query_tile, jnp.arange(count))
+        if count > 1
+        else any_in_query_tile(jnp.zeros((), jnp.int32))[None]
+    )
     by_block = by_key if x.shape[4] == 1 else jnp.any(_by_tile(by_key, keys), -1)
     return jnp.broadcast_to(by_block, (queries.number, keys.number))
 
@@ -187,22 +188,22 @@ def _identity(allowed: Array) -> Array:
 
 
 def _is_live_bias(bias: Array) -> Array:
-    return bias != -jnp.inf  # a NaN is not to be hidden
+    return bias != -jnp.inf  # True for a NaN, which must stay visible
 
 
 def for_live_blocks(live: Array | None, count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
-    """`state` after `body(block, state)` for every block in turn that is live, `[count]`; None is all of them."""
+    """`state` after `body(block, state)` for every live block in turn; `live` is `[count]`, None means all."""
     if count == 1:
         return body(0, state)
     if live is None:
         return lax.fori_loop(0, count, body, state)
-    # The live ones in front, in their order, and a loop over as many as there are.
+    # Loop over the live blocks only, sorted to the front in their order.
     order = jnp.argsort(jnp.where(live, 0, 1), stable=True)
     return lax.fori_loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(order[n], state), state)
 
 
 def once_if(condition: Array, fn: Callable[[Any], Any], state: Any) -> Any:
-    """`fn(state)` if the condition holds, else `state`. Under vmap, too, `fn` is not run where none needs it."""
+    """`fn(state)` if the condition holds, else `state`; a loop, since under vmap a `lax.cond` would always run `fn`."""
 
     def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
         return jnp.zeros_like(condition), fn(carry[1])

@@ -1,4 +1,4 @@
-"""The matrix products of attention, accumulated in float32 at least.
+"""The matrix products of attention, accumulated in the wide dtype.
 
 The G query heads of a key head are rows of one matrix.
 """
@@ -12,32 +12,32 @@ from masksafe._core.typing import Array
 
 def dot_keys(q: Array, k: Array) -> Array:
     """`[B, K, G, T, H]` and `[B, K, S, H]` to `[B, K, G, T, S]`."""
-    return _dot(_rows(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
+    return _dot(_merge_heads(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
 
 
 def dot_values(p: Array, v: Array) -> Array:
     """`[B, K, G, T, S]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
-    return _dot(_rows(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
+    return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
 
 
 def dot_queries(k: Array, q: Array) -> Array:
     """`[B, K, S, H]` and `[B, K, G, T, H]` to `[B, K, S, G, T]`."""
-    return _dot(k, _rows(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
+    return _dot(k, _merge_heads(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
 
 
 def dot_queries_as_forward(k: Array, q: Array) -> Array:
-    """The products with the very rounding errors that they have in the forward pass.
+    """The products of `dot_keys`, transposed, with the same rounding errors.
 
-    Other errors would be errors of the weights, whose sum is known from there. A CPU rounds a product and its transpose
-    alike only where the sizes are multiples of 64.
+    The sum of the weights comes from the forward pass, so different errors here would be errors of the weights. A CPU
+    rounds a product and its transpose alike only if the sizes are multiples of 64.
     """
-    is_even = k.shape[2] % 64 == 0 and q.shape[2] * q.shape[3] % 64 == 0
-    return dot_queries(k, q) if is_even else keys_first(dot_keys(q, k))
+    rounds_alike = k.shape[2] % 64 == 0 and q.shape[2] * q.shape[3] % 64 == 0
+    return dot_queries(k, q) if rounds_alike else keys_first(dot_keys(q, k))
 
 
 def dot_pairs_with_queries(p: Array, q: Array) -> Array:
     """`[B, K, S, G, T]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
-    return _dot(p.reshape(*p.shape[:3], -1), _rows(q), 3, 2)
+    return _dot(p.reshape(*p.shape[:3], -1), _merge_heads(q), 3, 2)
 
 
 def dot_pairs_with_keys(p: Array, k: Array) -> Array:
@@ -45,12 +45,12 @@ def dot_pairs_with_keys(p: Array, k: Array) -> Array:
     return _dot(p.reshape(*p.shape[:3], -1), k, 2, 2).reshape(*p.shape[:2], *p.shape[3:], k.shape[3])
 
 
-def _rows(x: Array) -> Array:
+def _merge_heads(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 
 
 def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product for every sample and key head; weights are rounded to the dtype of what they weigh."""
+    """A matrix product for every problem; weights are rounded to the dtype of the array that they multiply."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
     if b.dtype == jnp.bool_:
         b = b.astype(a.dtype)
