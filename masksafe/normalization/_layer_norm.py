@@ -1,7 +1,7 @@
-"""Normalisation over the unmasked elements, with a variance that is the mean of squared deviations.
+"""Normalisation over the unmasked elements, with a variance computed from squared deviations.
 
-The public functions check their arguments and bring scale and bias to the order of the axes in memory; the core
-works on any axes of an array as it lies.
+The public functions check their arguments and bring scale and bias to the order of the axes in memory; the core works
+on any axes without transposing.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def layer_norm(
       \mu = \frac{1}{n} \sum_{i : \text{where}_i} x_i, \qquad
       \sigma^2 = \frac{1}{n} \sum_{i : \text{where}_i} (x_i - \mu)^2
 
-    The variance is never :math:`E[x^2] - E[x]^2`, the default of flax and of `jax.nn.standardize`, which cancels
-    where the mean is large. Largest error against float64 (the right results are at most 3.84):
+    The variance is never computed as :math:`E[x^2] - E[x]^2`, the default of flax and of `jax.nn.standardize`, which
+    cancels when the mean is large. Largest error against float64 (no correct result exceeds 3.84):
 
     ===========================  ===============================  ==========================  ========
     input                        flax, `jax.nn.standardize`       the variance in two passes  masksafe
@@ -61,23 +61,22 @@ def layer_norm(
 
     Args:
       x: floats `[...]`.
-      scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None is 1.
-      bias: :math:`\beta`, of the same shape; None is 0.
-      axis: the axis, or a tuple of axes in any order, over which mean and variance are taken.
+      scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None means 1.
+      bias: :math:`\beta`, of the same shape; None means 0.
+      axis: the axis, or a tuple of axes in any order, over which mean and variance are taken: a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the variance, 0 or more.
 
     Returns:
       An array of the shape and dtype of `x`, whatever the dtypes of `scale` and `bias`; float16 and bfloat16 are
-      computed in float32 and rounded once. Masked elements are 0, `bias` included, and get a gradient of 0. A
-      slice with nothing left is 0, a slice of a single element or of equal elements is `bias`: also with an
-      `epsilon` of 0, where a variance of 0 counts as a scale of 0 in the gradients. A NaN or infinity in an
-      unmasked element makes the unmasked elements of its slice NaN. Deviations whose squares overflow, in float32
-      those beyond about 1e19, come out as 0.
+      computed in float32 and rounded once. Masked elements are 0 (`bias` is not added) and get a gradient of 0. A row
+      with nothing left is 0; a row of one element or of equal elements is `bias`, even with an `epsilon` of 0, which
+      makes its gradient 0. A NaN or infinity in an unmasked element makes the unmasked elements of its
+      row NaN. Deviations whose squares overflow, in float32 those beyond about 1e19, come out as 0.
 
     Raises:
       TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, or `epsilon` is traced.
-      ValueError: if `scale` or `bias` has another shape, `where` does not broadcast to the shape of `x`, `axis` is
+      ValueError: if `scale` or `bias` has the wrong shape, `where` does not broadcast to the shape of `x`, `axis` is
         out of range, or `epsilon` is negative.
 
     Example:
@@ -88,14 +87,14 @@ def layer_norm(
        [ 0.  0.  0.]]
 
     Coming from another library:
-      * `flax.nnx.LayerNorm` and `flax.linen.LayerNorm` have the same `epsilon` in the same place and put
-        :math:`E[x^2] - E[x]^2`, clipped at 0, in the variance unless `use_fast_variance=False`. Their `mask` leaves
-        large numbers in the masked places and NaN in a slice with nothing left. Their result has the dtype to which
-        `x`, `scale` and `bias` promote. Their scale may lie on other axes than are normalised (`feature_axes`):
-        multiply what `standardize` returns.
-      * `equinox.nn.LayerNorm` and `torch.nn.LayerNorm` have an `epsilon` of 1e-5, added in the same place, and the
-        same variance. equinox's layer takes one sample and normalises all of its axes. torch's
-        `normalized_shape` stands for as many last axes: `axis=(-2, -1)` for a shape of two. Neither has a mask.
+      * `flax.nnx.LayerNorm` and `flax.linen.LayerNorm` add the same `epsilon` in the same place. Unless
+        `use_fast_variance=False`, their variance is :math:`E[x^2] - E[x]^2`, clipped at 0. With their `mask`, masked
+        elements hold large numbers, and a row with nothing left is NaN. Their result has the dtype to which `x`,
+        `scale` and `bias` promote. Their scale may extend over axes that are not normalised (`feature_axes`): multiply
+        the result of `standardize` by it.
+      * `equinox.nn.LayerNorm` and `torch.nn.LayerNorm` add an `epsilon` of 1e-5 in the same place and have the same
+        variance. equinox's layer takes one sample and normalises all of its axes. torch's `normalized_shape` stands
+        for that many last axes: `axis=(-2, -1)` for a shape of two. Neither has a mask.
 
     References:
       `Ba, Kiros, Hinton, Layer Normalization, 2016 <https://arxiv.org/abs/1607.06450>`_.
@@ -118,18 +117,18 @@ def rms_norm(
 
     Args:
       x: floats `[...]`.
-      scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None is 1.
-      axis: the axis, or a tuple of axes in any order, over which the mean is taken.
+      scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None means 1.
+      axis: the axis, or a tuple of axes in any order, over which the mean is taken: a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the mean square, 0 or more.
 
     Returns:
-      An array of the shape and dtype of `x`, as `layer_norm` returns: 0 where masked, and in a slice with nothing
-      left or of zeros, also with an `epsilon` of 0.
+      An array of the shape and dtype of `x`. It is 0 at masked elements, in a row with nothing left and in a row of
+      zeros, even with an `epsilon` of 0. Otherwise see `layer_norm`.
 
     Raises:
       TypeError: if `x` or `scale` is not a float array, `where` is not boolean, or `epsilon` is traced.
-      ValueError: if `scale` has another shape, `where` does not broadcast to the shape of `x`, `axis` is out of
+      ValueError: if `scale` has the wrong shape, `where` does not broadcast to the shape of `x`, `axis` is out of
         range, or `epsilon` is negative.
 
     Example:
@@ -140,9 +139,9 @@ def rms_norm(
        [0.  0.  0. ]]
 
     Coming from another library:
-      `flax.nnx.RMSNorm` and `flax.linen.RMSNorm` have the same `epsilon` in the same place; `equinox.nn.RMSNorm` has
-      1e-5, `torch.nn.RMSNorm` the spacing of the dtype at 1 (1.2e-7 in float32). Only flax has a mask, with which it
-      does what its layer norm does.
+      `flax.nnx.RMSNorm` and `flax.linen.RMSNorm` add the same `epsilon` in the same place; that of `equinox.nn.RMSNorm`
+      is 1e-5, that of `torch.nn.RMSNorm` the spacing of the dtype at 1 (1.2e-7 in float32). Only flax has a mask, with
+      the same defects as in its layer norm.
 
     References:
       `Zhang, Sennrich, Root Mean Square Layer Normalization, 2019 <https://arxiv.org/abs/1910.07467>`_.
@@ -160,11 +159,11 @@ def standardize(
     *,
     algorithm: Literal["fast", "stable"] = "fast",
 ) -> Array:
-    r"""Unmasked elements with mean 0 and variance 1; 0 at the masked ones.
+    r"""Shifts and scales the unmasked elements to mean 0 and variance 1; 0 at the masked ones.
 
     .. math:: y_i = \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}}
 
-    It is `layer_norm` without scale and bias; see there for the mean, the variance and special cases.
+    This is `layer_norm` without scale and bias; see there for the mean, the variance and special cases.
 
     Args:
       x: floats `[...]`; integers become floats.
@@ -173,8 +172,8 @@ def standardize(
       variance: :math:`\sigma^2`, which broadcasts to the shape of `x`; by default that of the unmasked elements.
       epsilon: added to the variance, 0 or more; a number or a scalar array, which may be traced.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
-      algorithm: what the variance is where only `mean` is given: "fast" means :math:`E[x^2] - \mu^2`, and "stable"
-        :math:`E[(x - \mu)^2]`. Without `mean` they are the same number, and both are computed without cancellation.
+      algorithm: how the variance is defined if only `mean` is given: "fast" means :math:`E[x^2] - \mu^2`, and "stable"
+        :math:`E[(x - \mu)^2]`. Without `mean` these are the same number. Both are computed without cancellation.
 
     Returns:
       An array of the shape of `x`, of the dtype to which `x`, `mean`, `variance` and `epsilon` promote.
@@ -182,7 +181,7 @@ def standardize(
     Raises:
       TypeError: if an argument is not an array of numbers or `where` is not boolean.
       ValueError: if `mean`, `variance` or `where` does not broadcast to the shape of `x`, `axis` is out of range,
-        `epsilon` is a negative number or no scalar, or for another `algorithm`.
+        `epsilon` is a negative number or not a scalar, or `algorithm` is neither "fast" nor "stable".
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -191,9 +190,9 @@ def standardize(
       [-1.  1.  0.]
 
     References:
-      `jax.nn.standardize <https://docs.jax.dev/en/latest/_autosummary/jax.nn.standardize.html>`_, which it replaces:
-      parameters, their order and defaults are its own. It computes :math:`E[x^2] - E[x]^2`, which cancels, and is NaN
-      where nothing is left.
+      `jax.nn.standardize <https://docs.jax.dev/en/latest/_autosummary/jax.nn.standardize.html>`_, which it replaces
+      with the same parameters in the same order and with the same defaults. That function computes
+      :math:`E[x^2] - E[x]^2`, which cancels, and returns NaN where nothing is left.
     """
     op = "standardize"
     x = as_promoted_float_array(op, "x", x, of_any_width=True)
@@ -204,7 +203,7 @@ def standardize(
     axes, where = canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
     epsilon = _as_epsilon(op, epsilon)
     mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
-    y: Array = _standardized_with(axes, algorithm, x, mean, variance, epsilon, where)
+    y: Array = _standardize_with_given_statistics(axes, algorithm, x, mean, variance, epsilon, where)
     return y
 
 
@@ -225,7 +224,7 @@ def _normalize(
         raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
     scale = _along_axes(op, "scale", scale, x, axes)
     bias = _along_axes(op, "bias", bias, x, axes)
-    y: Array = _normalized(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x.shape), scale, bias)
+    y: Array = _norm(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x.shape), scale, bias)
     return y
 
 
@@ -267,7 +266,7 @@ class _Config(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """Of each slice, with the normalised axes of size 1."""
+    """The statistics of each row; the normalised axes have size 1."""
 
     mean: Mean | None  # None for the root mean square
     reciprocal_std: Array
@@ -276,22 +275,20 @@ class _Statistics(NamedTuple):
 _Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics | None]
 
 
-def _normalized_forward(
+def _norm_forward(
     config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Residuals]:
     y, statistics = _evaluate(config, x, where, scale, bias)
     return y, (x, where, scale, bias, statistics)
 
 
-def _normalized_reverse(
-    config: _Config, residuals: _Residuals, d_y: Array
-) -> tuple[Array, None, Array | None, Array | None]:
+def _norm_reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
     d_x, d_scale, d_bias = _pull_back(config, *residuals, d_y)
     return d_x, None, d_scale, d_bias
 
 
-@with_reverse_rule(_normalized_forward, _normalized_reverse, static_argnums=(0,))
-def _normalized(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+@with_reverse_rule(_norm_forward, _norm_reverse, static_argnums=(0,))
+def _norm(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     y: Array = _evaluate(config, x, where, scale, bias)[0]
     return y
 
@@ -300,29 +297,29 @@ def _normalized(config: _Config, x: Array, where: Array | None, scale: Array | N
 def _evaluate(
     config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Statistics | None]:
-    """The result, and the statistics where they cost nothing.
+    """The result, and the statistics if they cost nothing.
 
-    Where XLA fuses the pass, a second result would keep it from doing so. There the reverse pass computes the
-    statistics again, from blocks that it has in the cache.
+    If XLA fuses the pass, a second result would prevent that. Then the reverse pass computes the statistics again, from
+    blocks in the cache.
     """
     axes = axes_of_row(config.axes, x.ndim)
 
-    def of_rows(
+    def evaluate_rows(
         x: Array, where: Array | None, scale: Array | None, bias: Array | None
     ) -> tuple[tuple[Array, _Statistics], tuple[()]]:
         wide = selected(widened(x), where)
-        statistics = _statistics(config, axes, wide, where, x.dtype)
-        y = _standardized(wide, statistics, where)
-        if scale is not None:  # selected in front of the product, since 0 * NaN in its derivative is NaN
+        statistics = _compute_statistics(config, axes, wide, where, x.dtype)
+        y = _standardize(wide, statistics, where)
+        if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
             y *= selected(scale.astype(y.dtype), where)
         if bias is not None:
             y += bias.astype(y.dtype)
         return (selected(y, where).astype(x.dtype), statistics), ()
 
     if _is_fused(x, where):
-        (y, _), _ = of_rows(x, where, scale, bias)
+        (y, _), _ = evaluate_rows(x, where, scale, bias)
         return y, None
-    (y, statistics), _ = by_row_blocks(of_rows, leading_axes(config.axes), x, where, scale, bias)
+    (y, statistics), _ = by_row_blocks(evaluate_rows, leading_axes(config.axes), x, where, scale, bias)
     return y, statistics
 
 
@@ -338,28 +335,28 @@ def _pull_back(
 ) -> tuple[Array, Array | None, Array | None]:
     axes, row_ndim = axes_of_row(config.axes, x.ndim), x.ndim - leading_axes(config.axes)
 
-    def of_rows(
+    def pull_back_rows(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
         wide = selected(widened(x), where)
-        statistics = statistics or _statistics(config, axes, wide, where, x.dtype)
-        normalized = _standardized(wide, statistics, where)
+        statistics = statistics or _compute_statistics(config, axes, wide, where, x.dtype)
+        normalized = _standardize(wide, statistics, where)
         d_y = selected(d_y.astype(wide.dtype), where)
         d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
         d_deviations = d_normalized - normalized * moments.average(d_normalized * normalized, axes, where)
         if config.centred:
             d_deviations -= moments.average(d_normalized, axes, where)
         d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
-        d_scale = None if scale is None else _over_rows(d_y * normalized, axes, row_ndim)
-        d_bias = None if bias is None else _over_rows(d_y, axes, row_ndim)
+        d_scale = None if scale is None else _sum_over_rows(d_y * normalized, axes, row_ndim)
+        d_bias = None if bias is None else _sum_over_rows(d_y, axes, row_ndim)
         return d_x, (d_scale, d_bias)
 
-    d_x, (d_scale, d_bias) = by_row_blocks(of_rows, leading_axes(config.axes), x, d_y, where, scale, statistics)
-    return d_x, _laid_out_as(scale, d_scale), _laid_out_as(bias, d_bias)
+    d_x, (d_scale, d_bias) = by_row_blocks(pull_back_rows, leading_axes(config.axes), x, d_y, where, scale, statistics)
+    return d_x, _reshape_like(scale, d_scale), _reshape_like(bias, d_bias)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _standardized_with(
+def _standardize_with_given_statistics(
     axes: Axes,
     algorithm: str,
     x: Array,
@@ -368,7 +365,7 @@ def _standardized_with(
     epsilon: Array,
     where: Array | None,
 ) -> Array:
-    """`standardize` with a mean or variance from outside, or a traced epsilon; JAX's own rules differentiate it."""
+    """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
     wide = widened(selected(x.astype(dtype), where))
     sample_mean = moments.mean(wide, axes, where)
@@ -378,30 +375,30 @@ def _standardized_with(
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))
     else:  # E[x^2] - m^2 = var + (E[x] - m) (E[x] + m), and E[(x - m)^2] = var + (E[x] - m)^2
-        mean = _at_shape_of(wide, mean, where, 0)
+        mean = _broadcast_statistic(wide, mean, where, 0)
         deviations = selected(wide - mean, where)
         gap = -moments.deviations(mean, sample_mean, where)
         sample_variance = jnp.maximum(sample_variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
-    variance = sample_variance if variance is None else _at_shape_of(wide, variance, where, 1)
+    variance = sample_variance if variance is None else _broadcast_statistic(wide, variance, where, 1)
     variance = variance + epsilon.astype(wide.dtype)
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
     return selected(deviations * reciprocal_std, where).astype(dtype)
 
 
-def _at_shape_of(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
+def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
     return selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
 
 
-def _statistics(config: _Config, axes: Axes, x: Array, where: Array | None, narrow: Any) -> _Statistics:
-    """Of a wide array with 0 under the mask, whose dtype was `narrow`."""
-    # What bfloat16 resolves is 2**16 times what float32 does: there a remainder would only cost a fifth of the time.
+def _compute_statistics(config: _Config, axes: Axes, x: Array, where: Array | None, narrow: Any) -> _Statistics:
+    """The statistics of a wide array with 0 under the mask, which had the dtype `narrow`."""
+    # bfloat16 is 2**16 times coarser than float32: a remainder of the mean is pointless, and takes a fifth of the time.
     mean = moments.mean(x, axes, where, in_one_part=narrow == jnp.bfloat16) if config.centred else None
     variance = moments.squares(_deviations(x, mean, where), axes) / jnp.maximum(moments.count(x, axes, where), 1)
     return _Statistics(mean, _reciprocal_root(variance, mean, config.epsilon))
 
 
-def _standardized(x: Array, statistics: _Statistics, where: Array | None) -> Array:
+def _standardize(x: Array, statistics: _Statistics, where: Array | None) -> Array:
     return _deviations(x, statistics.mean, where) * statistics.reciprocal_std
 
 
@@ -411,27 +408,27 @@ def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
 
 def _reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
     """1 / sqrt(variance + epsilon), and a constant 0 where both are 0."""
-    if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection then: it would keep XLA from fusing the forward pass
+    if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
         return lax.rsqrt(variance + epsilon)
     is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
     return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
 def _is_fused(x: Array, where: Array | None) -> bool:
-    """Whether XLA's CPU compiler fuses a forward pass over `x` as it is, so that blocks would only cost.
+    """Whether XLA's CPU compiler fuses a forward pass over the whole of `x`, which makes blocks pointless.
 
-    A mask, and float16 widened, it would write to memory.
+    It writes a mask and a widened float16 array to memory.
     """
     return where is None and x.dtype != jnp.float16
 
 
-def _over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:
-    """The sum over all axes but those of a row that are normalised; these other ones of a row keep size 1."""
+def _sum_over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:
+    """The sum over all axes that are not normalised; those within the last `row_ndim` axes keep size 1."""
     total = jnp.sum(x, tuple(a for a in range(-x.ndim, 0) if a not in axes), keepdims=True)
     return total.reshape(total.shape[total.ndim - row_ndim :])
 
 
-def _laid_out_as(parameter: Array | None, cotangent: Array | None) -> Array | None:
+def _reshape_like(parameter: Array | None, cotangent: Array | None) -> Array | None:
     if parameter is None or cotangent is None:
         return None
     return cotangent.reshape(parameter.shape).astype(parameter.dtype)
