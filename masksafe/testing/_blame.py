@@ -1,6 +1,6 @@
-"""Walking backwards through a replay, from the bad elements of the outputs to the steps that made them.
+"""Walks backwards through a replay, from the bad elements of the outputs to the steps that made them.
 
-A mask says which elements of a value led to them: bad ones, and finite ones that bad ones decided.
+Masks mark the elements that led there: bad ones, and finite ones that bad ones decided.
 """
 
 import dataclasses
@@ -9,23 +9,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from masksafe.testing._decisions import Masks, decided
+from masksafe.testing._decisions import Masks, find_decided
 from masksafe.testing._influence import ELEMENTWISE, ahead, behind, behind_decision, is_selection
 from masksafe.testing._replay import Replay, Step, Value
 
 
 class Blame(NamedTuple):
-    """A step, which of its outputs, and the elements that it made bad."""
+    """A step, the number of one of its outputs, and the elements that it made bad there."""
 
     step: Step
     k: int
     mask: np.ndarray
-    is_constant: bool = False  # a constant of the program that the step took
+    is_constant: bool = False  # whether the step only took them from a constant of the program
 
 
 @dataclasses.dataclass(frozen=True)
 class Blamed:
-    """Who is to be blamed, in the order of the program."""
+    """The steps to blame, in the order of the program."""
 
     sources: list[Blame]
     from_infinities: list[Blame]
@@ -34,22 +34,20 @@ class Blamed:
 
 
 def blame(replay: Replay) -> Blamed:
-    """What made the outputs bad."""
-    finite_or_not = decided(replay)
+    """Finds the steps that made the outputs bad."""
+    finite_or_not = find_decided(replay)
     first = _Walk(replay, finite_or_not)
-    # An infinity that meets a NaN may be another mistake, or nothing but a mask; it comes behind.
+    # An infinity that meets a NaN may be a second mistake, or just a mask: a second walk follows it.
     walks = [first, _Walk(replay, finite_or_not, first.reached)] if first.has_left_infinities else [first]
-    sources, from_infinities = (
-        _joined(getattr(walk, part) for walk in walks) for part in ("sources", "from_infinities")
-    )
+    sources, from_infinities = (_join(getattr(walk, part) for walk in walks) for part in ("sources", "from_infinities"))
     reached = {value: mask for walk in reversed(walks) for value, mask in walk.reached.items()}
-    # Infinities that the program writes are masks more often than mistakes.
+    # An infinity that the program writes is more often a mask than a mistake.
     sources = sources if sources or from_infinities else first.written
-    return Blamed(sources, from_infinities, reached, list(_unreached(replay, reached)))
+    return Blamed(sources, from_infinities, reached, list(_find_unreached(replay, reached)))
 
 
-def _joined(parts: Iterable[list[Blame]]) -> list[Blame]:
-    """All of them, but each step once."""
+def _join(parts: Iterable[list[Blame]]) -> list[Blame]:
+    """All parts in one list, with each step once."""
     by_step: dict[tuple[int, int], Blame] = {}
     for part in parts:
         for found in part:
@@ -57,8 +55,8 @@ def _joined(parts: Iterable[list[Blame]]) -> list[Blame]:
     return list(by_step.values())
 
 
-def _unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
-    """What made bad elements out of finite inputs, none of which lead to an output."""
+def _find_unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
+    """The steps that made bad elements from finite inputs without any of them leading to an output."""
     for step in replay.steps:
         for k, value in enumerate(step.outputs):
             if value.is_bad and value not in reached and not any(v.is_bad for v in step.inputs):
@@ -66,10 +64,10 @@ def _unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
 
 
 class _Walk:
-    """One way back.
+    """One walk back.
 
-    A NaN is explained by the NaN behind it. Whether the infinities that it met there are followed as well is what a
-    second walk does, which is told what the first has reached.
+    A NaN is explained by the NaN that it came from. The first walk does not follow infinities beside such a NaN; the
+    second one, which gets what the first has reached, does.
     """
 
     def __init__(self, replay: Replay, decisions: Masks, reached_before: Masks | None = None) -> None:
@@ -85,7 +83,7 @@ class _Walk:
         for step in reversed(replay.steps):
             for k, value in enumerate(step.outputs):
                 if value in self.reached:
-                    self._pass(step, k, self.reached[value])
+                    self._trace_back(step, k, self.reached[value])
         for part in (self.sources, self.from_infinities, self.written):
             part.reverse()
 
@@ -96,20 +94,20 @@ class _Walk:
         if mask.any():
             self.reached[value] = self.reached[value] | mask if value in self.reached else mask
 
-    def _pass(self, step: Step, k: int, mask: np.ndarray) -> None:
-        """From elements of output k to what is behind them."""
+    def _trace_back(self, step: Step, k: int, mask: np.ndarray) -> None:
+        """Goes from elements of output k to the elements that they came from."""
         value = step.outputs[k]
         bad = mask & value.bad
         nans = [v.nan & behind(step, k, i, bad & value.nan) if v.is_bad else v.bad for i, v in _operands(step)]
         unexplained = bad & ~_any_ahead(step, k, nans)
         bads = [v.bad & behind(step, k, i, unexplained) if v.is_bad else v.bad for i, v in _operands(step)]
         made = unexplained & ~_any_ahead(step, k, bads)
-        nan_taken = bad & _any_ahead(step, k, _of_constants(step, k, nans))
-        if step.operation.name in ELEMENTWISE:  # in a sum there may be one at fault beside the other
-            nan_taken = nan_taken & ~_any_ahead(step, k, _of_others(step, k, nans))
-        infinity_taken = unexplained & _any_ahead(step, k, _of_constants(step, k, bads)) & ~nan_taken
-        # A NaN of the program that has met something else on its way is one that was chosen, if a bad value chose it.
-        nan_chosen = bad & self._decided(value) & _any_ahead(step, k, _of_written_nans(step, nans))
+        nan_taken = bad & _any_ahead(step, k, _masks_of_constants(step, k, nans))
+        if step.operation.name in ELEMENTWISE:  # in a sum, another element may be at fault as well
+            nan_taken = nan_taken & ~_any_ahead(step, k, _masks_of_others(step, k, nans))
+        infinity_taken = unexplained & _any_ahead(step, k, _masks_of_constants(step, k, bads)) & ~nan_taken
+        # A NaN that the program wrote and computed with counts as chosen if a bad value chose it.
+        nan_chosen = bad & self._decided(value) & _any_ahead(step, k, _masks_of_written_nans(step, nans))
         self._follow_bad(step, k, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
 
         taken = nan_taken | nan_chosen | (infinity_taken if self._counts_infinities(value) else False)
@@ -117,20 +115,20 @@ class _Walk:
         from_captured = self._follow_decisions(step, k, by_decision)
 
         undecided = _any_ahead(step, k, [m & ~self._decided(v) for m, v in zip(bads, step.inputs, strict=True)])
-        _add(self.sources, Blame(step, k, made & ~by_decision | from_captured))
-        _add(self.sources, Blame(step, k, nan_taken & ~by_decision, is_constant=True))
-        _add(self.from_infinities, Blame(step, k, unexplained & undecided & value.nan))
-        _add(self.written, Blame(step, k, infinity_taken & ~by_decision, is_constant=True))
+        _append_if_any(self.sources, Blame(step, k, made & ~by_decision | from_captured))
+        _append_if_any(self.sources, Blame(step, k, nan_taken & ~by_decision, is_constant=True))
+        _append_if_any(self.from_infinities, Blame(step, k, unexplained & undecided & value.nan))
+        _append_if_any(self.written, Blame(step, k, infinity_taken & ~by_decision, is_constant=True))
 
     def _counts_infinities(self, value: Value) -> bool:
-        """Whether it matters who chose an infinity of the program; beside a NaN it does not."""
+        """Whether to ask who chose an infinity that the program wrote; not beside a NaN."""
         return self._reached_before is None or value in self._reached_before
 
     def _follow_bad(
         self, step: Step, k: int, masks: list[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray
     ) -> None:
         for i, v in _operands(step):
-            if not _ends(step, k, v):
+            if not _is_end(step, k, v):
                 leaves = nan_chosen.any() and v.is_written_nan
                 self._reach(v, masks[i] & ~behind(step, k, i, nan_chosen) if leaves else masks[i])
                 beside = v.bad & ~v.nan & ~masks[i]
@@ -141,7 +139,7 @@ class _Walk:
                     self.has_left_infinities |= bool(beside.any())
 
     def _follow_decisions(self, step: Step, k: int, mask: np.ndarray) -> np.ndarray:
-        """Returns the elements that an array decided which the function closes over."""
+        """Follows decisions, and returns the elements that an array from the function's closure decided."""
         from_captured = np.zeros(mask.shape, bool)
         if mask.any():
             for i, v in _operands(step):
@@ -160,33 +158,33 @@ def _operands(step: Step) -> Iterator[tuple[int, Value]]:
     return enumerate(step.inputs)
 
 
-def _add(part: list[Blame], new: Blame) -> None:
+def _append_if_any(part: list[Blame], new: Blame) -> None:
     if new.mask.any():
         part.append(new)
 
 
-def _ends(step: Step, k: int, operand: Value) -> bool:
-    """Whether the way ends here: at an operand that is written in the program, or made of such alone."""
+def _is_end(step: Step, k: int, operand: Value) -> bool:
+    """Whether the walk ends at an operand: one written in the program, or computed only from such."""
     return operand.is_written or (operand.is_constant and not step.outputs[k].is_constant)
 
 
-def _of_constants(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
-    return [mask & _ends(step, k, v) for v, mask in zip(step.inputs, masks, strict=True)]
+def _masks_of_constants(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
+    return [mask & _is_end(step, k, v) for v, mask in zip(step.inputs, masks, strict=True)]
 
 
-def _of_written_nans(step: Step, masks: list[np.ndarray]) -> list[np.ndarray]:
-    """Those of a selection."""
+def _masks_of_written_nans(step: Step, masks: list[np.ndarray]) -> list[np.ndarray]:
+    """The masks of the NaNs written in the program, if the step is a selection."""
     return [
         mask & (v.is_written_nan and is_selection(step.operation)) for v, mask in zip(step.inputs, masks, strict=True)
     ]
 
 
-def _of_others(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
-    return [mask & (not _ends(step, k, v)) for v, mask in zip(step.inputs, masks, strict=True)]
+def _masks_of_others(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
+    return [mask & (not _is_end(step, k, v)) for v, mask in zip(step.inputs, masks, strict=True)]
 
 
 def _any_ahead(step: Step, k: int, masks: list[np.ndarray]) -> np.ndarray:
-    """The elements of output k that have a masked element of any operand behind them."""
+    """The elements of output k that depend on a masked element of any operand."""
     found = np.zeros(step.outputs[k].bad.shape, bool)
     for i, mask in enumerate(masks):
         if mask.any():

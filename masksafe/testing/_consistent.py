@@ -1,4 +1,4 @@
-"""Whether a function gives one answer, however JAX runs it."""
+"""Whether a function gives the same answer however JAX runs it."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from masksafe.testing._trees import bits, generator, is_float, random_like, weig
 CONSISTENCY_MODES = tuple(MODES)
 """The names of all modes in which `assert_consistent` can run a function."""
 
-# Per dtype, how far two answers may be apart in units of the larger one.
+# For each dtype, the allowed difference of two answers relative to the larger one.
 _RELATIVE = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -30,61 +30,61 @@ def assert_consistent(
 ) -> None:
     """Asserts that a function gives one answer, to rounding, however it is run.
 
-    The function is run in every mode, each result is compared with each other, and so are the gradients of a
-    random linear combination of its outputs:
+    The function is run in every mode. All results are compared with each other, and so are the gradients of a random
+    linear combination of its outputs:
 
     ===================  ====================================================================================
     mode                 how the function is run
     ===================  ====================================================================================
     "op by op"           as a plain call
-    "eager"              the same under `jax.disable_jit`
+    "eager"              as a plain call under `jax.disable_jit`
     "jit"                compiled
-    "vmap"               in a batch along the first axis, behind the same arrays reversed along all axes
+    "vmap"               in a batch along the first axis, after the same arrays reversed along all axes
     "vmap, last axis"    in a batch along the last axis
-    "scan"               in the second step of a scan, behind the same arrays reversed
-    "value_and_grad"     the value that comes with the gradient, from the forward rules of custom derivatives
-    "jvp"                the value that comes with the tangent, inside `masksafe.forward_mode`; left out if the
-                         function is a `jax.custom_vjp` function of another library, which JAX refuses
+    "scan"               in the second step of a scan, after the same arrays reversed
+    "value_and_grad"     for the value that comes with the gradient, from the forward rules of custom derivatives
+    "jvp"                for the value that comes with the tangent, inside `masksafe.forward_mode`; skipped for a
+                         `jax.custom_vjp` function of another library, which JAX refuses
     "checkpoint"         compiled under `jax.checkpoint`
     "transposed"         compiled, with every array transposed in memory, and transposed back inside
     "strided"            compiled, on NumPy arrays that are every other element of a larger one in Fortran order
     "donated"            compiled, and allowed to write over its arguments
-    "disk"               on arguments that have been to disk and back (`numpy.savez`)
+    "disk"               on arguments that were saved and loaded (`numpy.savez`)
     "devices"            on every device of every platform (`jax.devices`)
-    "sharded"            compiled, with the arrays split along their first axis and along their last one over the
-                         devices of a platform, if there are several; an axis that does not divide stays whole
+    "sharded"            compiled, with the arrays split over the devices of a platform, if there are several: along
+                         the first axis, and along the last; an axis that does not divide evenly stays whole
     "float64"            compiled on the CPU with all floats of the arguments widened to float64: the reference
     ===================  ====================================================================================
+
+    Integers and booleans must be equal; NaN must match NaN, and an infinity the same infinity. Gradients are those of
+    real outputs with respect to real arguments. Arguments are copied to the default device first. Modes that run on
+    other devices skip a function that is bound to devices of its own by a `jax.shard_map`.
+
+    Two errors are not the function's fault. In "float64", arrays that it closes over are not widened, so a scan may
+    refuse them, and random numbers may differ: leave that mode out. A function that computes in 16 bits between a
+    float32 argument and a float32 result is only as exact as 16 bits allow: give `rtol`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
       *args: arrays or pytrees of arrays. Other leaves, such as Python numbers, are passed on as they are.
-      rtol: how large the error of an element may be in units of the element. By default 1e-9 in float64, 1e-4 in
-        float32, 1e-2 in float16, 5e-2 in bfloat16, for the narrowest float among arguments and results.
-      atol: what is allowed on top; by default `rtol` times the largest element of the result, and a few roundings of
-        the largest number among arguments and results, since a result of 0 is often their difference.
+      rtol: the allowed error of an element relative to its size. By default 1e-9 for float64, 1e-4 for float32, 1e-2
+        for float16 and 5e-2 for bfloat16, whichever of these is the narrowest among arguments and results.
+      atol: the absolute error allowed on top. By default `rtol` times the largest element of the result, plus a few
+        roundings of the largest number among arguments and results, since a result near 0 is often a difference.
       grad: compare gradients too. If False, the function is not differentiated at all: "value_and_grad" and "jvp" are
         left out.
       modes: the modes to try, some of `masksafe.testing.CONSISTENCY_MODES`.
-      seed: of the random weights of the outputs.
-
-    Integers and booleans must be equal; NaN must meet NaN, and an infinity the same one. Gradients are those of real
-    outputs with respect to real arguments. Arguments are copied to the default device first, and a function that is
-    bound to devices of its own, by a `jax.shard_map` in it, is left alone by the modes that run on others.
-
-    Two things are not a fault of the function: what it closes over is not widened in "float64", so that a scan may
-    refuse it there, and random numbers may be others in float64: leave that mode out. And a function that computes
-    in 16 bits between a float32 argument and a float32 result is as exact as 16 bits are: give `rtol`.
+      seed: the seed of the random weights of the outputs.
 
     Raises:
-      AssertionError: if two modes disagree, or if a mode raises an error that another one does not. The text lists
-        every disagreeing pair, with the maximal absolute and relative error, and the index of the worst element
-        with the two values there. Modes with the same bits share a line.
-      ValueError: for a mode that does not exist.
+      AssertionError: if two modes disagree, or if one mode raises an error and another does not. The text lists every
+        pair that disagrees, with its largest absolute and relative error, and the index of the worst element with both
+        values. Modes with the same bits share a line.
+      ValueError: if a mode does not exist.
 
     Example:
-      A layer norm over axis 1 whose hand-written rule was made for the last axis. It is right in every test of
-      the forward pass, and wrong as soon as it is trained:
+      A layer norm over axis 1 whose hand-written rule was made for the last axis. It passes every test of the forward
+      pass, and is wrong as soon as it is trained:
 
       >>> import jax, jax.numpy as jnp
       >>> from masksafe.testing import assert_consistent
@@ -105,17 +105,17 @@ def assert_consistent(
           jit, vmap against value_and_grad: 6 of 6 elements differ, ...
 
     References:
-      `chex.variants <https://chex.readthedocs.io/en/latest/api.html#variants>`_ runs a test in five such modes,
-      without a comparison.
+      `chex.variants <https://chex.readthedocs.io/en/latest/api.html#variants>`_ runs a test in five such modes
+      without comparing them.
     """
     __tracebackhide__ = True
     if not set(modes) <= set(MODES):
         raise ValueError(message("assert_consistent", "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
     flat = _flatten(fn, args)
-    runs = {"value": _run_all(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
+    runs = {"value": _run_modes(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
     if grad and flat.floats:
         derive = _gradient(flat, generator(seed))
-        runs["gradient"] = _run_all(flat, derive, [m for m in modes if not MODES[m].is_derived])
+        runs["gradient"] = _run_modes(flat, derive, [m for m in modes if not MODES[m].is_derived])
     errors = [error for run in runs.values() for error in run.errors.values()]
     if errors and not runs["value"].results:
         raise errors[0]
@@ -126,29 +126,29 @@ def assert_consistent(
         )
 
 
-# The function of a flat list of arrays.
+# From a function of pytrees to a function of a flat list of arrays.
 
 
-class _Flat(NamedTuple):
+class _FlatFunction(NamedTuple):
     fn: Function
     arrays: list[Any]
     names: list[str]
     floats: list[int]
 
 
-def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _Flat:
+def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
     paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]
     positions = [i for i, leaf in enumerate(leaves) if _is_numeric(leaf)]
 
-    def of_arrays(*arrays: Any) -> dict[str, Any]:
+    def flat_fn(*arrays: Any) -> dict[str, Any]:
         new = dict(zip(positions, arrays, strict=True))
         outputs = fn(*jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
         return {_name("output", path): _as_array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
 
     arrays = [jnp.asarray(np.asarray(leaves[i])) for i in positions]
     names = [_name("argument ", paths[i][0]) for i in positions]
-    return _Flat(of_arrays, arrays, names, [i for i, a in enumerate(arrays) if is_float(a)])
+    return _FlatFunction(flat_fn, arrays, names, [i for i, a in enumerate(arrays) if is_float(a)])
 
 
 def _is_numeric(leaf: Any) -> bool:
@@ -164,15 +164,15 @@ def _as_array(leaf: Any) -> Any:
 
 
 def _name(what: str, path: tuple[Any, ...]) -> str:
-    """Such as "argument 0['w']", or nothing for the only output."""
+    """A name such as "argument 0['w']"; empty for a sole output."""
     if what == "output":
         return f"output{jax.tree_util.keystr(path)}" if path else ""
     return f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
 
 
-def _gradient(flat: _Flat, rng: np.random.Generator) -> Derive:
+def _gradient(flat: _FlatFunction, rng: np.random.Generator) -> Derive:
     """From a function to the gradients of a random linear combination of its outputs."""
-    weights: dict[str, Any] = {}  # drawn when the outputs are first seen, and then kept
+    weights: dict[str, Any] = {}  # drawn on the first call, when the outputs are known
 
     def combined(outputs: dict[str, Any]) -> Any:
         if not weights:
@@ -193,7 +193,7 @@ def _gradient(flat: _Flat, rng: np.random.Generator) -> Derive:
     return derive
 
 
-# Running and comparing. Results are NumPy arrays, by output and then by way.
+# Running and comparing. A mode stands for one or several ways to run; results are NumPy arrays by output and way.
 
 
 class _Run(NamedTuple):
@@ -202,7 +202,7 @@ class _Run(NamedTuple):
     errors: dict[str, Exception]
 
 
-def _run_all(flat: _Flat, derive: Derive, modes: Sequence[str]) -> _Run:
+def _run_modes(flat: _FlatFunction, derive: Derive, modes: Sequence[str]) -> _Run:
     run = _Run({}, {}, {})
     for mode in modes:
         try:
@@ -210,17 +210,17 @@ def _run_all(flat: _Flat, derive: Derive, modes: Sequence[str]) -> _Run:
                 run.ways.setdefault(mode, []).append(way)
                 for output, result in results.items():
                     run.results.setdefault(output, {})[way] = np.asarray(result)
-        except Exception as error:  # whatever it is: another mode may not raise it
+        except Exception as error:  # any error counts: another mode may not raise it
             if "incompatible devices" not in str(error):
                 run.errors[mode] = error
     return run
 
 
-def _report(run: _Run, flat: _Flat, derivative: str, rtol: float | None, atol: float | None) -> list[str]:
+def _report(run: _Run, flat: _FlatFunction, derivative: str, rtol: float | None, atol: float | None) -> list[str]:
     lines = [f"  {derivative}: {mode} raises {_first_lines(error)}" for mode, error in run.errors.items()]
     tolerance = _tolerance(flat, run, rtol, atol)
     for output, results in run.results.items():
-        pairs = itertools.combinations(_groups(results, run.ways), 2)
+        pairs = itertools.combinations(_group_by_bits(results, run.ways), 2)
         differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, tolerance))]
         if differing:
             result = next(iter(results.values()))
@@ -234,7 +234,7 @@ def _first_lines(error: Exception) -> str:
 
 
 def _title(derivative: str, output: str) -> str:
-    """Such as "value output['x']" or "gradient with respect to argument 0"."""
+    """A title such as "value output['x']" or "gradient with respect to argument 0"."""
     relation = " with respect to" if derivative == "gradient" else ""
     return f"{derivative}{relation} {output}".strip()
 
@@ -242,21 +242,21 @@ def _title(derivative: str, output: str) -> str:
 class _Group(NamedTuple):
     """The ways that gave the same bits."""
 
-    ways: list[str]  # with the mode in place of its ways where it is whole
+    ways: list[str]  # the name of a mode stands for all of its ways
     result: np.ndarray
 
     def __str__(self) -> str:
         return ", ".join(self.ways)
 
 
-def _groups(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> list[_Group]:
+def _group_by_bits(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> list[_Group]:
     ways: dict[Any, list[str]] = {}
     for way, result in results.items():
         ways.setdefault((result.dtype, result.shape, bits(result).tobytes()), []).append(way)
-    return [_Group(_summary(group, modes), results[group[0]]) for group in ways.values()]
+    return [_Group(_name_ways(group, modes), results[group[0]]) for group in ways.values()]
 
 
-def _summary(group: list[str], modes: dict[str, list[str]]) -> list[str]:
+def _name_ways(group: list[str], modes: dict[str, list[str]]) -> list[str]:
     names: list[str] = []
     for mode, ways in modes.items():
         names += [mode] if set(ways) <= set(group) else [way for way in ways if way in group]
@@ -265,11 +265,11 @@ def _summary(group: list[str], modes: dict[str, list[str]]) -> list[str]:
 
 class _Tolerance(NamedTuple):
     relative: float
-    absolute: float | None  # None is relative to the largest element of the result
-    noise: float  # on top of that
+    absolute: float | None  # None means relative to the largest element of the result
+    noise: float  # allowed on top
 
 
-def _tolerance(flat: _Flat, run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
+def _tolerance(flat: _FlatFunction, run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
     arrays = [np.asarray(a) for a in flat.arrays] + [r for results in run.results.values() for r in results.values()]
     dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
     widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
@@ -285,13 +285,13 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None:
-    """What differs between two results, if anything does."""
+    """A line about the difference of two results, or None if they agree."""
     a, b = one.result, other.result
     if a.shape != b.shape:
         return f"{one} against {other}: shape {a.shape} against {b.shape}"
     if a.dtype != b.dtype and ["float64"] not in (one.ways, other.ways):
         return f"{one} against {other}: dtype {a.dtype} against {b.dtype}"
-    error, size = _error(a, b)
+    error, size = _distance_and_size(a, b)
     wrong = a != b
     if jnp.issubdtype(a.dtype, jnp.inexact):
         absolute = tolerance.relative * max(map(_largest, (a, b))) if tolerance.absolute is None else tolerance.absolute
@@ -307,8 +307,8 @@ def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None
     )
 
 
-def _error(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """How far apart the elements are, infinitely so where only one of them is NaN or infinite; and their size."""
+def _distance_and_size(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distance of the elements, infinite where only one of them is NaN or infinite; and the size of the larger."""
     wide = np.complex128 if np.iscomplexobj(a) else np.float64
     a, b = a.astype(wide), b.astype(wide)
     same = (a == b) | (np.isnan(a) & np.isnan(b))

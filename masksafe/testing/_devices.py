@@ -1,4 +1,4 @@
-"""The devices of a `jax.shard_map`: which part of an array each has, and what they exchange."""
+"""The devices of a `jax.shard_map`: which part of an array each holds, and what they exchange."""
 
 import functools
 import math
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 _SUMS = frozenset(("psum", "psum2", "psum_invariant"))
-# These give each device an array whose elements come from those at the same place.
+# Here each element that a device receives comes from elements at the same index.
 _ELEMENTWISE = _SUMS | {"pmax", "pmin", "ppermute"}
 _OTHERS = frozenset(
     """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pgather reduce_scatter
@@ -21,14 +21,14 @@ EXCHANGES = _ELEMENTWISE | _OTHERS
 
 
 class Device:
-    """A device of a mesh, by its place along the axes that a shard_map splits over."""
+    """A device of a mesh, given by its place along the axes over which a shard_map splits."""
 
     def __init__(self, sizes: dict[str, int], number: int) -> None:
         self._sizes = sizes
         self._place = dict(zip(sizes, np.unravel_index(number, tuple(sizes.values())), strict=True))
 
     def part(self, shape: tuple[int, ...], spec: Sequence[Any]) -> tuple[slice, ...]:
-        """Where the device's part of an array of `shape` is, which is split as `spec` says."""
+        """The slices of the device's part of an array of `shape` that is split according to `spec`."""
         slices = []
         for size, names in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
             axes = [a for a in ((names,) if isinstance(names, str) else names or ()) if a in self._sizes]
@@ -44,7 +44,7 @@ def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
 
 
 class Part:
-    """What a device has of an array that lies on many."""
+    """Taking one device's part of an array on many devices."""
 
     name = "shard_map"
 
@@ -52,13 +52,13 @@ class Part:
         self.at = at
 
     def __call__(self, array: Any) -> list[Any]:
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # keys of random numbers, which NumPy does not have
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # random keys, which NumPy does not know
             return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
         return [jnp.asarray(np.asarray(array)[self.at])]
 
 
 class Exchange:
-    """What an equation with names of mesh axes gives each device, of an operand of each device."""
+    """An equation with names of mesh axes: takes an operand from each device, and gives each device a result."""
 
     def __init__(self, equation: Any, sizes: dict[str, int]) -> None:
         self.name: str = equation.primitive.name
@@ -70,13 +70,13 @@ class Exchange:
         shape = tuple(self._sizes.values())
         if self._has_operand:
             stacked = jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
-            results = self._of_all(self._one)(stacked)
+            results = self._vmap_over_mesh(self._exchange_one)(stacked)
         else:
-            results = self._of_all(lambda _: self._one())(jnp.zeros(shape))
+            results = self._vmap_over_mesh(lambda _: self._exchange_one())(jnp.zeros(shape))
         return list(results.reshape(-1, *results.shape[len(shape) :]))
 
     def connects(self, i: int, k: int) -> bool:
-        """Whether the elements that device k gets have to do with those at the same place of device i."""
+        """Whether the elements that device k gets depend on those of device i at the same index."""
         return bool(self._connections[i, k])
 
     @property
@@ -86,22 +86,22 @@ class Exchange:
     @functools.cached_property
     def _connections(self) -> np.ndarray:
         n = math.prod(self._sizes.values())
-        found = np.zeros((n, n), bool)
-        for base in (0.0, 1.0):  # a maximum shows with the one, a minimum with the other
+        connected = np.zeros((n, n), bool)
+        for base in (0.0, 1.0):  # 0 shows the connections of a maximum, 1 those of a minimum
             usual = np.array(self(*np.full(n, base, np.float32)))
             for i in range(n):
                 changed = np.full(n, base, np.float32)
                 changed[i] = 1 - base
-                found[i] |= np.array(self(*changed)) != usual
-        return found
+                connected[i] |= np.array(self(*changed)) != usual
+        return connected
 
-    def _of_all(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def _vmap_over_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         for name in reversed(self._sizes):
             fn = jax.vmap(fn, axis_name=name)
         return fn
 
-    def _one(self, *operand: Any) -> Any:
-        if self.name in _SUMS:  # the primitive asks for types that only arrays in a shard_map have
+    def _exchange_one(self, *operand: Any) -> Any:
+        if self.name in _SUMS:  # the primitive requires types that only arrays in a shard_map have
             groups = self._params.get("axis_index_groups")
             return lax.psum(operand[0], self._params["axes"], axis_index_groups=groups)
         results = self._primitive.bind(*operand, **self._params)

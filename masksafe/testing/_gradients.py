@@ -1,4 +1,4 @@
-"""Whether a function's derivatives are those of its values."""
+"""Whether a function's derivatives match its values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 from masksafe._core.arguments import message
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import generator, only_floats, random_like, with_floats
+from masksafe.testing._trees import generator, only_floats, random_like, replace_floats
 
 _OP = "assert_gradients"
 _MODES = ("fwd", "rev")
@@ -24,11 +24,11 @@ def assert_gradients(
     atol: float | None = None,
     seed: int = 0,
 ) -> None:
-    r"""Asserts that the derivatives of a function, in both modes of autodiff, are those of its values.
+    r"""Asserts that the derivatives of a function, in both modes of autodiff, match its values.
 
-    With all floats widened to float64, on the CPU, each mode is compared with finite differences along random
-    directions, up to derivatives of the given order; and the two modes with each other: for random tangents
-    :math:`v` of the arguments and cotangents :math:`w` of the outputs,
+    All floats are widened to float64 and the function runs on the CPU. Each mode is compared with finite differences
+    along random directions, up to derivatives of the given order. The two modes are compared with each other, for
+    random tangents :math:`v` of the arguments and cotangents :math:`w` of the outputs:
 
     .. math:: \langle w, J v \rangle = \langle J^T w, v \rangle.
 
@@ -36,18 +36,18 @@ def assert_gradients(
     `masksafe.forward_mode`.
 
     Args:
-      fn: any JAX function of `args` that returns an array or a pytree of arrays. What it closes over is not widened,
-        nor what it converts to float32 itself: pass arrays on whose precision the result depends as arguments.
+      fn: any JAX function of `args` that returns an array or a pytree of arrays. Arrays that it closes over or converts
+        to float32 are not widened: pass those that the precision of the result depends on as arguments.
       *args: arrays or pytrees of arrays at which `fn` is smooth. Derivatives are taken with respect to their floats.
-      order: highest derivative that is looked at.
+      order: the highest derivative to check.
       modes: "fwd", "rev" or both. A `jax.custom_vjp` function of another library has reverse mode only.
       rtol: allowed relative error against finite differences; by default that of `jax.test_util.check_grads`.
       atol: allowed absolute error; by default the same.
-      seed: of the random directions for the comparison of the modes.
+      seed: the seed of the random directions in which the modes are compared.
 
     Raises:
       AssertionError: if a derivative is wrong.
-      ValueError: for a mode that does not exist, or if no argument or no output has a float.
+      ValueError: if a mode does not exist, or if no argument or no output is a float array.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -60,6 +60,10 @@ def assert_gradients(
       Traceback (most recent call last):
       ...
       AssertionError: ...
+
+    References:
+      `jax.test_util.check_grads <https://docs.jax.dev/en/latest/_autosummary/jax.test_util.check_grads.html>`_, which
+      makes the comparison with finite differences.
     """
     __tracebackhide__ = True
     if not modes or not set(modes) <= set(_MODES):
@@ -71,7 +75,7 @@ def assert_gradients(
         wide = jax.tree.map(lambda leaf: jax.device_put(_widened(leaf), cpu), only_floats(args))
 
         def of_floats(floats: Any) -> Any:
-            return only_floats(fn(*with_floats(args, floats)))
+            return only_floats(fn(*replace_floats(args, floats)))
 
         if not jax.tree.leaves(jax.eval_shape(of_floats, wide)):
             raise ValueError(message(_OP, "fn", "no output of floats", "one to differentiate"))
@@ -96,7 +100,7 @@ def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Ge
     cotangent = jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), outputs, random_like(outputs, rng))
     (reverse,) = jax.vjp(fn, primal)[1](cotangent)
     along, back = _dot(cotangent, forward), _dot(reverse, tangent)
-    # A derivative of 0 is known to the rounding of the values whose difference it is.
+    # A derivative of 0 is a difference of larger values, and has their rounding error.
     scale = sum(_size_of_dot(*pair) for pair in ((reverse, tangent), (cotangent, forward), (cotangent, outputs)))
     if not abs(along - back) <= 1e-9 * scale:
         raise AssertionError(

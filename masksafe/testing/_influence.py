@@ -1,9 +1,9 @@
-"""Which elements of the operands of a step have to do with which elements of its results.
+"""Which elements of a step's operands influence which elements of its results.
 
-Both ways: `behind` goes from elements of a result to those of an operand that take part in them, `ahead` from elements
-of an operand to those of a result in which they take part. So much for how a NaN spreads. `behind_decision` and
-`ahead_decision` tell of finite results who decided that they are what they are: a selection is decided by its predicate
-as well, an `or` that is True by the operands that are True, a count that is not 0 by those that counted.
+For the spread of NaNs, `behind` goes from elements of a result to the elements of an operand that take part in them,
+and `ahead` from elements of an operand to the elements of a result in which they take part. `behind_decision` and
+`ahead_decision` do the same for the elements that decide a finite result: a selection is also decided by its predicate,
+an `or` that is True by the operands that are True, a count other than 0 by the elements that were counted.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from masksafe.testing._devices import Exchange, Part
 from masksafe.testing._replay import Choice, Gathered, Operation, Slice, Stack, Step, Value
 from masksafe.testing._trees import is_float
 
-# Each element of the result depends on the elements of the operands at the same place alone.
+# Each element of the result depends only on the elements of the operands at the same index.
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
     copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to
@@ -33,17 +33,23 @@ _MOVES = frozenset(
 )
 # Each element of the result is a sum of elements of the operands, or of their products.
 _LINEAR = _MOVES | {"conv_general_dilated", "dot_general", "ragged_dot", "reduce_window_sum", "scatter-add"}
-_INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}  # the first one
+_INDICES = {
+    "gather": 1,
+    "scatter": 1,
+    "scatter-add": 1,
+    "dynamic_slice": 1,
+    "dynamic_update_slice": 2,
+}  # where they start
 _RESHAPES = frozenset(("expand_dims", "reshape", "squeeze"))
 _REDUCTIONS = frozenset(
     "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
 )
 _CUMULATIVE = frozenset("cumlogsumexp cummax cummin cumprod cumsum".split())  # noqa: SIM905
-_OF_MATRICES = frozenset(
+_MATRIX_OPS = frozenset(
     """cholesky eig eigh householder_product lu qr schur svd triangular_solve tridiagonal_solve""".split()  # noqa: SIM905
 )
-# The result is one of the operands, which all had to let it be that; or a product, which one of them can make 0; or a
-# sum, to which those that are 0 add nothing.
+# Operations in which not every operand decides: an extreme is decided by the operands equal to it, a product of 0 by
+# the operands that are 0, and a sum other than 0 by the operands that are not 0.
 _EXTREMES = frozenset("and max min or reduce_and reduce_max reduce_min reduce_or".split())  # noqa: SIM905
 _PRODUCTS = frozenset(("mul", "reduce_prod"))
 
@@ -62,7 +68,7 @@ def behind(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     if isinstance(operation, Gathered):
         return np.asarray(mask[operation.places[i]])
     if isinstance(operation, Exchange):
-        return _exchanged(operation, i, k, mask, shape)
+        return _mask_across_devices(operation, i, k, mask, shape)
     if operation.name in ELEMENTWISE:
         return _unbroadcast(mask, shape)
     if operation.name in _REDUCTIONS:
@@ -70,8 +76,8 @@ def behind(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     if operation.name in _CUMULATIVE:
         return _accumulated(mask, operation.params["axis"], not operation.params["reverse"])
     if operation.name in _LINEAR:
-        return _behind_linear(step, k, i, mask, _ones(step))
-    return _over_mixed(operation, mask, shape)
+        return _behind_linear(step, k, i, mask, _as_ones(step))
+    return _spread_along_mixed_axes(operation, mask, shape)
 
 
 def ahead(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
@@ -90,7 +96,7 @@ def ahead(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
         gathered[operation.places[i]] = mask
         return gathered
     if isinstance(operation, Exchange):
-        return _exchanged(operation, i, k, mask, shape)
+        return _mask_across_devices(operation, i, k, mask, shape)
     if operation.name in ELEMENTWISE:
         return np.broadcast_to(mask, shape)
     if operation.name in _REDUCTIONS:
@@ -98,22 +104,22 @@ def ahead(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     if operation.name in _CUMULATIVE:
         return _accumulated(mask, operation.params["axis"], operation.params["reverse"])
     if operation.name in _LINEAR:
-        return _ahead_linear(step, k, i, mask, _ones(step))
-    return _over_mixed(operation, mask, shape)
+        return _ahead_linear(step, k, i, mask, _as_ones(step))
+    return _spread_along_mixed_axes(operation, mask, shape)
 
 
 def behind_decision(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
-    """The elements of operand i that decided that the masked elements of output k are what they are."""
+    """The elements of operand i that decided the masked elements of output k."""
     operation, shape = step.operation, step.inputs[i].bad.shape
     if is_selection(operation) and i == 0:
         return _unbroadcast(mask, shape)
     if operation.name in _LINEAR and not _is_key(step.inputs[i]):
         is_zero, counts = _is_zero(step.outputs[k]), ~_is_zero(step.inputs[i])
-        added = _behind_linear(step, k, i, mask & ~is_zero, _floats(step)) & counts
-        return np.asarray(added | _behind_linear(step, k, i, mask & is_zero, _ones(step)))
+        added = _behind_linear(step, k, i, mask & ~is_zero, _as_floats(step)) & counts
+        return np.asarray(added | _behind_linear(step, k, i, mask & is_zero, _as_ones(step)))
     if operation.name in _REDUCTIONS:
-        return np.asarray(behind(step, k, i, mask) & _has_a_say(step, k, i))
-    return behind(step, k, i, mask & _has_a_say(step, k, i))
+        return np.asarray(behind(step, k, i, mask) & _takes_part_in_decision(step, k, i))
+    return behind(step, k, i, mask & _takes_part_in_decision(step, k, i))
 
 
 def ahead_decision(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
@@ -123,15 +129,15 @@ def ahead_decision(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
         return np.broadcast_to(mask, shape)
     if operation.name in _LINEAR and not _is_key(step.inputs[i]):
         is_zero, counts = _is_zero(step.outputs[k]), ~_is_zero(step.inputs[i])
-        added = _ahead_linear(step, k, i, mask & counts, _floats(step)) & ~is_zero
-        return np.asarray(added | (_ahead_linear(step, k, i, mask, _ones(step)) & is_zero))
+        added = _ahead_linear(step, k, i, mask & counts, _as_floats(step)) & ~is_zero
+        return np.asarray(added | (_ahead_linear(step, k, i, mask, _as_ones(step)) & is_zero))
     if operation.name in _REDUCTIONS:
-        return ahead(step, k, i, mask & _has_a_say(step, k, i))
-    return np.asarray(ahead(step, k, i, mask) & _has_a_say(step, k, i))
+        return ahead(step, k, i, mask & _takes_part_in_decision(step, k, i))
+    return np.asarray(ahead(step, k, i, mask) & _takes_part_in_decision(step, k, i))
 
 
 def is_selection(operation: Any) -> bool:
-    """Whether the first operand says which of the others is the result."""
+    """Whether the first operand selects the result from the others."""
     return isinstance(operation, Choice) or operation.name == "select_n"
 
 
@@ -139,8 +145,8 @@ def is_move(operation: Any) -> bool:
     return isinstance(operation, (Slice, Part, Stack, Gathered)) or operation.name in _MOVES
 
 
-def _has_a_say(step: Step, k: int, i: int) -> np.ndarray:
-    """Whether an element of operand i could have made the result another one; at the rank of the larger of the two."""
+def _takes_part_in_decision(step: Step, k: int, i: int) -> np.ndarray:
+    """Where operand i took part in the decision about output k, at the rank of the larger of the two."""
     name = step.operation.name
     if name not in _EXTREMES | _PRODUCTS | {"reduce_sum"}:
         return np.asarray(True)
@@ -162,12 +168,9 @@ def _is_zero(value: Value) -> np.ndarray:
 
 def _behind_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any]) -> np.ndarray:
     operation, shape = step.operation, step.inputs[i].bad.shape
-    if not mask.any():
-        return np.zeros(shape, bool)
-    if _is_index(operation, i) or _is_key(step.inputs[i]):
-        return np.full(shape, True)
-    if operation.name in _RESHAPES:
-        return mask.reshape(shape)
+    known = _same_both_ways(step, i, mask, shape)
+    if known is not None:
+        return known
     if operation.name == "transpose":
         return mask.transpose(np.argsort(operation.params["permutation"]))
     if operation.name == "broadcast_in_dim":
@@ -179,12 +182,9 @@ def _behind_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[An
 
 def _ahead_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any]) -> np.ndarray:
     operation, shape = step.operation, step.outputs[k].bad.shape
-    if not mask.any():
-        return np.zeros(shape, bool)
-    if _is_index(operation, i) or _is_key(step.inputs[i]):
-        return np.full(shape, True)
-    if operation.name in _RESHAPES:
-        return mask.reshape(shape)
+    known = _same_both_ways(step, i, mask, shape)
+    if known is not None:
+        return known
     if operation.name == "transpose":
         return mask.transpose(operation.params["permutation"])
     if operation.name == "broadcast_in_dim":
@@ -192,6 +192,15 @@ def _ahead_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any
         return np.broadcast_to(np.expand_dims(mask, [a for a in range(len(shape)) if a not in kept]), shape)
     tangent = operation.push_forward(k, i)(mask.astype(arrays[i].dtype), *arrays)
     return np.asarray(np.asarray(tangent) != 0)
+
+
+def _same_both_ways(step: Step, i: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
+    """The mask that goes with `mask` at the other end, of `shape`, if it does not depend on the direction."""
+    if not mask.any():
+        return np.zeros(shape, bool)
+    if _is_index(step.operation, i) or _is_key(step.inputs[i]):
+        return np.full(shape, True)
+    return mask.reshape(shape) if step.operation.name in _RESHAPES else None
 
 
 def _is_index(operation: Any, i: int) -> bool:
@@ -202,17 +211,17 @@ def _is_key(value: Value) -> bool:
     return bool(jnp.issubdtype(value.array.dtype, jax.dtypes.extended))
 
 
-def _floats(step: Step) -> list[Any]:
-    """The operands with floats in place of booleans and integers, which have no derivatives; but for indices."""
+def _as_floats(step: Step) -> list[Any]:
+    """The operands with booleans and integers, which have no derivatives, as floats; indices stay as they are."""
     return [
         v.array if _is_index(step.operation, i) or _is_key(v) else v.array.astype(_float_dtype(v.array))
         for i, v in enumerate(step.inputs)
     ]
 
 
-def _ones(step: Step) -> list[Any]:
-    """The same with ones: there a derivative is positive for each element that takes part."""
-    return [jnp.ones_like(x) if is_float(x) else x for x in _floats(step)]
+def _as_ones(step: Step) -> list[Any]:
+    """The same with every float 1: there the derivative is positive for each element that takes part."""
+    return [jnp.ones_like(x) if is_float(x) else x for x in _as_floats(step)]
 
 
 def _float_dtype(array: Any) -> Any:
@@ -220,14 +229,14 @@ def _float_dtype(array: Any) -> Any:
 
 
 def _is_chosen(step: Step, i: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Where a selection takes its operand i, the first of which says so."""
+    """Where a selection takes its operand i."""
     if isinstance(step.operation, Choice):
         return np.full(shape, True)
     return np.broadcast_to(_array(step.inputs[0]).astype(int) == i - 1, shape)
 
 
-def _exchanged(operation: Exchange, i: int, k: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Element by element if that fits, between devices that have to do with each other."""
+def _mask_across_devices(operation: Exchange, i: int, k: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The mask at the other end of an exchange: by element if the exchange is elementwise, else all or nothing."""
     if not operation.is_elementwise:
         return np.full(shape, mask.any())
     return mask & operation.connects(i, k)
@@ -242,28 +251,28 @@ def _at_rank_of_operand(operation: Any, result: np.ndarray) -> np.ndarray:
 
 
 def _unbroadcast(mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """A mask of `shape`, True where any element is that it is broadcast to."""
+    """The mask reduced to `shape`, which broadcasts to it: True where any copy is True."""
     kept = np.asarray(mask.any(tuple(range(mask.ndim - len(shape)))))
     return np.asarray(kept.any(tuple(a for a, n in enumerate(shape) if n == 1), keepdims=True))
 
 
 def _accumulated(mask: np.ndarray, axis: int, from_the_end: bool) -> np.ndarray:
-    """Where there is a True at the same place or before it; or after it."""
+    """Where the mask is True at the same place or before it; with `from_the_end`, or after it."""
     if not from_the_end:
         return np.asarray(np.logical_or.accumulate(mask, axis))
     return np.flip(np.logical_or.accumulate(np.flip(mask, axis), axis), axis)
 
 
-def _over_mixed(operation: Operation, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """All elements of `shape` that differ from a masked one at most in the axes along which the operation mixes."""
+def _spread_along_mixed_axes(operation: Operation, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The masked elements, spread along all axes along which the operation mixes elements."""
     if operation.name == "sort":
         mixed: tuple[int, ...] = (operation.params["dimension"],)
     elif operation.name == "top_k":
         mixed = (operation.params.get("axis", -1) % mask.ndim,)
     elif operation.name == "fft":
         mixed = tuple(range(mask.ndim - len(operation.params["fft_lengths"]), mask.ndim))
-    elif operation.name in _OF_MATRICES:
-        batch = max(mask.ndim, len(shape)) - 2  # of an operand or a result that is a vector for each of them as well
+    elif operation.name in _MATRIX_OPS:
+        batch = max(mask.ndim, len(shape)) - 2  # a matrix's counterpart may be a vector
         any_of_matrix = np.asarray(mask.any(tuple(range(batch, mask.ndim))))
         return np.broadcast_to(np.expand_dims(any_of_matrix, tuple(range(batch, len(shape)))), shape)
     else:

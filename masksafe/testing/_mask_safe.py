@@ -18,9 +18,9 @@ from masksafe.testing._trees import (
     is_float,
     only_floats,
     random_like,
+    replace_arguments,
+    replace_floats,
     weighted_sum,
-    with_arguments,
-    with_floats,
 )
 
 _OP = "assert_mask_safe"
@@ -41,41 +41,40 @@ def assert_mask_safe(
     seed: int = 0,
     empty: tuple[Any, ...] | None = None,
 ) -> None:
-    """Asserts that what the masked elements of some arguments hold touches nothing.
+    """Asserts that the values of masked elements influence nothing.
 
-    The masked elements are filled with harmless values once, and then with one kind of garbage after
-    the other, in one argument at a time and in all of them at once. Each time,
+    The masked elements are filled first with harmless values, and then with one kind of garbage after another, in one
+    argument at a time and in all of them at once. Each time,
 
     * every output is the same bit for bit (a NaN equals a NaN);
     * the gradient with respect to every unmasked element is the same bit for bit, and exactly 0 with
       respect to every masked one;
     * so are Hessian-vector products, forward over reverse and reverse over reverse.
 
-    Gradients are those of a random linear combination of the outputs, with respect to the floats of every
-    argument, masked or not: a leak into another argument is found as well.
+    Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
+    masked or not, so a leak into another argument is found as well.
 
     Args:
-      fn: any JAX function of `args` that returns an array or a pytree of arrays. A flax, equinox or haiku
-        module goes in a closure: `lambda x: module.apply(variables, x, mask)`.
-      *args: arrays or pytrees of arrays. Give unmasked elements values for which `fn` is well defined.
-      masked: for each argument that has masked elements, its position and a boolean array (for a pytree,
-        a pytree of them) that broadcasts to its shape: **True where an element is masked**.
-      output_mask: booleans that broadcast to the output (or a pytree of them), True where the output itself
-        is padding, on which nothing is promised. Such outputs get no cotangent either.
-      order: highest derivative that is looked at: 0 values, 1 gradients, 2 Hessian-vector products.
-      garbage: the values to fill with. By default NaN, both infinities, the extremes of the dtype, 0, random
-        numbers and a mixture of all; for integers the extremes, -1, -100, 0, random numbers and a mixture.
-        A value that an argument's dtype cannot hold is left out for that argument.
+      fn: any JAX function of `args` that returns an array or a pytree of arrays. Wrap a flax, equinox or haiku module
+        in a closure: `lambda x: module.apply(variables, x, mask)`.
+      *args: arrays or pytrees of arrays. `fn` must be well defined for the unmasked elements.
+      masked: from the position of each argument that has masked elements to a boolean array (for a pytree, a pytree of
+        them) that broadcasts to its shape: **True where an element is masked**.
+      output_mask: booleans that broadcast to the output (or a pytree of them), True where the output itself is padding.
+        There nothing is checked, and the cotangent is 0.
+      order: the highest derivative to check: 0 for values, 1 for gradients, 2 for Hessian-vector products.
+      garbage: the values to fill with. By default NaN, both infinities, the extremes of the dtype, 0, random numbers
+        and a mixture of all these; for integers the extremes, -1, -100, 0, random numbers and a mixture. A value that
+        an argument's dtype cannot hold is skipped for that argument.
       transforms: any of "eager", "jit" and "vmap" (a batch of two copies).
-      seed: of everything random.
-      empty: the arguments of a call in which everything is masked. Its outputs and its gradients must be
-        finite.
+      seed: the seed of all random numbers.
+      empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite.
 
     Raises:
-      AssertionError: if a masked element is not gone. The text names the argument, the garbage, the
-        transform, the derivative and the first index that differs, with both values.
-      TypeError: if `masked` is no mapping.
-      ValueError: for arguments that make no sense, such as a `masked` that names no argument or masks nothing.
+      AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
+        derivative and the first index that differs, with both values.
+      TypeError: if `masked` is not a mapping.
+      ValueError: if `masked` names no argument or masks nothing, or if a mask, `order` or `transforms` is invalid.
 
     Example:
       `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
@@ -122,7 +121,7 @@ def assert_mask_safe(
     masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
-    harmless = with_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
+    harmless = replace_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
     probe = _probe(fn, harmless, output_mask, order, rng)
 
     for transform in transforms:
@@ -137,11 +136,11 @@ def assert_mask_safe(
         _assert_finite(_transformed(_probe(fn, empty, output_mask, min(order, 1), rng), "jit")(empty))
 
 
-# What is compared: arrays with the name of the derivative, and the argument with respect to which it is taken.
+# The quantities to compare: the value, and each derivative with respect to each argument.
 
 
 class _Quantity(NamedTuple):
-    order: int  # first, so that JAX, which sorts a dictionary's keys, leaves values before derivatives
+    order: int  # the first field: JAX sorts the keys of a dictionary, and values belong before derivatives
     derivative: str
     argument: int | None
 
@@ -155,7 +154,7 @@ Quantities = dict[_Quantity, Tree]
 def _probe(
     fn: Callable[..., Tree], args: tuple[Any, ...], output_mask: Tree, order: int, rng: np.random.Generator
 ) -> Callable[..., Quantities]:
-    """The function of `args` that returns every value and derivative to compare."""
+    """A function of `args` that returns every quantity to compare."""
     outputs = jax.eval_shape(fn, *args)
     kept = _kept_outputs(outputs, output_mask)
     weights = random_like(outputs, rng)
@@ -166,8 +165,8 @@ def _probe(
 
     def probe(*args: Any) -> Quantities:
         def combination(chosen: list[Tree]) -> Any:
-            new = {i: with_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
-            return weighted_sum(fn(*with_arguments(args, new)), weights, kept)
+            new = {i: replace_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
+            return weighted_sum(fn(*replace_arguments(args, new)), weights, kept)
 
         def slope(chosen: list[Tree]) -> Any:
             gradient = jax.grad(combination)(chosen)
@@ -189,7 +188,7 @@ def _probe(
 
 
 def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
-    """For every output, where something is promised on it."""
+    """Where each output is to be compared."""
     if output_mask is None:
         output_mask = np.False_
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(output_mask)):
@@ -202,7 +201,7 @@ def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[
 
 
 def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
-    """`probe` as a function of a tuple of arguments, run in one way of JAX's; its arrays are NumPy's."""
+    """`probe` as a function of a tuple of arguments, run under a transform of JAX; it returns NumPy arrays."""
 
     def run_twice(*args: Any) -> Quantities:
         return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
@@ -211,7 +210,7 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
     return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
-# What is put under the mask.
+# Filling the masks.
 
 
 def _mask_of_leaf(leaf: Any, mask: Any) -> np.ndarray:
@@ -231,7 +230,7 @@ def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
 
 
 def _fill_harmless(rng: np.random.Generator) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """Draws from the unmasked values of the same array, which are good ones for the function."""
+    """Fills with unmasked values of the same array, for which the function is well defined."""
 
     def fill(leaf: Any, mask: np.ndarray) -> np.ndarray:
         filled: np.ndarray = np.array(leaf)
@@ -245,13 +244,13 @@ def _fill_harmless(rng: np.random.Generator) -> Callable[[Any, np.ndarray], np.n
 def _fillings(
     args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None, rng: np.random.Generator
 ) -> Iterator[tuple[int | None, str, tuple[Any, ...]]]:
-    """Every way to fill the masks: the argument, the name of the garbage, all arguments."""
+    """Every way to fill the masks: the argument filled (None for all), the name of the garbage, all arguments."""
     for i, mask in masks.items():
         for name in _garbage_names(args[i], garbage):
             filled = jax.tree.map(functools.partial(_fill, name=name, garbage=garbage, rng=rng), args[i], mask)
-            yield i, name, with_arguments(args, {i: filled})
+            yield i, name, replace_arguments(args, {i: filled})
     fill = functools.partial(_fill, name=_MIXTURE, garbage=garbage, rng=rng)
-    yield None, _MIXTURE, with_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+    yield None, _MIXTURE, replace_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
 
 
 def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
@@ -259,7 +258,7 @@ def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
 
 
 def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
-    """What an array of this dtype can be filled with, by name."""
+    """The garbage that an array of this dtype can hold, by name."""
     if leaf.dtype == np.bool_:
         candidates: Sequence[float] = (False, True)
     elif is_float(leaf):
@@ -277,7 +276,7 @@ def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
 def _fill(
     leaf: np.ndarray, mask: np.ndarray, *, name: str, garbage: Sequence[float] | None, rng: np.random.Generator
 ) -> np.ndarray:
-    """`leaf` with the named garbage under its mask; as it is where its dtype has no such garbage."""
+    """`leaf` with the named garbage under its mask; unchanged if its dtype has no such garbage."""
     kinds = _garbage_of(leaf, garbage)
     if name == _MIXTURE and kinds:
         drawn = rng.integers(len(kinds), size=leaf.shape)
@@ -298,15 +297,15 @@ def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
 
 
-# What is asserted.
+# The assertions.
 
 
 class _Case(NamedTuple):
-    """What was put where, and how the function was run."""
+    """A filling of the masks, and the transform under which the function was run."""
 
     args: tuple[Any, ...]
     masks: Mapping[int, Tree]
-    argument: int | None  # None is all of the masked arguments at once
+    argument: int | None  # None means all masked arguments at once
     garbage: str
     transform: str
 
@@ -323,7 +322,7 @@ def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> N
         if wrong.any():
             index = first_index(wrong)
             text = (
-                f"{wrong.sum()} of {mask.sum()} masked elements have a {_noun(quantity)} that is not 0, "
+                f"{wrong.sum()} of {mask.sum()} masked elements have a {_derivative_name(quantity)} that is not 0, "
                 f"the first at index {index}: {array[index]}"
             )
             raise AssertionError(_report(case, quantity, text))
@@ -356,7 +355,7 @@ def _assert_finite(quantities: Quantities) -> None:
                 )
 
 
-def _noun(quantity: _Quantity) -> str:
+def _derivative_name(quantity: _Quantity) -> str:
     return quantity.derivative.split(" (")[0]
 
 

@@ -1,7 +1,7 @@
-"""The ways of running a function that must all give one answer.
+"""The modes in which a function must give one answer.
 
-A mode takes a function of a flat list of arrays, those arrays, and what to derive from the function: itself, or its
-gradient. It yields results with their names: none if it does not apply here, several if it stands for several ways.
+A mode takes a function of a flat list of arrays, those arrays, and `derive`, which returns the function or its
+gradient. It yields named results: none if it does not apply here, several if it stands for several ways to run.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import is_float, only_floats, weighted_sum, with_floats
+from masksafe.testing._trees import is_float, only_floats, replace_floats, weighted_sum
 
 Function = Callable[..., dict[str, Any]]
 Derive = Callable[[Function], Function]
@@ -25,7 +25,7 @@ Results = Iterator[tuple[str, dict[str, Any]]]
 
 class Mode(NamedTuple):
     run: Callable[[Function, list[Any], Derive], Results]
-    is_derived: bool = False  # by differentiating the function
+    is_derived: bool = False  # whether it differentiates the function
 
 
 def _op_by_op(fn: Function, arrays: list[Any], derive: Derive) -> Results:
@@ -44,13 +44,13 @@ def _jit(fn: Function, arrays: list[Any], derive: Derive) -> Results:
 def _vmap(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     if arrays:
         batch = [jnp.stack([_reversed(a), a]) for a in arrays]
-        yield "vmap", _second(jax.jit(jax.vmap(derive(fn)))(*batch))
+        yield "vmap", _second_of_batch(jax.jit(jax.vmap(derive(fn)))(*batch))
 
 
 def _vmap_last_axis(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     if arrays:
         batch = [jnp.stack([_reversed(a), a], -1) for a in arrays]
-        yield "vmap, last axis", _second(jax.jit(jax.vmap(derive(fn), in_axes=-1))(*batch))
+        yield "vmap, last axis", _second_of_batch(jax.jit(jax.vmap(derive(fn), in_axes=-1))(*batch))
 
 
 def _scan(fn: Function, arrays: list[Any], derive: Derive) -> Results:
@@ -59,21 +59,21 @@ def _scan(fn: Function, arrays: list[Any], derive: Derive) -> Results:
 
     if arrays:
         batch = [jnp.stack([_reversed(a), a]) for a in arrays]
-        yield "scan", _second(jax.jit(lambda batch: jax.lax.scan(step, None, batch)[1])(batch))
+        yield "scan", _second_of_batch(jax.jit(lambda batch: jax.lax.scan(step, None, batch)[1])(batch))
 
 
 def _reversed(array: Any) -> Any:
-    """Other values out of the same range, for the example whose results do not count."""
+    """Other values in the same range, for the example whose results are ignored."""
     return jnp.flip(array)
 
 
-def _second(batch: dict[str, Any]) -> dict[str, Any]:
+def _second_of_batch(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: leaf[1] for name, leaf in batch.items()}
 
 
 def _value_and_grad(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     def loss(chosen: list[Any]) -> tuple[Any, dict[str, Any]]:
-        outputs = fn(*with_floats(arrays, chosen))
+        outputs = fn(*replace_floats(arrays, chosen))
         return weighted_sum(outputs, *(dict.fromkeys(outputs, one) for one in (1.0, True))), outputs
 
     floats = only_floats(arrays)
@@ -83,7 +83,7 @@ def _value_and_grad(fn: Function, arrays: list[Any], derive: Derive) -> Results:
 
 def _jvp(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     def value_and_tangent(floats: list[Any]) -> tuple[Any, Any]:
-        return jax.jvp(lambda chosen: fn(*with_floats(arrays, chosen)), (floats,), (floats,))
+        return jax.jvp(lambda chosen: fn(*replace_floats(arrays, chosen)), (floats,), (floats,))
 
     floats = only_floats(arrays)
     try:
@@ -101,8 +101,8 @@ def _checkpoint(fn: Function, arrays: list[Any], derive: Derive) -> Results:
 
 
 def _transposed(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    of_transposed = jax.jit(lambda *transposed: derive(fn)(*(a.T for a in transposed)))
-    yield "transposed", of_transposed(*(a.T for a in arrays))
+    run_transposed = jax.jit(lambda *transposed: derive(fn)(*(a.T for a in transposed)))
+    yield "transposed", run_transposed(*(a.T for a in arrays))
 
 
 def _strided(fn: Function, arrays: list[Any], derive: Derive) -> Results:
@@ -127,7 +127,7 @@ def _donated(fn: Function, arrays: list[Any], derive: Derive) -> Results:
 
 def _disk(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     with tempfile.TemporaryFile() as file:
-        # NumPy's format does not know bfloat16, nor any other of JAX's own floats: their bytes are saved.
+        # Bytes are saved, since NumPy's format does not know bfloat16 nor JAX's other float types.
         np.savez(file, *(np.frombuffer(np.asarray(a).tobytes(), np.uint8) for a in arrays))
         file.seek(0)
         with np.load(file) as saved:
@@ -162,7 +162,7 @@ def _split(mesh: Mesh, array: np.ndarray, axis: int) -> NamedSharding:
 def _platforms() -> Iterator[list[jax.Device]]:
     """The devices of every platform that is here."""
     for platform in ("cpu", "gpu", "tpu"):
-        with contextlib.suppress(RuntimeError):  # JAX's way to say that it is not here
+        with contextlib.suppress(RuntimeError):  # raised for a platform that is not here
             yield jax.devices(platform)
 
 

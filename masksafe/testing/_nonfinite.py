@@ -1,8 +1,8 @@
 """Where a NaN or an infinity came from.
 
-The program of a function is replayed equation by equation, and every value is kept. Then it is walked backwards from
-the bad elements of the outputs: which elements of which inputs made them bad? An equation whose bad elements come from
-finite inputs is a source.
+The program of a function is replayed equation by equation, with every value stored. A walk backwards from the bad
+elements of the outputs then finds the elements that made them bad. An equation with bad results from finite inputs is a
+source.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from masksafe._core.call_site import is_of_user
 from masksafe.testing._blame import Blame, blame
 from masksafe.testing._influence import ELEMENTWISE
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
-from masksafe.testing._trees import first_index, is_float, only_floats, with_floats
+from masksafe.testing._trees import first_index, is_float, only_floats, replace_floats
 
 _MASKSAFE = f"{Path(masksafe.__file__).parent}{os.sep}"
 _SHOWN = 5  # entries in a part of the printed report
@@ -31,16 +31,27 @@ _SHOWN = 5  # entries in a part of the printed report
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteSource:
-    """An equation that made elements bad."""
+    """An equation that made elements bad.
+
+    Attributes:
+      primitive: the name of the JAX primitive.
+      place: the user's line of code.
+      result: dtype and shape of the result.
+      count: the number of bad elements.
+      index: the index of the first bad element.
+      value: the first bad element.
+      inputs: the values of the inputs at that index, for an elementwise equation.
+      note: a remark, or "".
+    """
 
     primitive: str
-    place: str  # the user's line
-    result: str  # dtype and shape
-    count: int  # of the bad elements
-    index: tuple[int, ...]  # of the first one
+    place: str
+    result: str
+    count: int
+    index: tuple[int, ...]
     value: float
-    inputs: tuple[float, ...]  # there, for an elementwise equation
-    note: str = ""  # what else there is to know
+    inputs: tuple[float, ...]
+    note: str = ""
 
     def __str__(self) -> str:
         values = f" from {', '.join(f'{v:g}' for v in self.inputs)}" if self.inputs else ""
@@ -52,17 +63,36 @@ class NonfiniteSource:
 
 @dataclasses.dataclass(frozen=True)
 class NonfiniteReport:
-    """What `nonfinite_report` found; it is False if every output is finite, and prints as a short text."""
+    """The result of `nonfinite_report`: false if every output is finite, and printed as a short text.
 
-    outputs: tuple[str, ...]  # those that are not finite
-    sources: tuple[NonfiniteSource, ...]  # equations that made bad elements from finite ones
-    from_infinities: tuple[NonfiniteSource, ...]  # equations that made NaN from infinities, such as inf - inf
-    arguments: tuple[str, ...]  # that had bad elements already, and handed them on to an output
-    harmless: tuple[NonfiniteSource, ...]  # equations whose bad elements reach no output
+    Attributes:
+      outputs: the outputs that are not finite, each as a line of text.
+      sources: the equations that made bad elements from finite ones.
+      from_infinities: the equations that made NaN from infinities, such as inf - inf.
+      arguments: the arguments that had bad elements from the start and passed them on to an output.
+      harmless: the equations whose bad elements reach no output.
+
+    An equation has the fields `primitive`, `place` (the user's line of code), `result` (dtype and shape), `count` (of
+    the bad elements), `index` and `value` (of the first one), `inputs` (their values at that index, for an elementwise
+    equation) and `note`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from masksafe.testing import nonfinite_report
+      >>> report = nonfinite_report(jnp.log, jnp.array([1.0, -1.0]))
+      >>> print(bool(report), report.sources[0].primitive, report.sources[0].inputs)
+      True log (-1.0,)
+    """
+
+    outputs: tuple[str, ...]
+    sources: tuple[NonfiniteSource, ...]
+    from_infinities: tuple[NonfiniteSource, ...]
+    arguments: tuple[str, ...]
+    harmless: tuple[NonfiniteSource, ...]
 
     @property
     def first(self) -> NonfiniteSource | None:
-        """The first source; without one, the first equation that made NaN from infinities."""
+        """The first source or, without one, the first equation that made NaN from infinities."""
         return next(iter(self.sources + self.from_infinities), None)
 
     def __bool__(self) -> bool:
@@ -76,12 +106,12 @@ class NonfiniteReport:
             "Not finite from the start": self.arguments,
             "Harmless, for it makes no output bad": self.harmless,
         }
-        lines = [line for title, part in parts.items() if part for line in (f"{title}:", *_listed(part))]
+        lines = [line for title, part in parts.items() if part for line in (f"{title}:", *_list_entries(part))]
         return "\n".join(lines) or "Everything is finite."
 
 
-def _listed(part: Sequence[Any]) -> list[str]:
-    """The first lines of a part. What a loop makes in each of its steps is told once."""
+def _list_entries(part: Sequence[Any]) -> list[str]:
+    """The first entries of a part as lines; entries from the steps of one loop share a line."""
     groups: dict[Any, list[Any]] = {}
     for entry in part:
         key = (entry.primitive, entry.place) if isinstance(entry, NonfiniteSource) else entry
@@ -92,25 +122,29 @@ def _listed(part: Sequence[Any]) -> list[str]:
 
 
 def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> NonfiniteReport:
-    """Tells which equation of a function made the NaN or the infinity in its outputs.
+    """Finds the equation of a function that made the NaN or the infinity in its outputs.
 
-    The function is traced and replayed equation by equation, also inside of `jax.jit`, `jax.checkpoint`, custom
-    derivatives, `scan`, `while`, `cond`, `custom_linear_solve`, and on every device of a `jax.shard_map`; this is slow,
-    and keeps every intermediate value. An equation whose inside could not be looked into says so in its `note`.
+    The function is traced and replayed equation by equation, also inside `jax.jit`, `jax.checkpoint`, custom
+    derivatives, `scan`, `while`, `cond`, `custom_linear_solve`, and on every device of a `jax.shard_map`. This is slow,
+    and stores every intermediate value. If an equation runs a program that cannot be replayed, its `note` says so.
 
-    A bad element that a selection or a mask keeps from the outputs is harmless, and listed apart: `jax_debug_nans`
-    stops at it. One that is found, and answered with a NaN of its own (`jnp.where(jnp.isfinite(x).all(), y, jnp.nan)`),
-    is followed through the predicate to what made it. A NaN that is chosen for the sake of finite values is a source
-    itself. If it is masksafe that writes it, for a bad label, the `note` names the op and `masksafe.label_checks`.
+    A bad element that a selection or a mask keeps away from the outputs is harmless, and listed separately;
+    `jax_debug_nans` stops at it. Some code detects a bad element and answers with a NaN of its own, as in
+    `jnp.where(jnp.isfinite(x).all(), y, jnp.nan)`: then the report goes back through the predicate to the equation that
+    made the bad element. A NaN chosen because of finite values is itself a source. If masksafe wrote it because of a
+    bad label, the `note` names the op and `masksafe.label_checks`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
       *args: arrays or pytrees of arrays; close over anything else.
-      grad: look at the gradient of the sum of the real outputs with respect to the floats of `args` instead.
+      grad: examine the gradient of the sum of the real outputs with respect to the floats of `args` instead.
 
     Returns:
-      A `NonfiniteReport`. Its `first` has the primitive, the user's line, shape and number of the bad elements, the
-      index and value of the first one, the values of the inputs there, and a `note`. Print the report for a short text.
+      A `NonfiniteReport`, which prints as a short text. Its `first` is the equation to look at.
+
+    Raises:
+      TypeError: if an argument is not an array, or `grad` is given and no output is a float array.
+      NotImplementedError: if `fn` uses a mutable reference, or exchanges data between devices outside `jax.shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -129,6 +163,10 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
       ()
       >>> print(nonfinite_report(safe_entropy, jnp.array([0.5, 0.5, 0.0]), grad=True).first.primitive)
       log
+
+    References:
+      `jax_debug_nans <https://docs.jax.dev/en/latest/debugging/flags.html>`_, which stops at the first NaN of any
+      primitive.
     """
     names = iter(_names(args))
     args = jax.tree.map(lambda leaf: as_array("nonfinite_report", f"args{next(names)}", leaf), args)
@@ -136,22 +174,22 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
         fn, args = _gradient(fn, args), (only_floats(args),)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
     arguments = [Value(jnp.asarray(leaf)) for leaf in jax.tree.leaves(args)]
-    with _mesh_of(arguments):
+    with _mesh_context(arguments):
         replay = Replay(program, arguments)
         blamed = blame(replay)
     outputs = zip(_names(shapes), replay.outputs, strict=True)
     named_arguments = zip(_names(args), arguments, strict=True)
     return NonfiniteReport(
-        tuple(_described(f"output{name}", value) for name, value in outputs if value.is_bad),
-        tuple(map(_source, blamed.sources)),
-        tuple(map(_source, blamed.from_infinities)),
-        tuple(_described(f"argument {name}", value) for name, value in named_arguments if value in blamed.reached),
-        tuple(map(_source, blamed.harmless)),
+        tuple(_describe_bad(f"output{name}", value) for name, value in outputs if value.is_bad),
+        tuple(map(_describe_source, blamed.sources)),
+        tuple(map(_describe_source, blamed.from_infinities)),
+        tuple(_describe_bad(f"argument {name}", value) for name, value in named_arguments if value in blamed.reached),
+        tuple(map(_describe_source, blamed.harmless)),
     )
 
 
-def _mesh_of(arguments: Sequence[Value]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of which the arguments' types speak; single equations have to be told it."""
+def _mesh_context(arguments: Sequence[Value]) -> contextlib.AbstractContextManager[Any]:
+    """A context with the mesh named in the arguments' types, which single equations need."""
     for value in arguments:
         mesh = getattr(value.array.sharding, "mesh", None)
         if mesh is not None and mesh.explicit_axes and jax.sharding.get_abstract_mesh().empty:
@@ -162,7 +200,7 @@ def _mesh_of(arguments: Sequence[Value]) -> contextlib.AbstractContextManager[An
 
 def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], Any]:
     def total(floats: Any) -> Any:
-        outputs = [out for out in jax.tree.leaves(fn(*with_floats(args, floats))) if is_float(out)]
+        outputs = [out for out in jax.tree.leaves(fn(*replace_floats(args, floats))) if is_float(out)]
         if not outputs:
             raise TypeError(message("nonfinite_report", "fn", "no output of floats", "one to differentiate"))
         return sum(map(jnp.sum, outputs))
@@ -170,10 +208,10 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
     return jax.grad(total)
 
 
-# Telling the user.
+# The entries of the report.
 
 
-def _source(found: Blame) -> NonfiniteSource:
+def _describe_source(found: Blame) -> NonfiniteSource:
     step, result = found.step, np.asarray(found.step.outputs[found.k].array)
     index = first_index(found.mask)
     is_elementwise = step.operation.name in ELEMENTWISE
@@ -202,7 +240,7 @@ def _note(found: Blame) -> str:
 
 
 def _op_of(step: Step) -> Callable[..., Any] | None:
-    """The public op of masksafe whose own line, and no user's, is the innermost one behind the step."""
+    """The public op of masksafe that made the step, or None if the user's own code made it."""
     op = None
     for frame in frames_of(step.callers):
         if is_of_user(frame.file_name):
@@ -213,7 +251,7 @@ def _op_of(step: Step) -> Callable[..., Any] | None:
     return op if callable(op) else None
 
 
-def _described(name: str, value: Value) -> str:
+def _describe_bad(name: str, value: Value) -> str:
     index = first_index(value.bad)
     kind = f"{value.array.dtype}{list(value.array.shape)}"
     return f"{name}, {kind}: {value.bad.sum()} of {value.bad.size} elements, the first at index {index}"

@@ -1,8 +1,7 @@
-"""A JAX program replayed equation by equation, with every value kept.
+"""Replays a JAX program equation by equation, and stores every value.
 
-What a program calls is replayed as well: jit, checkpoint, custom derivatives, the branch of a cond, every step of a
-scan or a while, the solver of a custom_linear_solve, every device of a shard_map. All other equations are run as they
-are.
+Programs that it calls are replayed as well: jit, checkpoint, custom derivatives, the branch of a cond, every step of a
+scan or a while, the solver of a custom_linear_solve, every device of a shard_map. All other equations are run whole.
 """
 
 import functools
@@ -19,33 +18,33 @@ from masksafe._core.call_site import is_of_user
 from masksafe.testing._devices import EXCHANGES, Device, Exchange, Part, mesh_axes
 
 UNKNOWN_PLACE = "an unknown line"
-# Primitives that do nothing but run the program in one of their parameters.
+# Primitives that only run the program in one of their parameters.
 _CALLS = frozenset(
     """call checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call jit
     pjit remat remat2""".split()  # noqa: SIM905
 )
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-# Primitives that say of an array over which axes of a mesh it varies, in a shard_map.
+# Primitives that only change the mesh axes over which an array in a shard_map is said to vary.
 _RETYPINGS = frozenset("pbroadcast pcast pvary reduced_vary_cast vary_unreduced_cast".split())  # noqa: SIM905
 # Primitives that move an array between devices.
 _PLACEMENTS = frozenset("device_put mesh_cast reshard sharding_constraint".split())  # noqa: SIM905
-# Primitives whose program is no more than the way in which they combine two numbers.
+# Primitives whose program only combines two numbers.
 _WITH_COMBINERS = ("reduce", "scatter", "select_and_")
 
 
 class Value:
-    """An array that the program computes; it is told apart from equal ones."""
+    """An array that the program computes, compared by identity."""
 
     def __init__(self, array: Any, is_written: bool = False) -> None:
         self.array = array
-        self.is_captured = is_written and array.ndim > 0  # by the function, from outside
+        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
         self.is_written = is_written
-        self.is_constant = is_written and array.ndim == 0  # or computed from such alone
+        self.is_constant = is_written and array.ndim == 0  # or computed only from constants
         inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-        self.is_discrete = not inexact or self.is_constant  # or computed from such alone: a decision, a count of them
+        self.is_discrete = not inexact or self.is_constant  # or computed only from discrete values
         self.bad = ~np.asarray(jnp.isfinite(array)) if inexact else np.zeros(array.shape, bool)
-        self.is_bad = bool(inexact and self.bad.any())  # anywhere
-        # Whether the program has a NaN for all of it, or computes it from such a one, whatever else it meets.
+        self.is_bad = bool(inexact and self.bad.any())
+        # Whether the program writes a NaN in place of the whole value, or computes it from such a NaN.
         self.is_written_nan = self.is_constant and self.is_bad and bool(self.nan)
 
     @functools.cached_property
@@ -54,12 +53,12 @@ class Value:
 
 
 class Operation:
-    """What an equation does, however often it is run."""
+    """The operation of an equation, shared by all of its runs."""
 
     def __init__(self, equation: Any, is_of_device: bool) -> None:
         self.name: str = equation.primitive.name
         self.params: dict[str, Any] = equation.params
-        if is_of_device:  # in a shard_map, where arrays are typed by a mesh that is not there in a replay
+        if is_of_device:  # the types of arrays in a shard_map name a mesh that a replay does not have
             is_sharding = lambda p: isinstance(p, jax.sharding.Sharding)  # noqa: E731
             self.params = {name: None if is_sharding(p) else p for name, p in self.params.items()}
         self._primitive = equation.primitive
@@ -78,29 +77,29 @@ class Operation:
         return programs and not self.name.startswith(_WITH_COMBINERS)
 
     def pull_back(self, k: int, i: int) -> Callable[..., Any]:
-        """The cotangent of operand i at `arrays`, of one of output k."""
+        """The function from a cotangent of output k to that of operand i, at `arrays`."""
 
         def cotangent(d_out: Any, *arrays: Any) -> Any:
-            return jax.vjp(self._of_one(k, i, arrays), arrays[i])[1](d_out)[0]
+            return jax.vjp(self._function_of_operand(k, i, arrays), arrays[i])[1](d_out)[0]
 
         return self._pull_backs.setdefault((k, i), jax.jit(cotangent))
 
     def push_forward(self, k: int, i: int) -> Callable[..., Any]:
-        """The tangent of output k at `arrays`, of one of operand i."""
+        """The function from a tangent of operand i to that of output k, at `arrays`."""
 
         def tangent(d_in: Any, *arrays: Any) -> Any:
-            return jax.jvp(self._of_one(k, i, arrays), (arrays[i],), (d_in,))[1]
+            return jax.jvp(self._function_of_operand(k, i, arrays), (arrays[i],), (d_in,))[1]
 
         return self._push_forwards.setdefault((k, i), jax.jit(tangent))
 
-    def _of_one(self, k: int, i: int, arrays: Sequence[Any]) -> Callable[[Any], Any]:
-        # The operands may be floats in place of integers.
+    def _function_of_operand(self, k: int, i: int, arrays: Sequence[Any]) -> Callable[[Any], Any]:
+        # The operands may be floats instead of integers.
         params = {"preferred_element_type": None} if "preferred_element_type" in self.params else {}
         return lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]
 
 
 class Slice:
-    """Taking element `at` of the first axis, as a scan does with what it goes through."""
+    """Taking element `at` of the first axis, as a scan does with its inputs."""
 
     name = "scan"
 
@@ -112,7 +111,7 @@ class Slice:
 
 
 class Stack:
-    """Stacking on a new first axis, as a scan does with what its steps return."""
+    """Stacking along a new first axis, as a scan does with the outputs of its steps."""
 
     name = "scan"
 
@@ -121,7 +120,7 @@ class Stack:
 
 
 class Gathered:
-    """What a shard_map returns, which is `array`, and has the parts of the devices at `places`."""
+    """Gathering the output `array` of a shard_map, in which `places` are the slices of the devices' parts."""
 
     name = "shard_map"
 
@@ -134,7 +133,7 @@ class Gathered:
 
 
 class Choice:
-    """Having one value and no other for what the first operand says: the branch of a cond, the end of a while."""
+    """Choosing a value because of the first operand: the branch of a cond, or the end of a while."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -144,7 +143,7 @@ class Choice:
 
 
 class Step:
-    """An operation that was run, by an equation that other equations called; the innermost one comes first."""
+    """One run of an operation; `callers` are its equation and those that called it, the innermost first."""
 
     def __init__(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> None:
         self.operation = operation
@@ -170,14 +169,14 @@ class Step:
 
 
 def frames_of(callers: tuple[Any, ...]) -> Iterator[Any]:
-    """The lines of code that lead to an equation and those that called it, the innermost line first."""
+    """The lines of code that led to an equation and its callers, the innermost first."""
     for equation in callers:
         traceback = equation.source_info.traceback
         yield from () if traceback is None else traceback.frames
 
 
 def place_of(callers: tuple[Any, ...]) -> str:
-    """The innermost of them that is neither masksafe's nor JAX's."""
+    """The innermost of these lines that is neither masksafe's nor JAX's."""
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
@@ -188,8 +187,8 @@ def _is_of_device(callers: tuple[Any, ...]) -> bool:
     return any(caller.primitive.name == "shard_map" for caller in callers[1:])
 
 
-# The replay of a program hands out what a device sends to others (the equation, what called it, and its operands), and
-# is handed what the device receives.
+# The replay of a program yields what its device sends to others (the equation, its callers and its operands), and gets
+# what the device receives.
 _Sent = tuple[Any, tuple[Any, ...], list[Value]]
 _Exchanging = Generator[_Sent, list[Value], list[Value]]
 
@@ -200,9 +199,9 @@ class Replay:
     def __init__(self, program: core.ClosedJaxpr, arguments: Sequence[Value]) -> None:
         self.steps: list[Step] = []
         self._operations: dict[int, Any] = {}
-        self.outputs = _finished(self._program(program, arguments, ()))
+        self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
 
-    def _program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
         consts = [Value(jnp.asarray(c), is_written=True) for c in getattr(program, "consts", ())]
         jaxpr = getattr(program, "jaxpr", program)
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
@@ -215,17 +214,17 @@ class Replay:
 
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
-            outputs = yield from self._equation(equation, inputs, (equation, *callers))
+            outputs = yield from self._replay_equation(equation, inputs, (equation, *callers))
             values |= dict(zip(equation.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _replay_equation(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         name, params = equation.primitive.name, equation.params
         if name in _STRUCTURES:
             return (yield from _STRUCTURES[name](self, equation, inputs, callers))
         if name in _CALLS:
             program = next(params[key] for key in _PROGRAMS if key in params)
-            return (yield from self._program(program, inputs, callers))
+            return (yield from self._replay_program(program, inputs, callers))
         if name in _RETYPINGS or (name in _PLACEMENTS and _is_of_device(callers)):
             return inputs
         if name in EXCHANGES:
@@ -250,10 +249,10 @@ class Replay:
 
     def _cond(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         index, *operands = inputs
-        outputs = yield from self._program(equation.params["branches"][int(index.array)], operands, callers)
-        return self._chosen("cond", index, outputs, callers)
+        outputs = yield from self._replay_program(equation.params["branches"][int(index.array)], operands, callers)
+        return self._run_choices("cond", index, outputs, callers)
 
-    def _chosen(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
+    def _run_choices(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
         return [self._run(Choice(name), [index, value], callers)[0] for value in values]
 
     def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
@@ -262,24 +261,24 @@ class Replay:
         condition_consts, body_consts = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
         carry = inputs[of_condition + of_body :]
         while True:
-            (goes_on,) = yield from self._program(params["cond_jaxpr"], condition_consts + carry, callers)
+            (goes_on,) = yield from self._replay_program(params["cond_jaxpr"], condition_consts + carry, callers)
             if not bool(goes_on.array):
-                return self._chosen("while", goes_on, carry, callers)
-            carry = yield from self._program(params["body_jaxpr"], [*body_consts, *carry], callers)
+                return self._run_choices("while", goes_on, carry, callers)
+            carry = yield from self._replay_program(params["body_jaxpr"], [*body_consts, *carry], callers)
 
     def _scan(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
-        # Counted by their ranks, since the names of the other parameters change from version to version of JAX: what is
-        # stacked over the steps has one axis more outside than inside. It is last among the inputs and the outputs.
-        num_xs = _number_stacked(equation.invars, program.jaxpr.invars)
-        num_ys = _number_stacked(equation.outvars, program.jaxpr.outvars)
+        # The last inputs and outputs are stacked over the steps. They are counted by their ranks, one more outside than
+        # inside, since the names of the parameters that count them differ between versions of JAX.
+        num_xs = _count_stacked(equation.invars, program.jaxpr.invars)
+        num_ys = _count_stacked(equation.outvars, program.jaxpr.outvars)
         num_carry = len(equation.outvars) - num_ys
         first_carry = len(inputs) - num_xs - num_carry
         consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
         ys: list[list[Value]] = [[] for _ in range(num_ys)]
         for at in reversed(range(length)) if is_reversed else range(length):
             slices = [self._run(Slice(at), [x], callers)[0] for x in xs]
-            results = yield from self._program(program, [*consts, *carry, *slices], callers)
+            results = yield from self._replay_program(program, [*consts, *carry, *slices], callers)
             carry = results[:num_carry]
             for column, y in zip(ys, results[num_carry:], strict=True):
                 column.append(y)
@@ -295,17 +294,17 @@ class Replay:
         first = lengths.matvec + lengths.vecmat
         solver_consts, rest = inputs[first : first + lengths.solve], inputs[first + lengths.solve :]
         operands = [*solver_consts, *rest[lengths.transpose_solve :]]
-        return (yield from self._program(equation.params["jaxprs"].solve, operands, callers))
+        return (yield from self._replay_program(equation.params["jaxprs"].solve, operands, callers))
 
     def _shard_map(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        """The program of each device, if all that they exchange is known; else the equation as it is."""
+        """Replays the program of each device, or runs the equation whole if an exchange is not supported."""
         yield from ()
         operation, before = self._operation(equation, callers), len(self.steps)
         arrays = operation(*(value.array for value in inputs))
         sizes = mesh_axes(equation.params)
         devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
         try:
-            outputs = self._of_devices(equation, devices, inputs, callers)
+            outputs = self._run_devices(equation, devices, inputs, callers)
         except (NameError, NotImplementedError, TypeError, ValueError):
             del self.steps[before:]
             return self._run(operation, inputs, callers)
@@ -315,15 +314,15 @@ class Replay:
             gathered += self._run(Gathered(array, places), list(parts), callers)
         return gathered
 
-    def _of_devices(
+    def _run_devices(
         self, equation: Any, devices: Sequence[Device], inputs: list[Value], callers: tuple[Any, ...]
     ) -> list[list[Value]]:
-        """The outputs of each device."""
+        """The outputs of each device, all of which are replayed in step from exchange to exchange."""
         in_specs, running = equation.params["in_specs"], []
         for device in devices:
             parts = [Part(device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)]
             operands = [self._run(part, [v], callers)[0] for part, v in zip(parts, inputs, strict=True)]
-            running.append(self._program(equation.params["jaxpr"], operands, callers))
+            running.append(self._replay_program(equation.params["jaxpr"], operands, callers))
         outputs: list[list[Value]] = []
         received: list[Any] = [None] * len(devices)
         while not outputs:
@@ -334,13 +333,13 @@ class Replay:
                 except StopIteration as finished:
                     outputs.append(finished.value)
             if not outputs:
-                received = self._exchanged(sent, mesh_axes(equation.params))
+                received = self._exchange(sent, mesh_axes(equation.params))
         if len(outputs) < len(devices):
             raise NotImplementedError("Some devices wait for others that are at the end.")
         return outputs
 
-    def _exchanged(self, sent: Sequence[_Sent], sizes: dict[str, int]) -> list[list[Value]]:
-        """What each device gets for what each has sent."""
+    def _exchange(self, sent: Sequence[_Sent], sizes: dict[str, int]) -> list[list[Value]]:
+        """What each device receives after each has sent something."""
         equation, callers, _ = sent[0]
         if any(other is not equation for other, _, _ in sent):
             raise NotImplementedError("Devices are at different places of the program.")
@@ -350,7 +349,7 @@ class Replay:
         return [list(of_device) for of_device in zip(*received, strict=True)]
 
 
-# What is more than a call.
+# Primitives whose programs need more than a call.
 _STRUCTURES: dict[str, Callable[..., _Exchanging]] = {
     "cond": Replay._cond,
     "custom_linear_solve": Replay._linear_solve,
@@ -360,7 +359,7 @@ _STRUCTURES: dict[str, Callable[..., _Exchanging]] = {
 }
 
 
-def _finished(program: _Exchanging) -> list[Value]:
+def _run_to_end(program: _Exchanging) -> list[Value]:
     try:
         next(program)
     except StopIteration as finished:
@@ -369,5 +368,5 @@ def _finished(program: _Exchanging) -> list[Value]:
     raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
 
 
-def _number_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _count_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(outer.aval.ndim != inner.aval.ndim for outer, inner in zip(outside, inside, strict=True))

@@ -1,4 +1,4 @@
-"""What the assertions share: the floats of pytrees, and random weights for them."""
+"""Helpers of all assertions: the floats of pytrees, and random weights for them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,15 +15,15 @@ def is_float(leaf: Any) -> bool:
 
 
 def only_floats(arg: Tree) -> Tree:
-    """The argument with None, which is no leaf, in place of what has no gradient."""
+    """The argument with None, which is not a leaf, in place of leaves that have no gradient."""
     return jax.tree.map(lambda leaf: leaf if is_float(leaf) else None, arg)
 
 
-def with_floats(arg: Tree, floats: Tree) -> Tree:
+def replace_floats(arg: Tree, floats: Tree) -> Tree:
     return jax.tree.map(lambda leaf, new: leaf if new is None else new, arg, floats)
 
 
-def with_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
+def replace_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[Any, ...]:
     return tuple(new.get(i, arg) for i, arg in enumerate(args))
 
 
@@ -32,7 +32,7 @@ def as_jax(leaf: Any) -> Any:
 
 
 def generator(seed: int) -> np.random.Generator:
-    """Random numbers that are not those of a user's `default_rng(seed)`: weights that equal the data hide bugs."""
+    """A generator that differs from a user's `default_rng(seed)`: weights that equal the data would hide bugs."""
     return np.random.default_rng((seed, 0x6D61736B))
 
 
@@ -41,7 +41,7 @@ def random_like(tree: Tree, rng: np.random.Generator) -> Tree:
 
 
 def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
-    """The sum of the float leaves times their weights, in float32 at least."""
+    """The sum of the float leaves times their weights, in float32 or float64."""
     leaves = [
         triple for triple in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True) if is_float(triple[0])
     ]
@@ -57,7 +57,7 @@ def first_index(wrong: np.ndarray) -> tuple[int, ...]:
 
 
 def bits(array: np.ndarray) -> np.ndarray:
-    """The array as unsigned integers, with one integer for every NaN."""
+    """The bits of a float array as unsigned integers, the same for every NaN; other arrays as they are."""
     if not is_float(array):
         return array
     array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
