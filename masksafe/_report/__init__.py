@@ -1,1 +1,1 @@
-"""What `python -m masksafe` runs and prints: the contract, case by case, for masksafe and for its peers."""
+"""The report of `python -m masksafe`: the contract, case by case, for masksafe and its peers."""

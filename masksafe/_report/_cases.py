@@ -1,6 +1,6 @@
-"""The cases: for each op inputs with something under the mask, or at its edge, and what has to come out.
+"""The cases: inputs of each op with garbage under the mask, or at the edge of what it accepts, and the right result.
 
-Names of ops are those of masksafe's functions. What has to come out is computed by NumPy in float64.
+An op has the name of masksafe's function. Right results are computed by NumPy in float64.
 """
 
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ class Case(NamedTuple):
     op: str
     what: str
     inputs: Inputs
-    hidden: dict[str, np.ndarray]  # which elements of the inputs are masked
-    expected: np.ndarray | None  # None: what the same call gives with harmless values under the mask
+    hidden: dict[str, np.ndarray]  # for each input, where it is masked
+    expected: np.ndarray | None  # None: the result of the same call with harmless values under the mask
 
 
 def all_cases() -> list[Case]:
@@ -38,7 +38,7 @@ def _softmax(x: np.ndarray) -> np.ndarray:
 
 
 def _cross_entropy(logits: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Of integer labels."""
+    """The losses of integer labels."""
     x = np.float64(logits)
     others = x - np.take_along_axis(x, labels[:, None], -1)
     return np.asarray(np.log1p(np.exp(others).sum(-1) - 1))
@@ -85,7 +85,7 @@ def _garbage_cases() -> list[Case]:
     log_targets = {"log_predictions": np.log(_P), "log_targets": np.log(_P[::-1])}
     divergences += [case("kl_divergence_with_log_targets", tuple(log_targets), **log_targets)]
     cosines = [case(op, two, predictions=_X, targets=_Y) for op in ("cosine_similarity", "cosine_distance")]
-    of_labels = [
+    integer_labels = [
         case(op, ("scores", "labels"), _SOME_ROWS, scores=_X, labels=_LABELS)
         for op in ("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss")
     ]
@@ -104,7 +104,7 @@ def _garbage_cases() -> list[Case]:
         case("linear_softmax_cross_entropy", ("features",), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS),
         *divergences,
         *cosines,
-        *of_labels,
+        *integer_labels,
         *dice,
         case("binary_dice_loss", ("predictions",), predictions=_X, targets=_BITS),
         case("smooth_labels", ("labels",), labels=_P, alpha=0.1),
@@ -136,7 +136,7 @@ def _integer_label_cases() -> list[Case]:
     behind = np.max(_X, 1) - _X[np.arange(_ROWS), _LABELS]
 
     def bad_label(label: int) -> tuple[np.ndarray, np.ndarray]:
-        """Labels of which one is bad, and what is to be added to the losses."""
+        """Labels of which one is bad, and what to add to the losses."""
         is_bad = np.arange(_ROWS) == 2
         return np.where(is_bad, label, _LABELS), np.where(is_bad, np.nan, 0)
 
@@ -158,18 +158,21 @@ def _integer_label_cases() -> list[Case]:
 
 
 def _soft_label_cases() -> list[Case]:
-    logits, labels = _floats(4, 4), _softmax(_floats(4, 4)).astype(np.float32)  # as many rows as classes
+    logits, labels = (
+        _floats(4, 4),
+        _softmax(_floats(4, 4)).astype(np.float32),
+    )  # as many rows as classes, to catch a mask on the wrong axis
     p = _softmax(logits)
     poly = np.where(_SOME_ROWS, np.sum(labels * (2 * (1 - p) - np.log(p)), 1), 0)
-    dead = {"logits": ~np.broadcast_to(_SOME_ROWS[:, None], (4, 4))}
-    of_poly = {"logits": logits, "labels": labels, "where": _SOME_ROWS}
+    masked_rows = {"logits": ~np.broadcast_to(_SOME_ROWS[:, None], (4, 4))}
+    poly_inputs = {"logits": logits, "labels": labels, "where": _SOME_ROWS}
     one, three = np.eye(_CLASSES, dtype=np.float32)[:1], np.eye(3, dtype=np.float32)[:1]
     soft, ruled_out = "softmax_cross_entropy", np.array([[2.0, -np.inf, 1.0]], np.float32)
     two_left, smoothed = np.array([[True, True, False]]), np.array([[0.9, 0.1, 0.0]])
     nothing, all_hidden = np.zeros(_X.shape, bool), {"logits": np.ones(_X.shape, bool)}
     return [
         _edge(soft, "logit -inf with label 0", np.log1p(np.exp([-1.0])), logits=ruled_out, labels=three),
-        _edge("poly_loss_cross_entropy", "a mask of as many rows as classes", poly, dead, **of_poly),
+        _edge("poly_loss_cross_entropy", "a mask of as many rows as classes", poly, masked_rows, **poly_inputs),
         _edge("kl_divergence", "a target of 0", -np.log(_P[:1, 0]), log_predictions=np.log(_P[:1]), targets=one),
         _edge("smooth_labels", "sums to 1", smoothed, {"labels": ~two_left}, labels=three, alpha=0.2, where=two_left),
         _edge("ranking_softmax_loss", "no list left", np.zeros(()), all_hidden, logits=_X, labels=_P, where=nothing),
@@ -181,7 +184,7 @@ def _other_loss_cases() -> list[Case]:
     frames = np.array([[False] * 3, [False, True, True]])
     ctc = {"logit_paddings": frames, "labels": np.array([[2], [1]]), "label_paddings": np.zeros((2, 1), bool)}
     logits = np.zeros((2, 3, 4), np.float32)
-    paths = -np.log([6 / 4**3, 1 / 4])  # how many of the alignments give the label
+    paths = -np.log([6 / 4**3, 1 / 4])  # the share of the alignments that give the label
     padded = {"logits": np.broadcast_to(frames[..., None], logits.shape)}
     return [
         _edge("cosine_similarity", "a vector of zeros", np.zeros(1), predictions=zeros, targets=ones),
@@ -203,14 +206,14 @@ def _attention_cases() -> list[Case]:
         return Case("dot_product_attention", what, inputs, hidden, expected(mask))
 
     padded = np.broadcast_to(np.array([True, True, False]), (1, 1, 3, 3))
-    one_dead = np.ones((1, 1, 3, 3), bool)
-    one_dead[0, 0, 1] = False
+    one_masked_query = np.ones((1, 1, 3, 3), bool)
+    one_masked_query[0, 0, 1] = False
     last = np.broadcast_to(np.array([False, False, True])[None, :, None, None], (1, 3, 1, 4))
     everything = np.ones((1, 3, 1, 4), bool)
     return [
         case("garbage in a masked key", padded, key=last),
         case("garbage in a masked value", padded, value=last),
-        case("a query with every key masked", one_dead),
+        case("a query with every key masked", one_masked_query),
         case("a context that is all padding", np.zeros((1, 1, 3, 3), bool), key=everything, value=everything),
     ]
 
@@ -223,7 +226,7 @@ def _normalization_cases() -> list[Case]:
     return [
         *(Case(op, "mean 1e4, deviation 1", {"x": x}, {}, standard) for op in ("layer_norm", "standardize")),
         *(
-            Case(op, "nothing left in a slice", {"x": _X, "where": nothing}, {"x": ~nothing}, np.zeros(_X.shape))
+            Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, np.zeros(_X.shape))
             for op in ("layer_norm", "rms_norm", "standardize")
         ),
     ]

@@ -1,7 +1,7 @@
-"""How each library is asked to do what a case wants, as one writes it with that library.
+"""How each library runs a case, written as its users would write it.
 
-A table for each: from the name of an op to a function of the case's inputs. A library that has no mask for an op gets
-its output selected behind it, `jnp.where(mask, loss, 0)`, which is what its users do.
+Each library has a table from the name of an op to a function of the case's inputs. If a library's op takes no mask, its
+output is selected afterwards, `jnp.where(mask, loss, 0)`, which is what its users do.
 """
 
 import functools
@@ -26,7 +26,7 @@ def is_installed(library: str) -> bool:
 
 
 def runner(library: str, case: Case) -> Run | None:
-    """What runs the case with the library, or None if that has no such op."""
+    """The function that runs the case with the library, or None if the library has no such op."""
     op = _ops(library).get(case.op)
     if op is None:
         return None
@@ -36,12 +36,12 @@ def runner(library: str, case: Case) -> Run | None:
 @functools.cache
 def _ops(library: str) -> Ops:
     tables = {
-        "masksafe": _of_masksafe,
-        "optax": _of_optax,
-        "jax.nn": _of_jax,
-        "flax": _of_flax,
-        "equinox": _of_equinox,
-        "torch": _of_torch,
+        "masksafe": _masksafe_ops,
+        "optax": _optax_ops,
+        "jax.nn": _jax_ops,
+        "flax": _flax_ops,
+        "equinox": _equinox_ops,
+        "torch": _torch_ops,
     }
     return tables[library]()
 
@@ -61,14 +61,14 @@ def _run_jax(op: Callable[..., Any], inputs: Inputs) -> Result:
 # masksafe, and JAX itself.
 
 
-def _of_masksafe() -> Ops:
+def _masksafe_ops() -> Ops:
     ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
     for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "standardize", "dot_product_attention"):
         ops[name] = getattr(masksafe, name)
     return ops | {name: _along_rows(getattr(masksafe, name)) for name in ("logsumexp", "sum", "mean", "var")}
 
 
-def _of_jax() -> Ops:
+def _jax_ops() -> Ops:
     ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
     reductions: Ops = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
@@ -82,7 +82,7 @@ def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
 # The peers.
 
 
-def _of_optax() -> Ops:
+def _optax_ops() -> Ops:
     import inspect
 
     import optax
@@ -100,35 +100,35 @@ def _of_optax() -> Ops:
     return ops
 
 
-def _of_flax() -> Ops:
+def _flax_ops() -> Ops:
     from flax import linen, nnx
 
-    def normalised(layer: Any, x: Any, where: Any = None) -> Any:
-        made = layer(x.shape[-1], rngs=nnx.Rngs(0), epsilon=1e-6)
-        return made(x, mask=None if where is None else jnp.broadcast_to(where, x.shape))
+    def normalize(layer_type: Any, x: Any, where: Any = None) -> Any:
+        layer = layer_type(x.shape[-1], rngs=nnx.Rngs(0), epsilon=1e-6)
+        return layer(x, mask=None if where is None else jnp.broadcast_to(where, x.shape))
 
     return {
-        "layer_norm": functools.partial(normalised, nnx.LayerNorm),
-        "rms_norm": functools.partial(normalised, nnx.RMSNorm),
+        "layer_norm": functools.partial(normalize, nnx.LayerNorm),
+        "rms_norm": functools.partial(normalize, nnx.RMSNorm),
         "dot_product_attention": linen.dot_product_attention,
     }
 
 
-def _of_equinox() -> Ops:
+def _equinox_ops() -> Ops:
     import equinox
 
     def layer_norm(x: Any, where: Any = None) -> Any:
-        made = equinox.nn.LayerNorm(x.shape[-1], eps=1e-6)
-        out = jax.vmap(made)(x)
+        layer = equinox.nn.LayerNorm(x.shape[-1], eps=1e-6)
+        out = jax.vmap(layer)(x)
         return out if where is None else jnp.where(where, out, 0)
 
     def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
         width = query.shape[-1]
-        made = equinox.nn.MultiheadAttention(1, width, key=jax.random.key(0))
+        layer = equinox.nn.MultiheadAttention(1, width, key=jax.random.key(0))
         parts = ("query_proj", "key_proj", "value_proj", "output_proj")
-        of = lambda layer: [getattr(layer, part).weight for part in parts]  # noqa: E731
-        made = equinox.tree_at(of, made, [jnp.eye(width)] * len(parts))
-        return made(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
+        weights = lambda layer: [getattr(layer, part).weight for part in parts]  # noqa: E731
+        layer = equinox.tree_at(weights, layer, [jnp.eye(width)] * len(parts))
+        return layer(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
 
     return {"layer_norm": layer_norm, "dot_product_attention": attention}
 
@@ -146,7 +146,7 @@ def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
     return Result(output.detach().double().numpy(), zeros)
 
 
-def _of_torch() -> Ops:
+def _torch_ops() -> Ops:
     import torch
     from torch.nn import functional
 
@@ -182,18 +182,18 @@ def _of_torch() -> Ops:
     def norm(x: Any) -> Any:
         return functional.layer_norm(x, x.shape[-1:], eps=1e-6)
 
-    errors = {"predictions": "input", "targets": "target"}
+    torch_names = {"predictions": "input", "targets": "target"}
 
-    def of_errors(loss: Callable[..., Any]) -> Callable[..., Any]:
-        return selected(lambda **inputs: loss(**{errors[name]: x for name, x in inputs.items()}, reduction="none"))
+    def error_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return selected(lambda **inputs: loss(**{torch_names[name]: x for name, x in inputs.items()}, reduction="none"))
 
     def divergence(log_predictions: Any, targets: Any, where: Any = None) -> Any:
         terms = functional.kl_div(log_predictions, targets, reduction="none")
         return (terms if where is None else torch.where(where, terms, 0)).sum(-1)
 
     return {
-        "squared_error": of_errors(functional.mse_loss),
-        "huber_loss": of_errors(functional.huber_loss),
+        "squared_error": error_loss(functional.mse_loss),
+        "huber_loss": error_loss(functional.huber_loss),
         "sigmoid_binary_cross_entropy": selected(
             lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         ),

@@ -1,4 +1,4 @@
-"""The report as text: tables of rich if that is installed, plain ones if not."""
+"""The report as text: rich tables if rich is installed, plain ones otherwise."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ _STYLES = {"right": "green", "NaN": _BAD, "leaks": _BAD, "wrong": _BAD, "refused
 
 
 def table(title: str, header: Row, rows: Sequence[Row]) -> None:
-    """Prints a table; verdicts are coloured where colours are."""
+    """Prints a table; rich colours the verdicts."""
     if importlib.util.find_spec("rich") is not None:
         _rich_table(title, header, rows)
         return

@@ -1,4 +1,4 @@
-"""Whether a function does in a case what it has to."""
+"""The verdict on a function in a case."""
 
 import enum
 from collections.abc import Callable, Iterable
@@ -10,14 +10,14 @@ from masksafe._report._cases import Case, Inputs
 
 
 class Verdict(enum.StrEnum):
-    """In the order in which they are looked for, the worst first."""
+    """Verdicts in the order in which they are checked, the worst first."""
 
     REFUSED = "refused"  # an error
     NAN = "NaN"  # in the output or a gradient, where none belongs
-    LEAKS = "leaks"  # what is under the mask changes something, or has a gradient
+    LEAKS = "leaks"  # a masked value changes a result, or has a gradient
     WRONG = "wrong"
     RIGHT = "right"
-    ABSENT = "-"  # there is no such function
+    ABSENT = "-"  # the library has no such function
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
@@ -38,12 +38,12 @@ _TOLERANCE = 2e-3
 
 
 def judge(case: Case, run: Run) -> Verdict:
-    """The verdict on a function that is run on the inputs of a case, with harmless values and with garbage."""
+    """Runs a case with harmless values and with garbage under the mask, and judges the results."""
     try:
         clean, *dirty = [run(inputs) for inputs in _filled(case)]
-    except Exception:  # whatever a peer raises, it refuses
+    except Exception:  # a peer may refuse with any error
         return Verdict.REFUSED
-    # What a call gives without garbage may be infinite, as the logarithm of nothing, but not NaN.
+    # The harmless result may be infinite, as a logsumexp of nothing is, but not NaN.
     expected = np.where(np.isnan(clean.output), 0, clean.output) if case.expected is None else case.expected
     if any(_has_stray_nan(result, expected) for result in (clean, *dirty)):
         return Verdict.NAN
@@ -67,7 +67,7 @@ def _filled(case: Case) -> list[Inputs]:
 
 
 def _has_stray_nan(result: Result, expected: np.ndarray) -> bool:
-    """A NaN, or an infinity, where the output has to be a number; a NaN in a gradient where the output has none."""
+    """A NaN or infinity where the output should be finite, or a NaN in a gradient if no output should be NaN."""
     finite = np.isfinite(expected)
     if not np.isfinite(result.output[finite] if result.output.shape == expected.shape else result.output).all():
         return True
@@ -84,7 +84,7 @@ def _has_hidden_gradient(case: Case, result: Result) -> bool:
 
 
 def _is_right(result: Result, expected: np.ndarray) -> bool:
-    """The right values; and where they are NaN, as for a bad label, a gradient of NaN in that row and no other."""
+    """Whether the values are right and, if a bad label makes some NaN, the gradient is NaN in those rows only."""
     if result.output.shape != expected.shape:
         return False
     finite = np.abs(expected[np.isfinite(expected)])
