@@ -1,9 +1,9 @@
-"""masksafe's attention inside of flax's own layers, and of equinox's.
+"""masksafe's attention inside the layers of flax and equinox.
 
     python examples/attention_in_flax.py
 
-Both flax libraries take the attention as an argument; a dozen lines make masksafe's one of them. Equinox takes none:
-its projections are called by hand.
+Both flax.nnx and flax.linen take the attention function as an argument, so a short adapter is enough. Equinox does not:
+there the projections of its layer are called by hand.
 """
 
 import functools
@@ -27,9 +27,9 @@ def flax_attention(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     is_causal: bool = False,
-    **ignored: Any,  # dtype, precision, module: there is nothing to choose; broadcast_dropout: every weight is drawn
+    **ignored: Any,  # dtype, precision, module; and broadcast_dropout: dropout draws every weight separately
 ) -> jax.Array:
-    """Masksafe's attention with the signature that `flax.linen` and `flax.nnx` call."""
+    """Attention of masksafe with the signature that `flax.linen` and `flax.nnx` expect."""
     return masksafe.dot_product_attention(
         query,
         key,
@@ -43,7 +43,7 @@ def flax_attention(
 
 
 def nnx_layer(**arguments: Any) -> Any:
-    """`flax.nnx.MultiHeadAttention` with masksafe inside; take `attention_fn` away and it is flax's own."""
+    """`flax.nnx.MultiHeadAttention` with masksafe inside; without `attention_fn` it uses flax's own attention."""
     from flax import nnx
 
     return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=flax_attention, **arguments)
@@ -57,7 +57,7 @@ def linen_layer(**arguments: Any) -> Any:
 
 
 def equinox_attention(layer: Any, x: jax.Array, context: jax.Array, **masks: Any) -> jax.Array:
-    """What `equinox.nn.MultiheadAttention` computes for x [time, width], through masksafe."""
+    """The output of `equinox.nn.MultiheadAttention` for x [time, width], computed with masksafe."""
     project = lambda linear, y: jax.vmap(linear)(y).reshape(len(y), layer.num_heads, -1)  # noqa: E731
     query, key, value = (
         project(layer.query_proj, x),
@@ -69,7 +69,7 @@ def equinox_attention(layer: Any, x: jax.Array, context: jax.Array, **masks: Any
 
 
 def show(name: str, apply: Any, x: jax.Array, context: jax.Array) -> None:
-    """How far the outputs of a sample with words and of one without move when the padding changes."""
+    """Prints how far the outputs of a sample with words and of one without move when the padding changes."""
     moved = jnp.abs(apply(x, jnp.where(context == 0, 100.0, context)) - apply(x, context)).max(axis=(1, 2))
     print(f"{name:10} outputs move by {moved[0]:.3g} (three words), {moved[1]:.3g} (no words)")
 

@@ -1,7 +1,7 @@
-"""Finds the bad labels of a dataset: the same training step run plain, with checkify, and with errors.
+"""Finds the bad labels in a dataset: runs the same training step without checks, with checkify, and with errors.
 
-Of the labels of scikit-learn's digits two are corrupted: one is 10, although there are ten classes, and one is -1. A
-third one is -100, but its sample is masked, so that it is fine.
+Two labels of scikit-learn's digits are corrupted: one is 10, although there are ten classes, and one is -1. A third
+label is -100, but its sample is masked, so it is harmless.
 
     python examples/debug_labels.py
 """
@@ -51,42 +51,42 @@ def step(params: Params, images: jax.Array, labels: jax.Array) -> tuple[Params, 
     return optax.apply_updates(params, updates), value
 
 
-# One pass over the data in each mode: what it tells of each batch.
+# One pass over the data in each mode; each returns a message for every batch.
 
 
 def plain(batches: list[Batch]) -> list[str]:
-    params, told, run = init(), [], jax.jit(step)
+    params, messages, run = init(), [], jax.jit(step)
     for batch in batches:
         params, value = run(params, *batch)
-        told.append(f"loss {value:.3f}")
-    return told
+        messages.append(f"loss {value:.3f}")
+    return messages
 
 
 def with_checkify(batches: list[Batch]) -> list[str]:
-    params, told = init(), []
+    params, messages = init(), []
     with masksafe.label_checks("checkify"):
         run = jax.jit(checkify.checkify(step))
         for batch in batches:
             error, (new_params, value) = run(params, *batch)
-            told.append((error.get() or f"loss {value:.3f}").splitlines()[0])
-            params = params if error.get() else new_params  # a bad batch is left out
-    return told
+            messages.append((error.get() or f"loss {value:.3f}").splitlines()[0])
+            params = params if error.get() else new_params  # skip a bad batch
+    return messages
 
 
 def with_errors(batches: list[Batch]) -> list[str]:
-    params, told, run = init(), [], jax.jit(step)
+    params, messages, run = init(), [], jax.jit(step)
     for batch in batches:
         try:
             with masksafe.label_checks("raise"):
                 params, value = jax.block_until_ready(run(params, *batch))
-            told.append(f"loss {value:.3f}")
-        except jax.errors.JaxRuntimeError as error:  # caught outside of the context, which takes note of it
-            told.append(str(error).strip().splitlines()[-1])
-    return told
+            messages.append(f"loss {value:.3f}")
+        except jax.errors.JaxRuntimeError as error:  # caught outside the context, which must see it
+            messages.append(str(error).strip().splitlines()[-1])
+    return messages
 
 
 WAYS: dict[str, Callable[[list[Batch]], list[str]]] = {
-    "plain: a NaN, and from then on nothing but NaN": plain,
+    "plain: a NaN, and from then on only NaN": plain,
     'with label_checks("checkify"): the first bad label of each batch': with_checkify,
     'with label_checks("raise"): the same, as an error': with_errors,
 }

@@ -1,7 +1,7 @@
-"""One sample without a context: what attention makes of nothing but padding, on one page.
+"""Attention to an empty context, one that holds only padding: jax.nn and masksafe side by side.
 
-Three samples attend to contexts of 6, 3 and 0 words; the rest of each context is padding, which is masked. Then
-what the padding holds is changed, which must change nothing.
+Three samples attend to contexts of 6, 3 and 0 words; the rest of each context is padding, which is masked. Changing the
+content of the padding must change nothing.
 
     python examples/empty_context.py
 
@@ -45,7 +45,7 @@ def gradients(attention: Attention, *inputs: jax.Array) -> tuple[jax.Array, ...]
 
 
 def largest_move(attention: Attention, padding: float) -> tuple[list[float], float]:
-    """How far each sample's output moves when its padding changes from 0, and the gradient with respect to it."""
+    """How far each sample's output moves when its padding changes from 0, and the largest gradient of the padding."""
     before, after = make_inputs(0.0), make_inputs(padding)
     moved = jnp.abs(attend(attention, *after) - attend(attention, *before)).max(axis=(1, 2, 3))
     of_padding = jnp.stack(gradients(attention, *after)[1:])[:, jnp.arange(KEYS) >= LENGTHS[:, None]]
@@ -53,7 +53,7 @@ def largest_move(attention: Attention, padding: float) -> tuple[list[float], flo
 
 
 def weights(attention: Attention) -> jax.Array:
-    """The attention weights [samples, queries, keys]: what comes out where the values are the unit vectors."""
+    """The attention weights [samples, queries, keys]: the outputs if the values are unit vectors."""
     query, key, _ = make_inputs(0.0)
     units = jnp.broadcast_to(jnp.eye(KEYS, WIDTH)[:, None], key.shape)
     return attend(attention, query, key, units)[:, :, 0, :KEYS]
@@ -94,8 +94,8 @@ def main() -> None:
         for name, attention in LIBRARIES.items():
             moved, gradient = largest_move(attention, padding)
             by_sample = ", ".join(f"{m:.3g}" for m in moved)
-            largest = "NaN" if math.isnan(gradient) else f"at most {gradient:.3g}"
-            print(f"  {name:8}  outputs move by {by_sample.replace('nan', 'NaN')}; gradient of the padding: {largest}")
+            report = f"outputs move by {by_sample}; largest gradient of the padding: {gradient:.3g}"
+            print(f"  {name:8}  {report.replace('nan', 'NaN')}")
     arguments.output.mkdir(parents=True, exist_ok=True)
     picture = arguments.output / "empty_context.png"
     draw(picture)

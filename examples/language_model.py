@@ -1,15 +1,15 @@
 """Learns to write the body of a Python function from its signature and docstring, on the standard library's source.
 
 A small decoder in flax with masksafe's attention, norms and loss. Signature and docstring are the prompt: the model
-reads them, but only the tokens of the body count. Several functions are packed into a row, each a segment of its own,
-and the rest of the row is padding. The vocabulary has 16384 tokens, so that the logits of the usual way would be by
-far the largest array of the training step; masksafe's linear cross-entropy makes none, and computes nothing for the
+reads them, but only the tokens of the body count in the loss. Several functions are packed into a row, each as a
+segment, and the rest of the row is padding. With a vocabulary of 16384 tokens, the logits would usually be by far the
+largest array of the training step; masksafe's linear cross-entropy never stores them, and computes nothing for the
 tokens of prompts and padding.
 
     python examples/language_model.py               # about three minutes on two cores
     python examples/language_model.py --loss optax  # trains with matmul + optax instead
 
-Either way both losses are compared first, in time and memory of the same training step.
+Either way, the time and memory of a training step with each loss are compared first.
 """
 
 import argparse
@@ -42,13 +42,13 @@ import masksafe
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-IGNORED = -100  # the label of a token that does not count
+IGNORED = -100  # the label of a masked token
 END, FIRST_BYTE, FIRST_WORD = 0, 1, 257  # a word that is not in the vocabulary is spelled in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, and how long."""
+    """The model and its training."""
 
     vocabulary: int = 16384
     length: int = 512
@@ -62,7 +62,7 @@ class Config:
     seed: int = 0
 
 
-# The data: every function of the standard library, as a prompt and the body that is to be written.
+# The data: every function of the standard library, as a prompt and a body to write.
 
 
 class Function(NamedTuple):
@@ -82,12 +82,12 @@ def read_functions() -> list[Function]:
             source = path.read_text("utf-8")
             found += functions_of(ast.parse(source), source.splitlines(keepends=True))
         except (SyntaxError, UnicodeDecodeError):
-            continue  # a sample of bad source, which some of the library's tools carry with them
+            continue  # some tools of the library ship samples of bad source
     return found
 
 
 def functions_of(tree: ast.AST, lines: list[str]) -> Iterator[Function]:
-    """The functions of a module and the methods of its classes, without those inside of functions."""
+    """The functions of a module and the methods of its classes, without those nested in functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             has_docstring = ast.get_docstring(node) is not None
@@ -102,12 +102,12 @@ def functions_of(tree: ast.AST, lines: list[str]) -> Iterator[Function]:
 
 
 def split_words(text: str) -> list[str]:
-    """The words of names with what is in front of them, digits, signs, and line ends with the indentation behind."""
+    """Splits into words of names with a leading space or underscores, digits, signs, and line ends with indentation."""
     return re.findall(r"\n *| ?_*[A-Z]?[a-z]+| ?_*[A-Z]+| ?\d| ?[^\w\s]|\w|\s", text)
 
 
 class Vocabulary:
-    """The most frequent words; all others are spelled in bytes, so that nothing is unknown."""
+    """The most frequent words; all others are spelled in bytes, so nothing is unknown."""
 
     def __init__(self, functions: Iterable[Function], size: int) -> None:
         counts = collections.Counter(word for f in functions for word in split_words(f.prompt + f.body))
@@ -142,7 +142,7 @@ class Rows(NamedTuple):
 
 
 def pack(functions: Iterable[Function], vocabulary: Vocabulary, length: int) -> Rows:
-    """One function after the other, and a new row where one does not fit. Long ones are cut."""
+    """Packs functions one after another, and starts a new row if one does not fit. Long ones are cut."""
     rows: list[tuple[np.ndarray, ...]] = []
     used, segment = length, 0
     for function in functions:
@@ -187,7 +187,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """From tokens to what the output layer sees of each, and the kernel of that layer."""
+    """From tokens to the features that the output layer gets, with the kernel of that layer."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         small = nnx.initializers.normal(0.02)
@@ -214,7 +214,7 @@ def masksafe_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> 
 
 
 def optax_loss(features: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
-    """As it has to be written: a good label for the bad one, a selection behind the loss, no division by 0."""
+    """As it must be written: a valid label for the bad one, a selection after the loss, no division by 0."""
     mask = labels != IGNORED
     losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, jnp.where(mask, labels, 0))
     return jnp.where(mask, losses, 0).sum() / jnp.maximum(mask.sum(), 1)
@@ -227,7 +227,7 @@ LOSSES: dict[str, Loss] = {"optax": optax_loss, "masksafe": masksafe_loss}
 
 
 class State(NamedTuple):
-    """What a step changes."""
+    """The state that a step updates."""
 
     params: Any
     optimizer: Any
@@ -260,7 +260,7 @@ class Trainer:
         return jax.jit(step).lower(self.initial_state(), batch).compile()
 
     def complete(self, params: Any, prompt: list[int], number: int, temperature: float = 0.6) -> list[int]:
-        """The prompt and up to `number` tokens that the model puts behind it."""
+        """The prompt, continued by the model with up to `number` tokens."""
         length = self.config.length
         tokens = prompt[: length - number]
 
@@ -281,7 +281,7 @@ class Trainer:
 
 
 class History(NamedTuple):
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     params: Any
     losses: list[float]
@@ -327,7 +327,7 @@ def make_progress(console: Console) -> Progress:
 
 
 class Cost(NamedTuple):
-    """Of one training step."""
+    """The cost of one training step."""
 
     seconds: float
     tokens_per_second: float
@@ -335,7 +335,7 @@ class Cost(NamedTuple):
 
 
 def compare(trainer: Trainer, data: Rows, rounds: int = 5) -> dict[str, Cost]:
-    """Alternating steps from the same state; an untimed one in front of each, for the allocator's sake."""
+    """Times alternating steps from the same state; an untimed step before each one warms up the allocator."""
     batch, state = data[: trainer.config.batch_size], trainer.initial_state()
     steps = {name: trainer.compile_step(loss, batch) for name, loss in LOSSES.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
@@ -384,7 +384,9 @@ def show_completions(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loss", choices=LOSSES, default="masksafe", help="that trains; default: %(default)s")
+    parser.add_argument(
+        "--loss", choices=LOSSES, default="masksafe", help="the loss to train with; default: %(default)s"
+    )
     parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")

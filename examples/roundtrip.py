@@ -1,8 +1,8 @@
-"""Trains a small convolutional network on digits, saves it, loads it, and asks whether it still predicts the same.
+"""Trains a small convolutional network on digits, saves and loads it, and checks that its predictions are the same.
 
-Between the convolution and the dense layer two axes change places, and the layer norm runs over one that is not the
-last. Exactly there a fused kernel in another framework gave other numbers than the plain one, so that a network
-predicted something else once it was loaded from disk.
+Between the convolution and the dense layer two axes are swapped, and the layer norm runs over an axis that is not the
+last. In exactly this setting, a fused kernel of another framework once gave different numbers than the plain one, so a
+network changed its predictions after it was loaded from disk.
 
     python examples/roundtrip.py
 """
@@ -114,7 +114,7 @@ def ways_to_predict(labels: np.ndarray) -> dict[str, Callable[[Params, np.ndarra
 def compare(
     saved: Params, loaded: Params, images: np.ndarray, labels: np.ndarray
 ) -> list[tuple[str, str, float, int, float]]:
-    """Parameters, way, largest difference of a logit, differing predictions, and accuracy; the first is the measure."""
+    """Rows of parameters, way, largest difference of a logit, differing predictions (from the first row), accuracy."""
     ways = ways_to_predict(labels)
     expected = np.asarray(ways["eager"](saved, images))
     rows = []

@@ -1,11 +1,10 @@
 """Learns to write a function's name from its docstring, on the source of Python's own standard library.
 
-A small encoder-decoder in plain JAX, with masksafe's attention and loss. The data is full of padding: docstrings
-and names have different lengths, and most functions have no docstring at all, so that their context is
-nothing but padding.
+A small encoder-decoder in plain JAX, with masksafe's attention and loss. The data is full of padding: docstrings and
+names have different lengths, and most functions have no docstring at all, so their context is only padding.
 
     python examples/train_names.py                    # under three minutes on two cores
-    python examples/train_names.py --compare optax    # and the same with optax's loss as it is often written
+    python examples/train_names.py --compare optax    # also trains with optax's loss as it is often written
     python examples/train_names.py --checks checkify  # every label is checked; or --checks raise
 """
 
@@ -47,7 +46,7 @@ IGNORED = -100  # the label of padding
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is trained, and how long."""
+    """The model and its training."""
 
     docstring_length: int = 24
     name_length: int = 24
@@ -60,19 +59,19 @@ class Config:
     learning_rate: float = 3e-3
     evaluate_every: int = 100
     seed: int = 0
-    checks: str = "off"  # of labels: "off", "checkify" or "raise"
+    checks: str = "off"  # label checks: "off", "checkify" or "raise"
 
 
 # The data: every function of the standard library.
 
 
 class Functions(NamedTuple):
-    """Docstrings, names as the decoder reads them, and names as it has to predict them."""
+    """Docstrings, names as the decoder reads them, and names as it must predict them."""
 
-    docstrings: np.ndarray  # [functions, docstring_length], words, PAD behind them
-    inputs: np.ndarray  # [functions, name_length], START and all but the last character
-    labels: np.ndarray  # [functions, name_length], the characters, END, and IGNORED behind it
-    weights: np.ndarray  # [functions, name_length], 1.0 and, for padding, 0.0: what many data loaders hand out
+    docstrings: np.ndarray  # [functions, docstring_length], words, then PAD
+    inputs: np.ndarray  # [functions, name_length], START, then all but the last character
+    labels: np.ndarray  # [functions, name_length], the characters, END, then IGNORED
+    weights: np.ndarray  # [functions, name_length], 1.0, or 0.0 for padding, as many data loaders return
 
     def rows(self, index: Any) -> "Functions":
         return Functions(*(array[index] for array in self))
@@ -88,7 +87,7 @@ def read_functions() -> list[tuple[str, str]]:
         try:
             tree = ast.parse(path.read_bytes())
         except SyntaxError:
-            continue  # a sample of bad source, which some of the library's tools carry with them
+            continue  # some tools of the library ship samples of bad source
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 paragraph = (ast.get_docstring(node) or "").split("\n\n")[0]
@@ -171,7 +170,7 @@ def normalise(x: jax.Array) -> jax.Array:
 def attention(params: Params, x: jax.Array, context: jax.Array, heads: int, **masks: Any) -> jax.Array:
     """Multi-head attention of x [batch, time, width] to context [batch, keys, width].
 
-    A sample whose context is nothing but padding gets 0 from it.
+    A sample whose context is only padding gets 0.
     """
 
     def split(y: jax.Array) -> jax.Array:
@@ -186,7 +185,7 @@ def feed_forward(params: Params, x: jax.Array) -> jax.Array:
 
 
 def features_of(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
-    """What the output layer sees of each character, [batch, name_length, width]."""
+    """The features that the output layer gets for each character, [batch, name_length, width]."""
     lengths = jnp.sum(docstrings != PAD, -1)
     x = params["words"][docstrings] + params["word_positions"]
     for layer in params["encoder"]:
@@ -215,19 +214,19 @@ Loss = Callable[[jax.Array, jax.Array, Functions], jax.Array]
 
 
 def masksafe_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
-    """The output layer and its loss at once, for the unmasked characters only."""
+    """The output layer and its loss in one op, for the unmasked characters only."""
     mask = batch.labels != IGNORED
     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, batch.labels, where=mask)
 
 
 def optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
-    """As it is often written: NaN, since the loss of the label -100 is NaN, and NaN * 0 is NaN."""
+    """As it is often written: the result is NaN, since the loss of the label -100 is NaN, and NaN * 0 is NaN."""
     losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, batch.labels)
     return (losses * batch.weights).sum() / batch.weights.sum()
 
 
 def careful_optax_loss(features: jax.Array, kernel: jax.Array, batch: Functions) -> jax.Array:
-    """As it has to be written: a good label for the bad one, a selection behind the loss, no division by 0."""
+    """As it must be written: a valid label for the bad one, a selection after the loss, no division by 0."""
     mask = batch.labels != IGNORED
     labels = jnp.where(mask, batch.labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(features @ kernel, labels)
@@ -259,14 +258,14 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, config:
 
 @functools.partial(jax.jit, static_argnames="heads")
 def evaluate(params: Params, data: Functions, heads: int) -> tuple[jax.Array, jax.Array]:
-    """Held-out loss and the share of characters that are predicted right."""
+    """The held-out loss, and the share of characters predicted correctly."""
     features, kernel = features_of(params, data.docstrings, data.inputs, heads), params["logits"]
     right = jnp.argmax(features @ kernel, -1) == data.labels
     return masksafe_loss(features, kernel, data), masksafe.mean(right, where=data.labels != IGNORED)
 
 
 class History(NamedTuple):
-    """What a training run leaves behind."""
+    """The results of a training run."""
 
     params: Params
     losses: list[float]
@@ -302,7 +301,7 @@ def train(
 
 
 def with_label_checks(step: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """The step, run in such a way that a bad label ends the training."""
+    """The step under label checks; a bad label ends the training."""
     checked = jax.jit(checkify.checkify(step))
 
     def run(*args: Any) -> Any:
@@ -321,7 +320,7 @@ def make_progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-# What is done with the result.
+# Using the result.
 
 
 def save(params: Params, path: Path) -> None:
@@ -335,7 +334,7 @@ def load(path: Path, config: Config) -> Params:
 
 
 def predict(params: Params, docstrings: np.ndarray, config: Config, temperature: float = 0.3) -> list[str]:
-    """Names sampled character by character; a low temperature prefers the likely ones."""
+    """Samples names character by character; a low temperature prefers likely ones."""
     model = jax.jit(apply_model, static_argnums=3)
     names = np.full((len(docstrings), config.name_length + 1), PAD)
     names[:, 0] = START
@@ -378,7 +377,7 @@ COMPARED_STEPS = 100
 def compare_with_optax(
     ours: History, data: Functions, held_out: Functions, config: Config, console: Console
 ) -> dict[str, History]:
-    """The same seeds and the first steps with optax's loss, as it is often and as it has to be written."""
+    """Trains the first steps with optax's loss, as it is often and as it must be written, from the same seeds."""
     theirs = {}
     for name, loss in {"optax": optax_loss, "optax, with care": careful_optax_loss}.items():
         console.rule(name)
@@ -390,16 +389,18 @@ def compare_with_optax(
     console.print(table)
     console.print(
         "optax: (losses * weights).sum() / weights.sum(). The labels of padding are -100, their loss is NaN, and "
-        "NaN * 0 is NaN:\nthe loss that is watched is NaN at every step, although the model learns."
+        "NaN * 0 is NaN:\nthe loss on display is NaN at every step, although the model learns."
     )
     return theirs
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=["optax"], help="train with optax's loss too, as it is often written")
+    parser.add_argument("--compare", choices=["optax"], help="also train with optax's loss as it is often written")
     parser.add_argument("--steps", type=int, default=Config.steps, help="default: %(default)s")
-    parser.add_argument("--checks", choices=["off", "checkify", "raise"], default="off", help="of labels")
+    parser.add_argument(
+        "--checks", choices=["off", "checkify", "raise"], default="off", help="label checks; default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=Config.seed, help="default: %(default)s")
     parser.add_argument("--output", type=Path, default=Path("examples/output"), help="default: %(default)s")
     return parser.parse_args()
