@@ -149,8 +149,8 @@ def logsumexp(largest: Array, total: Array) -> Array:
 
 def pull_back(
     config: Config,
-    of_queries: tuple[Array, ...],
-    of_keys: tuple[Array, Array],
+    by_query: tuple[Array, ...],
+    by_key: tuple[Array, Array],
     pairs: Pairs,
     d_bias: Array | None,
 ) -> Gradients:
@@ -158,13 +158,13 @@ def pull_back(
 
     Args:
       config: the static parameters.
-      of_queries: q, the cotangent of the output, the largest logit, the sum of exponentials, delta, and the cotangent
+      by_query: q, the cotangent of the output, the largest logit, the sum of exponentials, delta, and the cotangent
         of the logsumexp.
-      of_keys: k and v.
+      by_key: k and v.
       pairs: what masks the pairs. Queries that are not live in it take no part.
       d_bias: the sum so far, over the problems solved before.
     """
-    (q, d_out, largest, total, delta, d_lse), (k, v) = of_queries, of_keys
+    (q, d_out, largest, total, delta, d_lse), (k, v) = by_query, by_key
     assert pairs.live_queries is not None
     live_queries = pairs.live_queries[..., None]
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
@@ -173,13 +173,13 @@ def pull_back(
     clean_k, clean_v = _finite_or_zero(k), _finite_or_zero(v)
     reciprocal = 1 / jnp.where(jnp.isnan(total), 1, total)
     # Dividing by the sum per query is cheaper than per pair, but would round a 16-bit d_out once more.
-    of_query, of_pair = (reciprocal, None) if d_out.dtype.itemsize >= 4 else (1, reciprocal)
+    per_query, per_pair = (reciprocal, None) if d_out.dtype.itemsize >= 4 else (1, reciprocal)
     clean_queries = _Queries(
         q=_finite_or_zero(q, live_queries) * before,
-        d_out=_finite_or_zero(d_out, live_queries) * of_query,
+        d_out=_finite_or_zero(d_out, live_queries) * per_query,
         shift=largest + 0 * total,  # NaN for a query that sees a bad element
-        delta=delta * of_query,
-        reciprocal=of_pair,
+        delta=delta * per_query,
+        reciprocal=per_pair,
         all_weight=jnp.where(total == 1, 0.5, jnp.inf),
         d_lse=d_lse + 0 * delta,
     )
@@ -191,12 +191,12 @@ def pull_back(
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
             query_tile = queries.tile(i)
-            of_block = jax.tree.map(lambda a: take(a, 3, query_tile), clean_queries)
+            block_queries = jax.tree.map(lambda a: take(a, 3, query_tile), clean_queries)
             weights, d_dots, d_x = _differentiate_block(
-                config, of_block, k_j, v_j, pairs, (i, query_tile), (j, key_tile)
+                config, block_queries, k_j, v_j, pairs, (i, query_tile), (j, key_tile)
             )
-            d_v = state.value + dot_pairs_with_queries(weights, of_block.d_out)
-            d_k = state.key + dot_pairs_with_queries(d_dots, of_block.q)
+            d_v = state.value + dot_pairs_with_queries(weights, block_queries.d_out)
+            d_k = state.key + dot_pairs_with_queries(d_dots, block_queries.q)
             d_q = _add_to_tile(state.query, 3, dot_pairs_with_keys(d_dots, k_j), query_tile)
             if state.bias is None:
                 return Gradients(d_q, d_k, d_v, None)
@@ -209,12 +209,12 @@ def pull_back(
         state = for_live_blocks(live_tiles, queries.number, add_queries, state)
         return (state.query, state.bias), (state.key, state.value)
 
-    nothing = (jnp.zeros_like(clean_queries.q, total.dtype), d_bias)
+    initial = (jnp.zeros_like(clean_queries.q, total.dtype), d_bias)
     if keys.number == 1:
-        (d_q, d_bias), (d_k, d_v) = one_tile(nothing, 0)
+        (d_q, d_bias), (d_k, d_v) = one_tile(initial, 0)
     else:
-        (d_q, d_bias), by_key = lax.scan(one_tile, nothing, jnp.arange(keys.number, dtype=jnp.int32))
-        d_k, d_v = map(keys.join, by_key)
+        (d_q, d_bias), key_gradients = lax.scan(one_tile, initial, jnp.arange(keys.number, dtype=jnp.int32))
+        d_k, d_v = map(keys.join, key_gradients)
     return Gradients(d_q * config.scale, d_k * after, _nan_where(is_nan, d_v), d_bias)
 
 
@@ -232,7 +232,7 @@ class _Queries(NamedTuple):
 
 def _differentiate_block(
     config: Config,
-    of_queries: _Queries,
+    by_query: _Queries,
     k: Array,
     v: Array,
     pairs: Pairs,
@@ -241,7 +241,7 @@ def _differentiate_block(
 ) -> tuple[Array, Array, Array]:
     """A block's weights, and the cotangents of its products q k and of its logits, keys first."""
     (i, query_tile), (j, key_tile) = at_queries, at_keys
-    dots = dot_queries_as_forward(k, of_queries.q) * _split_scale(config, of_queries.q)[1]
+    dots = dot_queries_as_forward(k, by_query.q) * _split_scale(config, by_query.q)[1]
     capped = soft_capped(dots, config.soft_cap)
     x = (
         capped
@@ -251,16 +251,16 @@ def _differentiate_block(
     mask = unmasked(pairs, query_tile, key_tile)
     assert mask is not None  # live_queries is an array
     mask = keys_first(mask)
-    keep = _draw_dropout(config, pairs, i, j, (*of_queries.q.shape[:4], key_tile.size))
+    keep = _draw_dropout(config, pairs, i, j, (*by_query.q.shape[:4], key_tile.size))
     keep = None if keep is None else keys_first(keep)
 
-    p = jnp.exp(jnp.where(mask, x - keys_first(of_queries.shift), -jnp.inf))
-    if of_queries.reciprocal is not None:
-        p = p * keys_first(of_queries.reciprocal)
-    d_p = _drop(config, keep, dot_queries_as_forward(v, of_queries.d_out))
-    d_x = p * (d_p - keys_first(of_queries.delta))
+    p = jnp.exp(jnp.where(mask, x - keys_first(by_query.shift), -jnp.inf))
+    if by_query.reciprocal is not None:
+        p = p * keys_first(by_query.reciprocal)
+    d_p = _drop(config, keep, dot_queries_as_forward(v, by_query.d_out))
+    d_x = p * (d_p - keys_first(by_query.delta))
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    d_x = jnp.where(p > keys_first(of_queries.all_weight), keys_first(of_queries.d_lse), d_x)
+    d_x = jnp.where(p > keys_first(by_query.all_weight), keys_first(by_query.d_lse), d_x)
     d_x = jnp.where(mask, d_x, 0)  # the product with a masked value may overflow
     d_dots = d_x
     if config.soft_cap is not None:
@@ -300,8 +300,8 @@ def _mark_bad_queries(
         ones = jnp.ones_like(dot_keys(jnp.zeros_like(q_i), jnp.zeros_like(k_j)))
         seen = selected(ones, unmasked(pairs, query_tile, key_tile))
         found = dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), _is_bad(k_j)], -1)) > 0
-        of_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | _is_bad(q_i)], -1)
-        return _add_to_tile(marks, 3, found | of_queries, query_tile)
+        from_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | _is_bad(q_i)], -1)
+        return _add_to_tile(marks, 3, found | from_queries, query_tile)
 
     no_q, no_k, no_v = map(jnp.zeros_like, (q, k[:, :, :1], v[:, :, :1]))  # checkify would report a NaN in the product
     like = dot_values(dot_keys(no_q, no_k), jnp.concatenate([no_v, no_k[..., :1]], -1))
@@ -350,11 +350,11 @@ def _nan_where(marks: Array, x: Array) -> Array:
     return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives become NaN as well
 
 
-def _map_tiles(blocks: Tiles, of_block: Callable[[Any], Any]) -> Any:
+def _map_tiles(blocks: Tiles, block_queries: Callable[[Any], Any]) -> Any:
     """The results of all tiles `[..., size, n]`, joined."""
     if blocks.number == 1:
-        return of_block(0)
-    return jax.tree.map(blocks.join, lax.map(of_block, jnp.arange(blocks.number, dtype=jnp.int32)))
+        return block_queries(0)
+    return jax.tree.map(blocks.join, lax.map(block_queries, jnp.arange(blocks.number, dtype=jnp.int32)))
 
 
 def _add_to_tile(x: Array, axis: int, block: Array, tile: Tile) -> Array:

@@ -94,8 +94,8 @@ def _pull_back_in_blocks(
             gradients.bias,
         )
 
-    by_query = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
-    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, by_query, (k, v), pairs, _zero_d_bias(bias, d_lse))
+    query_arrays = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
+    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, query_arrays, (k, v), pairs, _zero_d_bias(bias, d_lse))
     return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
 
 

@@ -24,25 +24,25 @@ Results = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
 Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
-def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
+def run_by_problem(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
     """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
     Args:
       kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry, which
         returns arrays by query, arrays by key and the carry. Problems solved in turn hand the carry on.
-      of_queries: arrays `[B, T, N, n]`.
-      of_keys: arrays `[B, S, K, n]`.
+      query_arrays: arrays `[B, T, N, n]`.
+      key_arrays: arrays `[B, S, K, n]`.
       pairs: what masks the pairs.
       carry: a pytree, for sums over problems.
     """
-    q, k = of_queries[0], of_keys[0]
-    args = of_queries, of_keys, pairs, carry
+    q, k = query_arrays[0], key_arrays[0]
+    args = query_arrays, key_arrays, pairs, carry
 
     def at_once(*args: Any) -> Results:
         return _run_at_once(kernel, *args)
 
-    def at_once_widened(of_queries: Arrays, of_keys: Arrays, *rest: Any) -> Results:
-        return at_once(_widen(of_queries), _widen(of_keys), *rest)
+    def at_once_widened(query_arrays: Arrays, key_arrays: Arrays, *rest: Any) -> Results:
+        return at_once(_widen(query_arrays), _widen(key_arrays), *rest)
 
     def in_turn(*args: Any) -> Results:
         return _run_in_turn(kernel, *args)
@@ -60,25 +60,25 @@ def run_by_problem(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: P
     return results
 
 
-def _run_at_once(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
-    num_key_heads = of_keys[0].shape[2]
-    by_query = tuple(queries_by_problem(x, num_key_heads) for x in of_queries)
-    by_key = tuple(keys_by_problem(x) for x in of_keys)
+def _run_at_once(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
+    num_key_heads = key_arrays[0].shape[2]
+    by_query = tuple(queries_by_problem(x, num_key_heads) for x in query_arrays)
+    by_key = tuple(keys_by_problem(x) for x in key_arrays)
     by_query, by_key, carry = kernel(by_query, by_key, pairs, carry)
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 
 
-def _run_in_turn(kernel: Kernel, of_queries: Arrays, of_keys: Arrays, pairs: Pairs, carry: Any) -> Results:
-    batch, _, num_key_heads, _ = of_keys[0].shape
-    group = of_queries[0].shape[2] // num_key_heads
+def _run_in_turn(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
+    batch, _, num_key_heads, _ = key_arrays[0].shape
+    group = query_arrays[0].shape[2] // num_key_heads
 
     def cut_heads(x: Array, sample: Array, head: Array, heads: int) -> Array:
         return part(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
 
     def solve(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
         sample, head = n // num_key_heads, n % num_key_heads
-        by_query = tuple(queries_by_problem(cut_heads(x, sample, head, group), 1) for x in of_queries)
-        by_key = tuple(keys_by_problem(cut_heads(x, sample, head, 1)) for x in of_keys)
+        by_query = tuple(queries_by_problem(cut_heads(x, sample, head, group), 1) for x in query_arrays)
+        by_key = tuple(keys_by_problem(cut_heads(x, sample, head, 1)) for x in key_arrays)
         by_query, by_key, carry = kernel(_widen(by_query), _widen(by_key), pairs.only(sample, head), carry)
         return carry, (by_query, by_key)
 

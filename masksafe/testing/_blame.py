@@ -35,10 +35,10 @@ class Blamed:
 
 def blame(replay: Replay) -> Blamed:
     """Finds the steps that made the outputs bad."""
-    finite_or_not = find_decided(replay)
-    first = _Walk(replay, finite_or_not)
+    decisions = find_decided(replay)
+    first = _Walk(replay, decisions)
     # An infinity that meets a NaN may be a second mistake, or just a mask: a second walk follows it.
-    walks = [first, _Walk(replay, finite_or_not, first.reached)] if first.has_left_infinities else [first]
+    walks = [first, _Walk(replay, decisions, first.reached)] if first.has_left_infinities else [first]
     sources, from_infinities = (_join(getattr(walk, part) for walk in walks) for part in ("sources", "from_infinities"))
     reached = {value: mask for walk in reversed(walks) for value, mask in walk.reached.items()}
     # An infinity that the program writes is more often a mask than a mistake.

@@ -33,13 +33,8 @@ _MOVES = frozenset(
 )
 # Each element of the result is a sum of elements of the operands, or of their products.
 _LINEAR = _MOVES | {"conv_general_dilated", "dot_general", "ragged_dot", "reduce_window_sum", "scatter-add"}
-_INDICES = {
-    "gather": 1,
-    "scatter": 1,
-    "scatter-add": 1,
-    "dynamic_slice": 1,
-    "dynamic_update_slice": 2,
-}  # where they start
+# Where among the operands the indices start.
+_INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
 _RESHAPES = frozenset(("expand_dims", "reshape", "squeeze"))
 _REDUCTIONS = frozenset(
     "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905

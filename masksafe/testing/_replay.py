@@ -55,10 +55,10 @@ class Value:
 class Operation:
     """The operation of an equation, shared by all of its runs."""
 
-    def __init__(self, equation: Any, is_of_device: bool) -> None:
+    def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
         self.params: dict[str, Any] = equation.params
-        if is_of_device:  # the types of arrays in a shard_map name a mesh that a replay does not have
+        if in_shard_map:  # the types of arrays in a shard_map name a mesh that a replay does not have
             is_sharding = lambda p: isinstance(p, jax.sharding.Sharding)  # noqa: E731
             self.params = {name: None if is_sharding(p) else p for name, p in self.params.items()}
         self._primitive = equation.primitive
@@ -183,7 +183,7 @@ def place_of(callers: tuple[Any, ...]) -> str:
     return UNKNOWN_PLACE
 
 
-def _is_of_device(callers: tuple[Any, ...]) -> bool:
+def _is_in_shard_map(callers: tuple[Any, ...]) -> bool:
     return any(caller.primitive.name == "shard_map" for caller in callers[1:])
 
 
@@ -225,7 +225,7 @@ class Replay:
         if name in _CALLS:
             program = next(params[key] for key in _PROGRAMS if key in params)
             return (yield from self._replay_program(program, inputs, callers))
-        if name in _RETYPINGS or (name in _PLACEMENTS and _is_of_device(callers)):
+        if name in _RETYPINGS or (name in _PLACEMENTS and _is_in_shard_map(callers)):
             return inputs
         if name in EXCHANGES:
             return (yield equation, callers, inputs)
@@ -239,7 +239,7 @@ class Replay:
                     f"nonfinite_report: fn uses a mutable reference ({name}, at {place}); "
                     "expected a function without them, which can be replayed."
                 )
-            self._operations[id(equation)] = Operation(equation, _is_of_device(callers))
+            self._operations[id(equation)] = Operation(equation, _is_in_shard_map(callers))
         operation: Operation = self._operations[id(equation)]
         return operation
 
@@ -257,9 +257,12 @@ class Replay:
 
     def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         params = equation.params
-        of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
-        condition_consts, body_consts = inputs[:of_condition], inputs[of_condition : of_condition + of_body]
-        carry = inputs[of_condition + of_body :]
+        num_condition_consts, num_body_consts = params["cond_nconsts"], params["body_nconsts"]
+        condition_consts, body_consts = (
+            inputs[:num_condition_consts],
+            inputs[num_condition_consts : num_condition_consts + num_body_consts],
+        )
+        carry = inputs[num_condition_consts + num_body_consts :]
         while True:
             (goes_on,) = yield from self._replay_program(params["cond_jaxpr"], condition_consts + carry, callers)
             if not bool(goes_on.array):
