@@ -41,8 +41,7 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
       [ 1.  0. nan]
 
     References:
-      `torch.Tensor.masked_fill <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.masked_fill_.html>`_, with
-      the mask first.
+      `torch.Tensor.masked_fill <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.masked_fill.html>`_.
     """
     op = "mask_where"
     mask, x, y = as_mask(op, "mask", mask), as_array(op, "x", x), as_array(op, "y", y)
@@ -66,9 +65,9 @@ def apply_where(
 
     The usual `jnp.where(x > 0, jnp.log(x), 0)` has the right value but a NaN gradient, since `log` also sees the
     elements that are not selected. Here `f1` never sees an element where `cond` is False: it sees the first element
-    where `cond` is True instead; likewise for `f2` with the roles swapped. So neither the value nor any gradient can be
-    poisoned, be it with respect to `args` or to a value that `f1` closes over. If `cond` is False everywhere, `f1` sees
-    1 everywhere; if it is not defined at 1, only gradients with respect to values it closes over can be NaN.
+    where `cond` is True instead; likewise for `f2` with the roles swapped. This protects the value, the gradient with
+    respect to `args`, and the gradient with respect to anything that `f1` closes over. If `cond` is False everywhere,
+    `f1` sees 1 everywhere; if it is not defined at 1, gradients with respect to what it closes over can be NaN.
 
     Args:
       cond: booleans, broadcast with `args`.

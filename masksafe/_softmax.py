@@ -106,7 +106,7 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 
     Args:
       x: floats; integers become floats.
-      axis: the axis or axes over which the result sums to 1, a row; None is all of them.
+      axis: the axis or axes over which the result sums to 1, and whose elements form a row; None means all.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
@@ -139,7 +139,7 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
     Args:
       x: floats; integers become floats.
-      axis: the axis or axes over which the probabilities sum to 1, a row; None is all of them.
+      axis: the axis or axes over which the probabilities sum to 1, and whose elements form a row; None means all.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:

@@ -63,7 +63,8 @@ def layer_norm(
       x: floats `[...]`.
       scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None means 1.
       bias: :math:`\beta`, of the same shape; None means 0.
-      axis: the axis, or a tuple of axes in any order, over which mean and variance are taken: a row.
+      axis: the axis, or a tuple of axes in any order, over which mean and variance are taken; the elements along
+        them form a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the variance, 0 or more.
 
@@ -118,7 +119,7 @@ def rms_norm(
     Args:
       x: floats `[...]`.
       scale: :math:`\gamma`, of the shape of the normalised axes in the order of `axis`; None means 1.
-      axis: the axis, or a tuple of axes in any order, over which the mean is taken: a row.
+      axis: the axis, or a tuple of axes in any order, over which the mean is taken; the elements along them form a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the mean square, 0 or more.
 
@@ -167,7 +168,7 @@ def standardize(
 
     Args:
       x: floats `[...]`; integers become floats.
-      axis: the axis, or a tuple of axes, over which mean and variance are taken; None is all of them.
+      axis: the axis, or a tuple of axes, over which mean and variance are taken; None means all of them.
       mean: :math:`\mu`, which broadcasts to the shape of `x`; by default the mean of the unmasked elements.
       variance: :math:`\sigma^2`, which broadcasts to the shape of `x`; by default that of the unmasked elements.
       epsilon: added to the variance, 0 or more; a number or a scalar array, which may be traced.

@@ -190,7 +190,7 @@ def _ahead_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any
 
 
 def _same_both_ways(step: Step, i: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The mask that goes with `mask` at the other end, of `shape`, if it does not depend on the direction."""
+    """The result, of `shape`, of both `_behind_linear` and `_ahead_linear`, or None if the direction matters."""
     if not mask.any():
         return np.zeros(shape, bool)
     if _is_index(step.operation, i) or _is_key(step.inputs[i]):
@@ -215,7 +215,7 @@ def _as_floats(step: Step) -> list[Any]:
 
 
 def _as_ones(step: Step) -> list[Any]:
-    """The same with every float 1: there the derivative is positive for each element that takes part."""
+    """The operands with every float set to 1, where the derivative is positive for each element that takes part."""
     return [jnp.ones_like(x) if is_float(x) else x for x in _as_floats(step)]
 
 
