@@ -1,28 +1,44 @@
-"""What checking labels costs: the time of a training step in each mode, against no checks.
+"""What checking labels costs: the time in each mode in units of that without checks.
 
-    python examples/benchmarks/label_checks.py [--markdown FILE] [--rounds N] [--quick]
+    python examples/benchmarks/label_checks.py [--quick] [--rounds N] [--plot-only]
 
-The step is that of a network with one hidden layer over a vocabulary; its loss alone is measured too, which is the
-worst case for "raise". The block is a small Transformer block in which nearly everything is one of masksafe's ops, the
-worst case for "checkify": there they are differentiated by JAX's own rules, as in `masksafe.forward_mode`, which is
-measured alongside. Times are medians of alternating runs in one process; only their ratios mean anything on another
-machine.
+The loss alone is the worst case for "raise"; "network" has one hidden layer over a vocabulary. "block" is a small
+Transformer block in which nearly everything is one of masksafe's ops, the worst case for "checkify": there they are
+differentiated by JAX's own rules, as in `masksafe.forward_mode`, which is measured alongside.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from command import main
 from jax.experimental import checkify
-from measure import make_parser, measure, show
+from measure import Benchmark, Candidate, Case, Work, by_x, in_jax, pulled_back, random_bits, random_labels
+from measure import random_normal as normal
 
 import masksafe
 
-TOKENS, WIDTH, CLASSES = 4096, 256, 4096
-BATCH, TIME, HEADS, BLOCK_WIDTH, BLOCK_CLASSES = 16, 64, 4, 64, 256
-QUICK = 64, 8, 16
-HEADER = ["what", "mask", "mode", "ms", "time / off"]
+SIZES = {"tiny": (64, 8, 16), "middle": (512, 128, 1024), "large": (4096, 256, 4096)}  # tokens, width, classes
+BLOCKS = {"tiny": (2, 8, 8), "middle": (4, 32, 64), "large": (16, 64, 64)}  # samples, length, width
+HEADS, BLOCK_CLASSES = 4, 256
+MASKS = ("none", "rows", "classes")
+
+
+class Modes(Work):
+    """One function in several modes."""
+
+    def candidate(self, name: str, *, gradient: bool, eager: bool) -> Candidate:
+        fn = self.functions[name]
+        step, args = pulled_back(fn, self.args, self.leaves) if gradient else (fn, self.args)
+        step = checkify.checkify(step) if name == "checkify" else step
+        return in_jax(step, args, eager=eager, context=functools.partial(in_mode, name))
+
+
+def in_mode(name: str) -> contextlib.AbstractContextManager[Any]:
+    return masksafe.forward_mode() if name == "forward mode" else masksafe.label_checks(name)
 
 
 def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.Array:
@@ -30,11 +46,8 @@ def loss(logits: jax.Array, labels: jax.Array, where: jax.Array | None) -> jax.A
     return masksafe.mean(losses)
 
 
-def network_loss(
-    params: tuple[jax.Array, jax.Array], x: jax.Array, labels: jax.Array, where: jax.Array | None
-) -> jax.Array:
-    hidden, out = params
-    return loss(jax.nn.relu(x @ hidden) @ out, labels, where)
+def network_loss(hidden: jax.Array, out: jax.Array, x: jax.Array, *labels: Any) -> jax.Array:
+    return loss(jax.nn.relu(x @ hidden) @ out, *labels)
 
 
 def block_loss(params: dict[str, jax.Array], x: jax.Array, labels: jax.Array, where: jax.Array) -> jax.Array:
@@ -46,71 +59,43 @@ def block_loss(params: dict[str, jax.Array], x: jax.Array, labels: jax.Array, wh
     return loss(masksafe.layer_norm(x) @ params["vocabulary"], labels, where)
 
 
-def in_mode(mode: str, fn: Callable[..., Any], *args: Any) -> Callable[[], Any]:
-    step = jax.value_and_grad(fn)
-    jitted = jax.jit(checkify.checkify(step) if mode == "checkify" else step)
-
-    def run() -> None:
-        with masksafe.forward_mode() if mode == "forward" else masksafe.label_checks(mode):
-            jax.block_until_ready(jitted(*args))
-
-    return run
+def in_modes(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *more: str) -> Work:
+    return Modes(dict.fromkeys(("off", "checkify", "raise", *more), fn), args, leaves)
 
 
-def measure_case(what: str, mask: str, sizes: tuple[int, int, int], rounds: int) -> list[list[str]]:
-    tokens, width, classes = sizes
-    keys = jax.random.split(jax.random.key(0), 5)
-    labels = jax.random.randint(keys[0], (tokens,), 0, classes)
-    where = {
-        "none": None,
-        "rows": jax.random.bernoulli(keys[1], 0.5, (tokens,)),
-        "classes": jax.random.bernoulli(keys[1], 0.9, (tokens, classes)) | (labels[:, None] == jnp.arange(classes)),
-    }[mask]
-    if what == "loss":
-        arguments = loss, jax.random.normal(keys[2], (tokens, classes)), labels, where
-    else:
-        params = jax.random.normal(keys[2], (width, width)), jax.random.normal(keys[3], (width, classes))
-        arguments = network_loss, params, jax.random.normal(keys[4], (tokens, width)), labels, where
-    return measure_modes(what, mask, ("off", "checkify", "raise"), rounds, *arguments)
+def prepare_loss(work: str, mask: str, size: str) -> Work:
+    tokens, width, classes = SIZES[size]
+    labels = random_labels((tokens,), classes)
+    where = {"none": None, "rows": random_bits((tokens,), 0.5), "classes": random_bits((tokens, classes), 0.9)}[mask]
+    if mask == "classes":
+        where |= labels[:, None] == jnp.arange(classes)
+    if work == "loss":
+        return in_modes(loss, (normal((tokens, classes)), labels, where), 1)
+    args = normal((width, width)), normal((width, classes)), normal((tokens, width)), labels, where
+    return in_modes(network_loss, args, 2)
 
 
-def measure_block(rounds: int, *, quick: bool) -> list[list[str]]:
-    batch, time = (2, 8) if quick else (BATCH, TIME)
-    keys = iter(jax.random.split(jax.random.key(0), 12))
-    shapes = dict.fromkeys(("query", "key", "value", "out"), (BLOCK_WIDTH, BLOCK_WIDTH))
-    shapes |= {"up": (BLOCK_WIDTH, 4 * BLOCK_WIDTH), "down": (4 * BLOCK_WIDTH, BLOCK_WIDTH)}
-    shapes["vocabulary"] = BLOCK_WIDTH, BLOCK_CLASSES
-    params = {name: 0.1 * jax.random.normal(next(keys), shape) for name, shape in shapes.items()}
-    x = jax.random.normal(next(keys), (batch, time, BLOCK_WIDTH))
-    labels = jax.random.randint(next(keys), (batch, time), 0, BLOCK_CLASSES)
-    where = jax.random.bernoulli(next(keys), 0.8, (batch, time))
-    return measure_modes(
-        "block", "rows", ("off", "forward", "checkify", "raise"), rounds, block_loss, params, x, labels, where
-    )
+def prepare_block(size: str) -> Work:
+    samples, length, width = BLOCKS[size]
+    shapes = dict.fromkeys(("query", "key", "value", "out"), (width, width))
+    shapes |= {"up": (width, 4 * width), "down": (4 * width, width), "vocabulary": (width, BLOCK_CLASSES)}
+    params = {name: 0.1 * normal(shape, seed=i) for i, (name, shape) in enumerate(shapes.items())}
+    labels, where = random_labels((samples, length), BLOCK_CLASSES), random_bits((samples, length), 0.8)
+    return in_modes(block_loss, (params, normal(BLOCKS[size]), labels, where), 1, "forward mode")
 
 
-def measure_modes(
-    what: str, mask: str, modes: tuple[str, ...], rounds: int, fn: Callable[..., Any], *args: Any
-) -> list[list[str]]:
-    candidates = {mode: in_mode(mode, fn, *args) for mode in modes}
-    for run in candidates.values():
-        run()  # compiles
-    seconds = measure(candidates, rounds)
-    return [[what, mask, mode, f"{1e3 * t:.1f}", f"{t / seconds['off']:.2f}"] for mode, t in seconds.items()]
-
-
-def main() -> None:
-    parser = make_parser(__doc__, rounds=9)
-    parser.add_argument("--quick", action="store_true", help="small arrays, to see that it runs")
-    arguments = parser.parse_args()
-    sizes = QUICK if arguments.quick else (TOKENS, WIDTH, CLASSES)
-    rows = []
-    for what in ("loss", "step"):
-        for mask in ("none", "rows", "classes"):
-            rows += measure_case(what, mask, sizes, arguments.rounds)
-    rows += measure_block(arguments.rounds, quick=arguments.quick)
-    show(HEADER, rows, arguments.markdown)
-
+CASES = [
+    Case(work, mask, "float32", size, by_x(SIZES[size]), functools.partial(prepare_loss, work, mask, size))
+    for work in ("loss", "network")
+    for mask in MASKS
+    for size in SIZES
+]
+CASES += [
+    Case("block", "rows", "float32", size, by_x(shape), functools.partial(prepare_block, size))
+    for size, shape in BLOCKS.items()
+]
+MODES = ("checkify", "raise", "forward mode")
+BENCHMARK = Benchmark("label_checks", "Label checks", tuple((mode, "off") for mode in MODES), CASES)
 
 if __name__ == "__main__":
-    main()
+    main([BENCHMARK])

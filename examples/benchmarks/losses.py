@@ -1,80 +1,132 @@
-"""Time and memory of the losses that have no benchmark of their own against optax's, value and gradient.
+"""Every loss that has no benchmark of its own against optax's, without a mask.
 
-    python examples/benchmarks/losses.py [--markdown FILE] [--rounds 7] [--losses ctc,kl]
-
-Times are medians of alternating runs in one process; only their ratios mean anything on another machine.
+python examples/benchmarks/losses.py [--quick] [--rounds N] [--plot-only]
 """
 
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from measure import compiled, make_parser, measure, show
+from command import main
+from measure import Benchmark, Case, Work, by_x, eager_too, random_labels, random_normal
 
 import masksafe
 
-HEADER = ["loss", "masksafe ms", "optax ms", "masksafe/optax", "masksafe MiB", "optax MiB"]
-ROWS, CLASSES = 8192, 1024
+SIZES = {"tiny": (8, 16), "middle": (1024, 256), "large": (8192, 1024)}
+CTC = {"tiny": (2, 16, 4), "middle": (8, 64, 16), "large": (16, 256, 48)}  # samples, frames, words
+EAGER = ("squared_error", "sigmoid_binary_cross_entropy", "ctc_loss")
 
 
-def inputs() -> dict[str, tuple[Any, ...]]:
-    """The arguments of each loss, of which the first is differentiated."""
-    rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.normal(size=(ROWS, CLASSES)), jnp.float32) for _ in range(2))
-    p, bits = jax.nn.softmax(y), (y > 0).astype(jnp.float32)
-    labels = jnp.asarray(rng.integers(CLASSES, size=ROWS))
-    frames = jnp.asarray(np.arange(256) >= rng.integers(128, 256, 16)[:, None], jnp.float32)
-    words = jnp.asarray(np.arange(48) >= rng.integers(16, 48, 16)[:, None], jnp.float32)
-    ctc = jnp.asarray(rng.normal(size=(16, 256, 128)), jnp.float32), frames, labels[: 16 * 48].reshape(16, 48) % 127 + 1
-    pixels, truth = x.reshape(8, -1, 8), jax.nn.one_hot(jnp.argmax(y.reshape(8, -1, 8), -1), 8)
-    two = dict.fromkeys(("squared_error", "huber_loss", "log_cosh", "cosine_similarity"), (x, y))
-    binary = dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), (x, bits))
-    signs = dict.fromkeys(("hinge_loss", "perceptron_loss"), (x, 2 * bits - 1))
-    of_labels = dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss"), (x, labels))
-    of_labels["multiclass_sparsemax_loss"] = (x[:1024], labels[:1024])
-    soft = dict.fromkeys(("poly_loss_cross_entropy", "ranking_softmax_loss"), (x, p))
-    divergences = dict.fromkeys(("kl_divergence", "generalized_kl_divergence"), (jax.nn.log_softmax(x), p))
-    divergences["kl_divergence_with_log_targets"] = (jax.nn.log_softmax(x), jnp.log(p))
-    dice = dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), (pixels, truth))
-    others = {
-        "sparsemax_loss": (x, bits.astype(jnp.int32)),
-        "ctc_loss": (*ctc, words),
-        "smooth_labels": (p, 0.1),
-        "ntxent": (x[:512, :128], labels[:512] % 64),
-        "triplet_margin_loss": (x, y, p),
-    }
-    return two | binary | signs | of_labels | soft | divergences | dice | others
+def pair(size: str) -> tuple[jax.Array, jax.Array]:
+    return random_normal(SIZES[size]), random_normal(SIZES[size], seed=1)
 
 
-def measure_loss(name: str, args: tuple[Any, ...], rounds: int) -> list[str]:
-    def step(library: Any) -> Callable[..., Any]:
-        loss = getattr(library.losses, name)
-        return jax.value_and_grad(lambda *args: jnp.sum(loss(*args)))
-
-    candidates, memory = {}, {}
-    for library in (masksafe, optax):
-        candidates[library.__name__], memory[library.__name__] = compiled(step(library), *args)
-    seconds = measure(candidates, rounds)
-    ours, theirs = seconds["masksafe"], seconds["optax"]
-    times = [f"{1e3 * ours:.1f}", f"{1e3 * theirs:.1f}", f"{ours / theirs:.2f}"]
-    return [name, *times, *(f"{n / 2**20:.0f}" for n in memory.values())]
+def with_targets(of_targets: Callable[[jax.Array], Any], size: str) -> tuple[Any, ...]:
+    x, y = pair(size)
+    return x, of_targets(y)
 
 
-def main() -> None:
-    parser = make_parser(__doc__, rounds=7)
-    parser.add_argument("--losses", default="", help="parts of the names of those to measure; default: all")
-    arguments = parser.parse_args()
-    rows = []
-    for name, args in inputs().items():
-        if any(part in name for part in arguments.losses.split(",")):
-            print(f"\033[K{name}", end="\r", file=sys.stderr, flush=True)
-            rows.append(measure_loss(name, args, arguments.rounds))
-    show(HEADER, rows, arguments.markdown)
+def with_labels(most_rows: int, size: str) -> tuple[Any, ...]:
+    rows, classes = SIZES[size]
+    return random_normal((min(rows, most_rows), classes)), random_labels((min(rows, most_rows),), classes)
 
+
+def distributions(logarithms: bool, size: str) -> tuple[Any, ...]:
+    x, y = (jax.nn.log_softmax(a) for a in pair(size))
+    return x, y if logarithms else jnp.exp(y)
+
+
+def pixels(classes: int, size: str) -> tuple[Any, ...]:
+    x, y = (a.reshape(8, -1, classes) for a in pair(size))
+    truth = jax.nn.one_hot(jnp.argmax(y, -1), classes) if classes > 1 else (y > 0).astype(jnp.float32)
+    return x, truth
+
+
+def speech(size: str) -> tuple[Any, ...]:
+    samples, frames, words = CTC[size]
+    classes = 2 * words
+    lengths = np.random.default_rng(0).uniform(0.5, 1, (samples, 1))
+    padding = lambda n: jnp.asarray(np.arange(n) >= n * lengths, jnp.float32)  # noqa: E731
+    labels = 1 + random_labels((samples, words), classes - 1)
+    return random_normal((samples, frames, classes)), padding(frames), labels, padding(words)
+
+
+def embeddings(size: str) -> tuple[Any, ...]:
+    rows, width = min(SIZES[size][0], 512), min(SIZES[size][1], 128)
+    return random_normal((rows, width)), random_labels((rows,), max(2, rows // 8))
+
+
+def triplets(size: str) -> tuple[Any, ...]:
+    return (*pair(size), random_normal(SIZES[size], seed=2))
+
+
+def as_bits(y: jax.Array) -> jax.Array:
+    return (y > 0).astype(jnp.float32)
+
+
+TARGETS = functools.partial(with_targets, lambda y: y)
+BITS = functools.partial(with_targets, as_bits)
+SIGNS = functools.partial(with_targets, lambda y: 2 * as_bits(y) - 1)
+SHARES = functools.partial(with_targets, jax.nn.softmax)
+LABELS = functools.partial(with_labels, 1 << 20)
+SHARES_OF, LOGARITHMS_OF = functools.partial(distributions, False), functools.partial(distributions, True)
+ARGUMENTS: dict[str, Callable[[str], tuple[Any, ...]]] = {
+    **dict.fromkeys(("squared_error", "l2_loss", "huber_loss", "log_cosh"), TARGETS),
+    **dict.fromkeys(("cosine_similarity", "cosine_distance"), TARGETS),
+    **dict.fromkeys(("sigmoid_binary_cross_entropy", "sigmoid_focal_loss"), BITS),
+    **dict.fromkeys(("hinge_loss", "perceptron_loss"), SIGNS),
+    **dict.fromkeys(("multiclass_hinge_loss", "multiclass_perceptron_loss"), LABELS),
+    "multiclass_sparsemax_loss": functools.partial(with_labels, 1024),
+    "sparsemax_loss": functools.partial(with_targets, lambda y: (y > 0).astype(jnp.int32)),
+    **dict.fromkeys(("safe_softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss"), SHARES),
+    **dict.fromkeys(("kl_divergence", "generalized_kl_divergence", "convex_kl_divergence"), SHARES_OF),
+    "kl_divergence_with_log_targets": LOGARITHMS_OF,
+    "binary_dice_loss": functools.partial(pixels, 1),
+    **dict.fromkeys(("dice_loss", "multiclass_generalized_dice_loss"), functools.partial(pixels, 8)),
+    **dict.fromkeys(("ctc_loss", "ctc_loss_with_forward_probs"), speech),
+    "ntxent": embeddings,
+    "triplet_margin_loss": triplets,
+    "smooth_labels": lambda size: (jax.nn.softmax(pair(size)[0]), 0.1),
+    "make_fenchel_young_loss": TARGETS,
+}
+
+
+def of_masksafe(name: str) -> Callable[..., Any]:
+    return loss_of(masksafe.losses, name)
+
+
+def of_optax(name: str) -> Callable[..., Any]:
+    def loss(*args: Any) -> Any:
+        import optax
+
+        return loss_of(optax.losses, name)(*args)
+
+    return loss
+
+
+def loss_of(library: Any, name: str) -> Callable[..., Any]:
+    fn = getattr(library, name)
+    return fn(jax.nn.logsumexp) if name == "make_fenchel_young_loss" else fn
+
+
+def prepare(name: str, size: str) -> Work:
+    return Work({"masksafe": of_masksafe(name), "optax": of_optax(name)}, ARGUMENTS[name](size))
+
+
+def shape_of(name: str, size: str) -> str:
+    return by_x(CTC[size] if name.startswith("ctc") else SIZES[size])
+
+
+CASES = [
+    Case(name, "none", "float32", size, shape_of(name, size), functools.partial(prepare, name, size))
+    for name in ARGUMENTS
+    for size in SIZES
+]
+EAGER_CASES = [case for case in eager_too(CASES) if case.eager and case.work in EAGER]
+BENCHMARK = Benchmark("losses", "All losses", (("masksafe", "optax"),), CASES + EAGER_CASES)
 
 if __name__ == "__main__":
-    main()
+    main([BENCHMARK])

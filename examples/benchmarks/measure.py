@@ -1,67 +1,314 @@
-"""Fair timings on a noisy machine: the candidates take turns, and what counts is the ratio of their medians."""
+"""The core of the benchmarks: what a case is, and how its candidates are timed so that nobody is favoured.
 
-import argparse
+A benchmark is a module with a `BENCHMARK`: a table of cases, each of which says what work it is, of what mask, dtype
+and shape, and which function of which library does it. Everything else is here and in `command.py`: candidates take
+turns in a new order each round, with a pause before each; the minimum and the median of the rounds are kept, for the
+value alone and for the value with its gradient.
+
+    python examples/benchmarks/all.py --quick
+    python examples/benchmarks/attention.py
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
 import importlib.util
+import math
+import os
+import platform
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+
+PAUSE = 0.05  # seconds: torch's threads spin for a while after a run, and slow down whoever comes next
+SAMPLE = 0.002  # seconds that a timing lasts at least: a call that is shorter is repeated
+WARM = 0.1  # seconds: a longer call does not notice what the candidate before it did to the caches
+MOST_ROUNDS = 50
+VALUE, GRADIENT = PASSES = ("value", "value with gradient")
+OPTIONAL = ("optax", "flax", "torch", "tokamax")  # peers, which need not be installed
 
 
-def measure(candidates: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each candidate, a function that returns when its work is done.
+@dataclass(frozen=True)
+class Candidate:
+    """A call that returns when its work is done, and what is known of its program."""
 
-    In every round each candidate runs twice and its second run counts: the first one pays for what the
-    candidate before it did to the caches and to the memory allocator. The order changes from round to round,
-    since some libraries' threads still spin, on another candidate's core, when their work is done.
+    run: Callable[[], Any]
+    temporary_bytes: int | None = None
+    compile_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds a call."""
+
+    minimum: float
+    median: float
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the candidates compute: `functions[library](*args)`, differentiated by the first `leaves` arguments.
+
+    torch gets `torch_args` if they are given, for it has an axis order of its own.
     """
-    times: dict[str, list[float]] = {name: [] for name in candidates}
+
+    functions: Mapping[str, Callable[..., Any]]
+    args: tuple[Any, ...]
+    leaves: int = 1
+    torch_args: tuple[Any, ...] | None = None
+
+    def candidate(self, name: str, *, gradient: bool, eager: bool) -> Candidate:
+        fn = self.functions[name]
+        if name == "torch":
+            return in_torch(fn, self.torch_args or self.args, self.leaves, gradient=gradient)
+        step, args = pulled_back(fn, self.args, self.leaves) if gradient else (fn, self.args)
+        return in_jax(step, args, eager=eager)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a benchmark. Its arrays are made by `prepare` when its turn comes, and are gone after it."""
+
+    work: str
+    mask: str
+    dtype: str
+    size: str  # "tiny" is what --quick measures
+    shape: str
+    prepare: Callable[[], Work]
+    eager: bool = False
+    passes: tuple[str, ...] = PASSES
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """Cases, and the pairs of candidates whose ratio is told: the time of the first in units of the second."""
+
+    name: str
+    title: str
+    ratios: tuple[tuple[str, str], ...]
+    cases: Sequence[Case]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of a CSV: one candidate in one pass of one case."""
+
+    benchmark: str
+    work: str
+    mask: str
+    dtype: str
+    size: str
+    shape: str
+    eager: bool
+    what: str
+    candidate: str
+    rounds: int
+    minimum_ms: float
+    median_ms: float
+    temporary_bytes: int | None
+    compile_s: float | None
+    date: str
+    machine: str
+    python: str
+    versions: str
+
+
+def measure(
+    candidates: Mapping[str, Callable[[], Any]], rounds: int, budget: float = 0, most: int = MOST_ROUNDS
+) -> dict[str, Timing]:
+    """Times the candidates for `rounds` rounds, and for more of them, up to `most`, until `budget` seconds are over."""
+    calls = {name: calls_for_a_sample(run) for name, run in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
     order = random.Random(0)
-    for _ in range(rounds):
+    end = time.perf_counter() + budget
+    done = 0
+    while done < rounds or (done < most and time.perf_counter() < end):
         for name in order.sample(list(candidates), len(candidates)):
-            run = candidates[name]
-            run()
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+            samples[name].append(sample(candidates[name], calls[name]))
+        done += 1
+    return {name: Timing(min(s), statistics.median(s), len(s)) for name, s in samples.items()}
 
 
-def compiled(fn: Callable[..., Any], *args: Any) -> tuple[Callable[[], Any], int]:
-    """A jitted call as a candidate, and the bytes of its temporaries."""
-    program = jax.jit(fn).lower(*args).compile()
-    return lambda: jax.block_until_ready(program(*args)), program.memory_analysis().temp_size_in_bytes
+def calls_for_a_sample(run: Callable[[], Any]) -> int:
+    """How many calls make a timing long enough; 0 for calls so long that they need no call before to warm up."""
+    run()  # what is compiled or allocated once is not counted
+    seconds = seconds_a_call(run, 1)
+    return 0 if seconds > WARM else math.ceil(SAMPLE / max(seconds, 1e-6))
 
 
-def as_markdown(header: list[str], rows: list[list[str]]) -> str:
-    """A table whose columns are aligned in plain text as well."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
-
-    return "\n".join([line(header), line(["-" * width for width in widths]), *map(line, rows)])
+def sample(run: Callable[[], Any], calls: int) -> float:
+    time.sleep(PAUSE)
+    if calls:
+        run()
+    return seconds_a_call(run, calls or 1)
 
 
-def make_parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", type=Path, help="write the table to this file as well")
-    parser.add_argument("--rounds", type=int, default=rounds, help="timed runs of each candidate; default: %(default)s")
-    return parser
+def seconds_a_call(run: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls
 
 
-def is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+def measure_case(benchmark: str, case: Case, rounds: int, budget: float) -> list[Row]:
+    """The rows of a case. Candidates whose library is not installed have none."""
+    work = case.prepare()
+    names = [name for name in work.functions if is_installed(name)]
+    rows = []
+    for what in case.passes:
+        candidates = {name: work.candidate(name, gradient=what == GRADIENT, eager=case.eager) for name in names}
+        timings = measure({name: candidate.run for name, candidate in candidates.items()}, rounds, budget)
+        rows += [row_of(benchmark, case, what, name, timings[name], candidates[name]) for name in names]
+    return rows
 
 
-def show(header: list[str], rows: list[list[str]], markdown: Path | None) -> None:
-    """Prints the table, and writes it to the file if there is one."""
-    table = as_markdown(header, rows)
-    print(table)
-    if markdown:
-        markdown.write_text(table + "\n")
+def row_of(benchmark: str, case: Case, what: str, name: str, timing: Timing, candidate: Candidate) -> Row:
+    return Row(
+        benchmark=benchmark,
+        work=case.work,
+        mask=case.mask,
+        dtype=case.dtype,
+        size=case.size,
+        shape=case.shape,
+        eager=case.eager,
+        what=what,
+        candidate=name,
+        rounds=timing.rounds,
+        minimum_ms=float(f"{1e3 * timing.minimum:.4g}"),
+        median_ms=float(f"{1e3 * timing.median:.4g}"),
+        temporary_bytes=candidate.temporary_bytes,
+        compile_s=candidate.compile_seconds,
+        date=datetime.date.today().isoformat(),
+        machine=machine(),
+        python=platform.python_version(),
+        versions=versions(),
+    )
+
+
+def is_installed(name: str) -> bool:
+    return name not in OPTIONAL or importlib.util.find_spec(name) is not None
+
+
+def missing(benchmark: Benchmark) -> list[str]:
+    return sorted({name for pair in benchmark.ratios for name in pair if not is_installed(name)})
+
+
+def machine() -> str:
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{(models or [platform.machine()])[0]}, {os.cpu_count()} cores, {platform.system()}"
+
+
+def versions() -> str:
+    packages = [name for name in ("masksafe", "jax", "numpy", *OPTIONAL) if importlib.util.find_spec(name)]
+    return ", ".join(f"{name} {version(name)}" for name in packages)
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout
+        return str(importlib.import_module(package).__version__)
+
+
+# Candidates
+
+
+def in_jax(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    eager: bool = False,
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> Candidate:
+    """A call of the function, jitted unless it is eager, within the context."""
+    # A new function each time: JAX would find the program of an earlier case, and compiling it would take no time.
+    fn = step if eager else jax.jit(lambda *args: step(*args))
+
+    def run() -> None:
+        with context():
+            jax.block_until_ready(fn(*args))
+
+    if eager:
+        return Candidate(run)
+    start = time.perf_counter()
+    with context():
+        program = fn.lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return Candidate(run, program.memory_analysis().temp_size_in_bytes, round(seconds, 3))
+
+
+def pulled_back(
+    fn: Callable[..., Any], args: tuple[Any, ...], leaves: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The value and the gradient of its product with random numbers, as a function and its arguments."""
+
+    def step(cotangents: Any, *args: Any) -> Any:
+        value, pull_back = jax.vjp(lambda *leaves_: fn(*leaves_, *args[leaves:]), *args[:leaves])
+        return value, pull_back(cotangents)
+
+    shapes = jax.eval_shape(fn, *args)
+    return step, (jax.tree.map(lambda leaf: random_normal(leaf.shape, leaf.dtype, 1), shapes), *args)
+
+
+def in_torch(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *, gradient: bool) -> Candidate:
+    """The same in torch, without its compiler."""
+    import torch
+
+    tensors = [as_tensor(x).requires_grad_(gradient and i < leaves) for i, x in enumerate(args)]
+    if not gradient:
+
+        def value() -> None:
+            with torch.inference_mode():
+                fn(*tensors)
+
+        return Candidate(value)
+    cotangent = torch.randn_like(fn(*tensors).detach())
+    return Candidate(lambda: torch.autograd.grad(fn(*tensors), tensors[:leaves], cotangent))
+
+
+def as_tensor(x: Any) -> Any:
+    """A tensor of the same dtype, but that of labels, which torch wants wide."""
+    import torch
+
+    dtype = getattr(torch, "int64" if jnp.issubdtype(x.dtype, jnp.integer) else str(x.dtype))
+    return torch.from_numpy(np.array(x if x.dtype != jnp.bfloat16 else x.astype(jnp.float32))).to(dtype)
+
+
+# Arrays
+
+
+def random_normal(shape: Sequence[int], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def random_bits(shape: Sequence[int], fraction: float, seed: int = 0) -> jax.Array:
+    """Booleans, of which that fraction is True."""
+    return jnp.asarray(np.random.default_rng(seed).random(shape, np.float32) < fraction)
+
+
+def random_labels(shape: Sequence[int], classes: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(classes, size=shape), jnp.int32)
+
+
+def by_x(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
+
+
+def eager_too(cases: Sequence[Case], sizes: Sequence[str] = ("tiny",)) -> Iterator[Case]:
+    """The cases, and those of the sizes once more without `jax.jit`."""
+    yield from cases
+    for case in cases:
+        if case.size in sizes and case.dtype == "float32":
+            yield dataclasses.replace(case, size=f"{case.size}, eager", eager=True)

@@ -1,0 +1,21 @@
+"""Every benchmark: CSVs in docs/benchmarks, pictures in docs/_static/benchmarks, and the tables of docs/performance.md.
+
+python examples/benchmarks/all.py                    # some twenty minutes on two cores
+python examples/benchmarks/all.py --only attention --only losses
+python examples/benchmarks/all.py --plot-only        # pictures and tables again from the CSVs
+python examples/benchmarks/all.py --quick            # a smoke run, into examples/output/benchmarks
+"""
+
+import attention
+import cross_entropy
+import label_checks
+import linear_cross_entropy
+import losses
+import normalization
+import softmax
+from command import main
+
+MODULES = [cross_entropy, linear_cross_entropy, attention, normalization, softmax, losses, label_checks]
+
+if __name__ == "__main__":
+    main([module.BENCHMARK for module in MODULES])

@@ -1,0 +1,210 @@
+"""CSVs of measurements, and the tables of them that stand between markers in a page of Markdown."""
+
+import csv
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from measure import GRADIENT, PASSES, Benchmark, Row
+
+SLOWER = 1.1  # a ratio above it is bold in the tables, and listed
+DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
+NOTHING = "-"
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+    """The time of one candidate in units of another's, in one pass of one case."""
+
+    row: Row
+    peer: Row
+
+    @property
+    def median(self) -> float:
+        return self.row.median_ms / self.peer.median_ms
+
+    @property
+    def minimum(self) -> float:
+        return self.row.minimum_ms / self.peer.minimum_ms
+
+    @property
+    def pair(self) -> str:
+        return f"{self.row.candidate} / {self.peer.candidate}"
+
+
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(dataclasses.asdict(row) for row in rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [Row(**{field.name: parsed(line[field.name], field.type) for field in FIELDS})
+                for line in csv.DictReader(file)]  # fmt: skip
+
+
+FIELDS = dataclasses.fields(Row)
+
+
+def parsed(text: str, kind: Any) -> Any:
+    if kind is str:
+        return text
+    if kind is bool:
+        return text == "True"
+    return (int if kind in (int, int | None) else float)(text) if text else None
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def ratios(rows: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> list[Ratio]:
+    """Of every case and pass, in the order of the rows, those of the pairs whose candidates took part."""
+    found = []
+    for case in grouped(rows, lambda r: (r.benchmark, r.work, r.mask, r.dtype, r.size, r.what)).values():
+        of = {row.candidate: row for row in case}
+        found += [Ratio(of[ours], of[peer]) for ours, peer in pairs if ours in of and peer in of]
+    return found
+
+
+def ratios_to_peers(rows: Sequence[Row]) -> list[Ratio]:
+    """Masksafe's to whatever was measured beside it."""
+    return ratios(rows, [("masksafe", name) for name in sorted({row.candidate for row in rows} - {"masksafe"})])
+
+
+# Tables
+
+
+def as_markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose columns are aligned in plain text as well."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return "\n".join([line(lines[0]), line(["-" * width for width in widths]), *map(line, lines[1:])])
+
+
+def without_constant_columns(header: Sequence[str], rows: Sequence[Sequence[str]], of: int) -> str:
+    """The table, without those of its first columns that say the same in every line."""
+    kept = [i for i in range(len(header)) if i >= of or len({row[i] for row in rows}) > 1]
+    return as_markdown([header[i] for i in kept], [[row[i] for i in kept] for row in rows])
+
+
+def number(x: float) -> str:
+    """Three digits, of which at most three behind the point."""
+    if 0 < x < 0.001:
+        return "<0.001"
+    digits = 2 - math.floor(math.log10(x)) if x > 0 else 0
+    return f"{x:.{min(max(digits, 0), 3)}f}"
+
+
+def ratio_text(ratio: float) -> str:
+    text = f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.0f}"
+    return f"**{text}**" if ratio > SLOWER else text
+
+
+def size_header(size: str, found: Iterable[Ratio]) -> str:
+    shapes = {ratio.row.shape for ratio in found if ratio.row.size == size}
+    return f"{size} ({shapes.pop()})" if len(shapes) == 1 else size
+
+
+def in_order_of_passes(found: Iterable[Ratio]) -> list[Ratio]:
+    return sorted(found, key=lambda ratio: PASSES.index(ratio.row.what))
+
+
+def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """A line for each kind of work, a column for each size: the ratios of the value, and of it with its gradient."""
+    found = ratios(rows, benchmark.ratios)
+    sizes = list(dict.fromkeys(ratio.row.size for ratio in found))
+    largest = [size for size in sizes if size == "large"] or sizes[:1]
+    header = ["work", "mask", "dtype", "ratio", *(size_header(size, found) for size in sizes)]
+    header += [f"{size}: {unit}" for size in largest for unit in ("ms", "MiB")]
+    lines = []
+    for key, line in grouped(found, lambda r: (r.row.work, r.row.mask, r.row.dtype, r.pair)).items():
+        of_size = grouped(in_order_of_passes(line), lambda r: r.row.size)
+        cells = [", ".join(ratio_text(r.median) for r in of_size.get(size, ())) or NOTHING for size in sizes]
+        lines.append([*key, *cells, *(cell for size in largest for cell in scale(of_size.get(size, ())))])
+    return without_constant_columns(header, lines, of=3)
+
+
+def scale(found: Sequence[Ratio]) -> tuple[str, str]:
+    """The milliseconds of the first, and the temporary memory of both for the gradient."""
+    times = ", ".join(number(ratio.row.median_ms) for ratio in found) or NOTHING
+    of_gradient = [ratio for ratio in found if ratio.row.what == GRADIENT]
+    sizes = [row.temporary_bytes for ratio in of_gradient for row in (ratio.row, ratio.peer)]
+    return times, ", ".join(NOTHING if n is None else number(n / 2**20) for n in sizes) or NOTHING
+
+
+def slower(rows: Sequence[Row]) -> str:
+    """How many ratios exceed the limit, and a table of them, with what they cost."""
+    found = ratios_to_peers(rows)
+    above = [ratio for ratio in found if ratio.median > SLOWER]
+    tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
+    text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
+    text += f"; {tiny} of these are of calls of less than {DISPATCH_MS} ms." if above else "."
+    lines = []
+    for key, line in grouped(above, lambda r: (r.row.benchmark, *case_texts(r.row), r.peer.candidate)).items():
+        of = {ratio.row.what: ratio for ratio in line}
+        lines.append([key[0].replace("_", " "), *key[1:], *(cost(of.get(what)) for what in PASSES)])
+    header = ["benchmark", "work", "mask", "dtype", "shape", "against", *PASSES]
+    return "\n\n".join([text, as_markdown(header, lines)] if lines else [text])
+
+
+def case_texts(row: Row) -> tuple[str, str, str, str]:
+    return row.work, row.mask, row.dtype, row.shape + (", eager" if row.eager else "")
+
+
+def cost(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return NOTHING
+    return f"{ratio.median:.2f} (+{number(ratio.row.median_ms - ratio.peer.median_ms)} ms)"
+
+
+def compiling(rows: Sequence[Row]) -> str:
+    """The median time to trace and compile, over all cases of a benchmark."""
+    known = [ratio for ratio in ratios_to_peers(rows) if None not in (ratio.row.compile_s, ratio.peer.compile_s)]
+    lines = []
+    for (name, what, peer), found in grouped(known, lambda r: (r.row.benchmark, r.row.what, r.peer.candidate)).items():
+        seconds = [statistics.median(getattr(r, side).compile_s for r in found) for side in ("row", "peer")]
+        lines.append([name.replace("_", " "), what, peer, *map(number, seconds), ratio_text(seconds[0] / seconds[1])])
+    return as_markdown(["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"], lines)
+
+
+def environment(rows: Sequence[Row]) -> str:
+    """On what, with what and when the benchmarks were measured."""
+    lines = []
+    for (machine, python, versions, date), group in grouped(
+        rows, lambda r: (r.machine, r.python, r.versions, r.date)
+    ).items():
+        names = dict.fromkeys(row.benchmark.replace("_", " ") for row in group)
+        rounds = sorted(row.rounds for row in group)
+        lines.append(
+            f"- {', '.join(names)}: {date}, {machine}, Python {python}, {versions}; {rounds[0]} to {rounds[-1]} rounds"
+        )
+    return "\n".join(lines)
+
+
+# Pages
+
+
+def fill(page: str, name: str, content: str) -> str:
+    """The page with the content between the markers of that name."""
+    pattern = rf"(<!-- table: {re.escape(name)} -->\n).*?(<!-- end -->)"
+    filled, count = re.subn(pattern, lambda m: f"{m[1]}\n{content}\n\n{m[2]}", page, flags=re.DOTALL)
+    if count != 1:
+        raise ValueError(f"the page has {count} markers <!-- table: {name} --> ... <!-- end -->, expected one")
+    return filled
