@@ -16,6 +16,7 @@ import softmax
 from command import main
 
 MODULES = [cross_entropy, linear_cross_entropy, attention, normalization, softmax, losses, label_checks]
+BENCHMARKS = [module.BENCHMARK for module in MODULES]
 
 if __name__ == "__main__":
-    main([module.BENCHMARK for module in MODULES])
+    main(BENCHMARKS)

@@ -17,39 +17,51 @@ from results import Ratio, grouped, ratios
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 MARKERS = "os^D"
-WIDTH, ROW_HEIGHT, MARGIN = 10, 0.36, 2.1  # inches
+WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
+FEWEST_SLOTS = 2  # of a line, for its name needs room
+
+Line = tuple[str, str, str]
 
 
 def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     """A panel for each pass: a line for each kind of work, a colour for each size, a marker for each pair."""
     found = ratios(rows, benchmark.ratios)
-    lines = line_names(found)
+    lines = {line: list(dict.fromkeys(map(series_of, group))) for line, group in grouped(found, line_of).items()}
+    sizes = list(dict.fromkeys(ratio.row.size for ratio in found))
+    pairs = list(dict.fromkeys(ratio.pair for ratio in found))
+    edges = np.cumsum([0, *(max(len(series), FEWEST_SLOTS) + 1 for series in lines.values())])
     figure, axes = plt.subplots(
-        1, 2, sharex=True, sharey=True, figsize=(WIDTH, MARGIN + ROW_HEIGHT * len(lines)), layout="constrained"
+        1, 2, sharex=True, sharey=True, figsize=(WIDTH, MARGIN + SLOT * edges[-1]), layout="constrained"
     )
-    series = list(dict.fromkeys((ratio.row.size, ratio.pair) for ratio in found))
-    sizes, pairs = (list(dict.fromkeys(names)) for names in zip(*series, strict=True))
-    for ax, what in zip(axes, PASSES, strict=True):
-        for ratio in found:
-            if ratio.row.what == what:
-                # Points of one line lie beneath each other, in the order of the legend.
-                shift = (series.index((ratio.row.size, ratio.pair)) + 0.5) / len(series) - 0.5
-                y = lines.index(line_name(ratio)) + 0.8 * shift
-                draw_ratio(ax, ratio, y, COLOURS[sizes.index(ratio.row.size)], MARKERS[pairs.index(ratio.pair)])
-        ax.set_title(what)
-    dress(axes, lines, [value for ratio in found for value in (ratio.median, ratio.minimum)])
+    for ratio in found:
+        ax = axes[PASSES.index(ratio.row.what)]
+        series = lines[line_of(ratio)]
+        i = list(lines).index(line_of(ratio))
+        y = (edges[i] + edges[i + 1] - len(series)) / 2 + series.index(series_of(ratio)) + 0.5
+        draw_ratio(ax, ratio, y, COLOURS[sizes.index(ratio.row.size)], MARKERS[pairs.index(ratio.pair)])
+    dress_x(axes, [value for ratio in found for value in (ratio.median, ratio.minimum)])
+    dress_y(axes, names_of(list(lines)), edges)
     add_legend(figure, sizes, pairs)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, facecolor="white", metadata={"Software": None})
     plt.close(figure)
 
 
-def line_name(ratio: Ratio) -> tuple[str, str, str]:
+def line_of(ratio: Ratio) -> Line:
     return ratio.row.work, ratio.row.mask, ratio.row.dtype
 
 
-def line_names(found: Sequence[Ratio]) -> list[tuple[str, str, str]]:
-    return list(grouped(found, line_name))
+def series_of(ratio: Ratio) -> tuple[str, str]:
+    return ratio.row.size, ratio.pair
+
+
+def names_of(lines: Sequence[Line]) -> list[str]:
+    """The names of the lines, without what they have in common."""
+    differs = [len({line[i] for line in lines}) > 1 for i in range(3)]
+    if not any(differs):
+        return [", ".join(line) for line in lines]
+    mask = lambda line: (line[0], f"mask: {line[1]}" if line[1] != "none" else "no mask", line[2])  # noqa: E731
+    return [", ".join(text for text, told in zip(mask(line), differs, strict=True) if told) for line in lines]
 
 
 def draw_ratio(ax: Axes, ratio: Ratio, y: float, colour: str, marker: str) -> None:
@@ -59,24 +71,27 @@ def draw_ratio(ax: Axes, ratio: Ratio, y: float, colour: str, marker: str) -> No
     ax.plot(ratio.median, y, marker=marker, color=colour, markersize=4.5)
 
 
-def dress(axes: Sequence[Axes], lines: Sequence[tuple[str, ...]], values: Sequence[float]) -> None:
+def dress_x(axes: Sequence[Axes], values: Sequence[float]) -> None:
     low, high = min(*values, 0.5) / 1.2, max(*values, 2) * 1.2
     steps = (1, 2, 5) if high < 100 * low else (1,)
     ticks = [n * 10.0**e for e in range(-4, 5) for n in steps]
-    for ax in axes:
+    for ax, title in zip(axes, PASSES, strict=True):
         ax.set_xscale("log")
-        ax.set(xlim=(low, high), ylim=(len(lines) - 0.4, -0.6), xlabel="ratio of the times (left of 1: faster)")
+        ax.set(title=title, xlim=(low, high), xlabel="ratio of the times (left of 1: faster)")
         ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.axvspan(1, high, color="#d55e00", alpha=0.06, linewidth=0)
         ax.axvline(1, color="black", linewidth=1)
         ax.grid(axis="x", alpha=0.35)
-        ax.hlines(np.arange(len(lines) - 1) + 0.5, low, high, color="black", linewidth=0.4, alpha=0.3)
+
+
+def dress_y(axes: Sequence[Axes], names: Sequence[str], edges: np.ndarray) -> None:
+    for ax in axes:
+        ax.set_ylim(edges[-1], 0)
+        ax.hlines(edges[1:-1], *ax.get_xlim(), color="black", linewidth=0.4, alpha=0.3)
         ax.tick_params(axis="y", length=0)
-    constant = [len({line[i] for line in lines}) == 1 for i in range(3)]
-    texts = [", ".join(text for text, same in zip(line, constant, strict=True) if not same) for line in lines]
-    axes[0].set_yticks(range(len(lines)), texts if len(lines) > 1 else [", ".join(lines[0])])
+    axes[0].set_yticks((edges[:-1] + edges[1:]) / 2, names)
 
 
 def add_legend(figure: Figure, sizes: Sequence[str], pairs: Sequence[str]) -> None:

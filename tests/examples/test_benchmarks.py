@@ -1,0 +1,145 @@
+"""The core of the benchmarks: who is timed when, what a CSV keeps, and what is written between markers."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
+
+import command
+import measure
+import plots
+import results
+
+WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x: x}, (jnp.ones(3),))
+CASES = [measure.Case("power", "none", "float32", size, "3", lambda: WORK) for size in ("tiny", "large")]
+BENCHMARK = measure.Benchmark("powers", "Powers", (("masksafe", "optax"), ("masksafe", "torch")), CASES)
+PAGE = "# Page\n" + "".join(
+    f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in ("powers", "slower", "compiling", "environment")
+)
+
+
+@pytest.fixture
+def without_pauses(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(measure.time, "sleep", pauses.append)
+    monkeypatch.setattr(measure, "is_installed", lambda name: name != "torch")
+    return pauses
+
+
+@pytest.fixture
+def rows():
+    row = measure.Row(
+        "powers", "power", "none", "float32", "tiny", "3", False, "value", "masksafe", 5, 1.0, 2.0, 1024, 0.5,
+        "2026-11-01", 'CPU "x", 2 cores', "3.13", "jax 1, optax 2",
+    )  # fmt: skip
+    peer = dataclasses.replace(row, candidate="optax", median_ms=1.6, temporary_bytes=None, compile_s=0.25)
+    fast = dataclasses.replace(peer, what="value with gradient", median_ms=8.0)
+    return [row, peer, dataclasses.replace(fast, candidate="masksafe"), dataclasses.replace(fast, median_ms=4000.0)]
+
+
+def test_candidates_take_turns_in_a_new_order_with_pauses(without_pauses):
+    turns = []
+    candidates = {name: lambda name=name: turns.append(name) for name in "abc"}
+    timings = measure.measure(candidates, 8)
+    order = "".join(name for i, name in enumerate(turns) if i == 0 or turns[i - 1] != name)
+    assert len(without_pauses) == 3 * 8
+    assert min(without_pauses) >= 0.05
+    assert {turns.count(name) > 8 for name in "abc"} == {True}  # short calls are repeated
+    assert len({order[i : i + 2] for i in range(3, len(order))}) > 3
+    assert {timing.rounds for timing in timings.values()} == {8}
+    assert all(0 < timing.minimum <= timing.median for timing in timings.values())
+
+
+def test_short_calls_have_more_rounds_until_the_budget_is_spent(without_pauses):
+    assert measure.measure({"a": lambda: None}, 2, budget=60, most=4)["a"].rounds == 4
+
+
+def test_value_and_gradient_of_installed_candidates_are_measured(without_pauses):
+    found = measure.measure_case("powers", CASES[0], rounds=1, budget=0)
+    assert [(row.what, row.candidate) for row in found] == [
+        (what, name) for what in measure.PASSES for name in ("masksafe", "optax")
+    ]
+    assert all(row.temporary_bytes is not None and row.compile_s > 0 for row in found)
+
+
+def test_gradients_are_pulled_back_from_random_numbers():
+    x, y = jnp.array([1.0, 2.0]), jnp.array([3.0, 5.0])
+    step, (cotangents, *args) = measure.pulled_back(jnp.multiply, (x, y), 1)
+    value, gradients = step(cotangents, *args)
+    np.testing.assert_array_equal(value, x * y)
+    np.testing.assert_allclose(gradients[0], y * cotangents)
+    assert len(gradients) == 1
+    assert isinstance(cotangents, jax.Array)
+
+
+def test_csv_round_trip(rows, tmp_path):
+    results.write_csv(tmp_path / "new" / "powers.csv", rows)
+    assert results.read_csv(tmp_path / "new" / "powers.csv") == rows
+
+
+def test_table_has_both_passes_and_marks_what_is_slower(rows):
+    header, _, line = results.table(BENCHMARK, rows).splitlines()
+    assert [cell.strip() for cell in header.strip("|").split("|")] == ["ratio", "tiny (3)", "tiny: ms", "tiny: MiB"]
+    assert "| **1.25**, 0.00 |" in line
+    assert "2.00, 8.00" in line
+
+
+def test_only_what_is_slower_is_listed(rows):
+    text, _, *table = results.slower(rows).splitlines()
+    assert text == "Of 2 ratios to other libraries 1 exceed 1.1; 0 of these are of calls of less than 0.1 ms."
+    assert len(table) == 3
+    assert "1.25 (+0.400 ms)" in table[-1]
+    assert "exceed" in results.slower(rows[2:])
+
+
+def test_compile_times(rows):
+    assert "| 0.500      | 0.250         | **2.00** |" in results.compiling(rows)
+
+
+def test_fill_replaces_what_is_between_the_markers():
+    filled = results.fill(results.fill(PAGE, "powers", "new \\1"), "powers", "newer")
+    assert filled == PAGE.replace("powers -->\nold\n", "powers -->\n\nnewer\n\n")
+    with pytest.raises(ValueError, match="0 markers <!-- table: nobody -->"):
+        results.fill(PAGE, "nobody", "")
+
+
+def test_the_command_measures_draws_and_fills(without_pauses, tmp_path, monkeypatch):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "performance.md").write_text(PAGE)
+    monkeypatch.setattr(command, "DOCS", tmp_path / "docs")
+    out = tmp_path / "out"
+    command.main([BENCHMARK], ["--quick", "--docs", str(out)])
+    page = (out / "performance.md").read_text()
+    assert "old" not in page
+    assert "masksafe / optax" in page
+    assert (out / "_static" / "benchmarks" / "powers.png").stat().st_size > 5_000
+    assert {row.size for row in results.read_csv(out / "benchmarks" / "powers.csv")} == {"tiny"}
+
+
+def test_a_case_that_fails_is_told_and_costs_no_other(without_pauses, tmp_path):
+    bad = dataclasses.replace(CASES[0], work="bad", prepare=lambda: 1 / 0)
+    options = command.parse([BENCHMARK], ["--quick", "--docs", str(tmp_path)])
+    benchmark = dataclasses.replace(BENCHMARK, cases=[bad, *CASES])
+    failures = command.measure_all([benchmark], options, command.Console(quiet=True))
+    assert failures == ["powers: bad, none, float32, tiny: ZeroDivisionError: division by zero"]
+    assert len(results.read_csv(tmp_path / "benchmarks" / "powers.csv")) == 4
+
+
+def test_names_of_lines_leave_out_what_they_share():
+    lines = [("loss", "none", "float32"), ("loss", "rows", "float32")]
+    assert plots.names_of(lines) == ["no mask", "mask: rows"]
+    assert plots.names_of(lines[:1]) == ["loss, none, float32"]
+
+
+def test_every_benchmark_has_a_place_in_the_page_and_tiny_cases():
+    page = (command.DOCS / command.PAGE).read_text()
+    for benchmark in importlib.import_module("all").BENCHMARKS:
+        assert results.fill(page, benchmark.name, "") != page
+        assert {"tiny", "large"} <= {case.size for case in benchmark.cases}
