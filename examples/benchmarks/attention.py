@@ -45,13 +45,14 @@ def segments(length: int) -> np.ndarray:
 def pairs(mask: str, keys: int) -> np.ndarray | None:
     """The mask as booleans, for a library that has nothing better."""
     query, key = np.arange(keys)[:, None], np.arange(keys)
-    return {
+    masks: dict[str, np.ndarray | None] = {
         "none": None,
         "causal": None,
         "half padding": key[None] < keys // 2,
         "8 segments": segments(keys)[:, None] == segments(keys),
         "window": abs(query - key) <= keys // 32,
-    }[mask]
+    }
+    return masks[mask]
 
 
 def options(library: Any, mask: str, samples: int, keys: int) -> tuple[dict[str, Any], dict[str, jax.Array]]:

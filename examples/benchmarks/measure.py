@@ -225,28 +225,30 @@ def version(package: str) -> str:
 # Candidates
 
 
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
 def in_jax(
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    *,
-    eager: bool = False,
-    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    step: Callable[..., Any], args: tuple[Any, ...], *, eager: bool = False, context: Context = contextlib.nullcontext
 ) -> Candidate:
     """A call of the function, jitted unless it is eager, within the context."""
+    if eager:
+        return Candidate(called(step, args, context))
     # A new function each time: JAX would find the program of an earlier case, and compiling it would take no time.
-    fn = step if eager else jax.jit(lambda *args: step(*args))
+    jitted = jax.jit(lambda *args: step(*args))
+    start = time.perf_counter()
+    with context():
+        program = jitted.lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return Candidate(called(jitted, args, context), program.memory_analysis().temp_size_in_bytes, round(seconds, 3))
 
+
+def called(fn: Callable[..., Any], args: tuple[Any, ...], context: Context) -> Callable[[], None]:
     def run() -> None:
         with context():
             jax.block_until_ready(fn(*args))
 
-    if eager:
-        return Candidate(run)
-    start = time.perf_counter()
-    with context():
-        program = fn.lower(*args).compile()
-    seconds = time.perf_counter() - start
-    return Candidate(run, program.memory_analysis().temp_size_in_bytes, round(seconds, 3))
+    return run
 
 
 def pulled_back(

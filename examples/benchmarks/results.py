@@ -16,6 +16,7 @@ DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
 NOTHING = "-"
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
+KINDS = {field.name: field.type for field in dataclasses.fields(Row)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +42,15 @@ class Ratio:
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Row)], lineterminator="\n")
+        writer = csv.DictWriter(file, list(KINDS), lineterminator="\n")
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in rows)
 
 
 def read_csv(path: Path) -> list[Row]:
     with path.open(newline="") as file:
-        return [Row(**{field.name: parsed(line[field.name], field.type) for field in FIELDS})
-                for line in csv.DictReader(file)]  # fmt: skip
-
-
-FIELDS = dataclasses.fields(Row)
+        lines = list(csv.DictReader(file))
+    return [Row(**{name: parsed(line[name], kind) for name, kind in KINDS.items()}) for line in lines]
 
 
 def parsed(text: str, kind: Any) -> Any:
@@ -155,7 +153,7 @@ def slower(rows: Sequence[Row]) -> str:
     above = [ratio for ratio in found if ratio.median > SLOWER]
     tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
     text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
-    text += f"; {tiny} of these are of calls of less than {DISPATCH_MS} ms." if above else "."
+    text += f" ({tiny} in calls shorter than {DISPATCH_MS} ms)."
     lines = []
     for key, line in grouped(above, lambda r: (r.row.benchmark, *case_texts(r.row), r.peer.candidate)).items():
         of = {ratio.row.what: ratio for ratio in line}
