@@ -1,55 +1,114 @@
-"""mask_where, apply_where and the reductions."""
+"""mask_where and apply_where."""
 
-import functools
-
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
-from masksafe.testing import assert_mask_safe
+from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 FLOATS = ("float16", "bfloat16", "float32")
 DTYPES = (*FLOATS, "int8", "int32", "uint32", "bool", "complex64")
 MASK = np.array([[True, False, True], [False, False, True]])
-REDUCTIONS = {
-    "sum": (masksafe.sum, jnp.sum),
-    "mean": (masksafe.mean, jnp.mean),
-    "var": (masksafe.var, jnp.var),
-    "var_mean": (lambda *a, **k: masksafe.var_mean(*a, **k)[0], jnp.var),
-}
+X = np.random.default_rng(0).random((2, 3)).astype(np.float32) + np.float32(0.5)
+SCALE = np.float32(2)
+
+
+def replaced_and_log(mask, x, scale):
+    """Both ops, of one mask."""
+    log = masksafe.apply_where(~mask, x, lambda x: scale * jnp.log(x), fill_value=0.0)
+    return masksafe.mask_where(mask, x, 2.0) ** 3, log
+
+
+# The contract, for both.
+
+
+@pytest.mark.parametrize("transform", ["jit", *(pytest.param(t, marks=pytest.mark.slow) for t in ("eager", "vmap"))])
+def test_masked_elements_are_gone(transform):
+    fn = lambda x, scale: replaced_and_log(MASK, x, scale)  # noqa: E731
+    assert_mask_safe(fn, X, SCALE, masked={0: MASK}, transforms=(transform,))
+
+
+def test_masked_elements_are_gone_where_nothing_is_left():
+    x, scale = X.astype(jnp.bfloat16), SCALE.astype(jnp.bfloat16)
+    fn = lambda x, scale: replaced_and_log(np.ones(3, bool), x, scale)  # noqa: E731
+    assert_mask_safe(fn, x, scale, masked={0: np.ones(x.shape, bool)}, transforms=("jit",))
+
+
+def test_elements_that_are_not_selected_are_gone_on_both_sides():
+    fn = lambda x, y: masksafe.mask_where(MASK, x, y) ** 3  # noqa: E731
+    assert_mask_safe(fn, X, X[::-1], masked={0: MASK, 1: ~MASK}, transforms=("jit",))
+
+
+@st.composite
+def selections(draw):
+    """A mask and an array that broadcast together, and the mask where the array's elements are gone."""
+    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    mask = rng.random(shape[draw(st.integers(0, len(shape))) :]) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    dtype = draw(st.sampled_from(FLOATS))
+    return mask, (rng.random(shape) + 0.5).astype(jnp.dtype(dtype)), np.broadcast_to(mask, shape)
+
+
+@pytest.mark.slow
+@hypothesis.given(case=selections())
+def test_any_selection_keeps_the_contract(case):
+    mask, x, gone = case
+    hypothesis.assume(gone.any())
+    fn = lambda x, scale: replaced_and_log(mask, x, scale)  # noqa: E731
+    assert_mask_safe(fn, x, SCALE.astype(x.dtype), masked={0: gone}, transforms=("jit",))
+
+
+FIRST_MODES = ("jit", "vmap", "scan", "value_and_grad", "strided")
+
+
+@pytest.mark.parametrize("modes", [FIRST_MODES, pytest.param(CONSISTENCY_MODES, marks=pytest.mark.slow)], ids=len)
+def test_one_answer(modes):
+    assert_consistent(lambda mask, x: replaced_and_log(mask, x, SCALE), MASK, X, modes=modes)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_sharded_arrays_agree_with_one_device(axis_type):
+    x, mask = np.arange(1, 25, dtype=np.float32).reshape(8, 3), np.arange(24).reshape(8, 3) % 5 == 0
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put((mask, x), NamedSharding(mesh, PartitionSpec("batch")))
+        actual = jax.jit(replaced_and_log)(*sharded, SCALE)
+    expected = np.where(mask, 8, x**3), np.where(mask, 0, 2 * np.log(x))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+
+
+def test_value_and_gradient_lower_for_cuda():
+    fn = lambda mask, x: sum(jnp.sum(out) for out in replaced_and_log(mask, x, SCALE))  # noqa: E731
+    exported = jax.export.export(jax.jit(jax.value_and_grad(fn, argnums=1)), platforms=["cuda"])(MASK, X)
+    assert exported.platforms == ("cuda",)
 
 
 # mask_where
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.vmap])
-def test_mask_where_on_nan_replaces_the_masked_elements_and_keeps_the_others(dtype, transform):
-    x = jnp.full((2, 3), jnp.nan, dtype)
+def test_mask_where_on_nan_replaces_the_masked_elements_and_keeps_the_others(dtype):
+    def square(x):
+        out = masksafe.mask_where(MASK, x, 0.0)
+        return jnp.sum(out**2), out
 
-    def replaced(mask, x):
-        return masksafe.mask_where(mask, x, 0.0)
-
-    out = transform(replaced)(MASK, x)
-    assert out.dtype == dtype
-    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32)), ~MASK)
-    gradient = transform(jax.grad(lambda x, mask: (replaced(mask, x) ** 2).sum()))(x, MASK)
-    np.testing.assert_array_equal(np.isnan(np.asarray(gradient, np.float32)), ~MASK)
-    assert (np.asarray(gradient, np.float32)[MASK] == 0).all()
+    (_, out), gradient = jax.jit(jax.value_and_grad(square, has_aux=True))(np.full((2, 3), np.nan, jnp.dtype(dtype)))
+    assert out.dtype == gradient.dtype == dtype
+    for result in (out, gradient):
+        np.testing.assert_array_equal(np.asarray(result, np.float32), np.where(MASK, 0, np.nan))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mask_where_takes_every_dtype(dtype):
-    x = jnp.ones((2, 3), dtype)
-    out = masksafe.mask_where(MASK, x, jnp.zeros((), dtype))
-    assert out.dtype == dtype
-    np.testing.assert_array_equal(out, np.where(MASK, 0, 1).astype(dtype))
+def test_mask_where_takes_every_dtype():
+    ones = {dtype: np.ones((2, 3), jnp.dtype(dtype)) for dtype in DTYPES}
+    out = jax.jit(lambda ones: {d: masksafe.mask_where(MASK, x, jnp.zeros((), d)) for d, x in ones.items()})(ones)
+    expected = {dtype: np.where(MASK, 0, 1).astype(jnp.dtype(dtype)) for dtype in DTYPES}
+    chex.assert_trees_all_equal(out, expected, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -62,276 +121,73 @@ def test_mask_where_broadcasts(shapes):
 
 
 def test_mask_where_promotes_as_jax_does():
-    x = jnp.ones(3, jnp.bfloat16)
-    assert masksafe.mask_where(MASK[0], x, -jnp.inf).dtype == jnp.bfloat16
-    assert masksafe.mask_where(MASK[0], x, jnp.zeros(3, jnp.float32)).dtype == jnp.float32
-
-
-def test_mask_where_is_mask_safe():
-    x = jax.random.normal(jax.random.key(0), (2, 3))
-    y = jax.random.normal(jax.random.key(1), (2, 3))
-    assert_mask_safe(lambda x, y: masksafe.mask_where(MASK, x, y) ** 3, x, y, masked={0: MASK, 1: ~MASK})
-
-
-@st.composite
-def selections(draw):
-    """A mask and an array that broadcast together, and the mask where the array's elements are gone."""
-    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-    rng = np.random.default_rng(draw(st.integers(0, 99)))
-    mask = rng.random(shape[draw(st.integers(0, len(shape))) :]) < draw(st.sampled_from([0.0, 0.5, 1.0]))
-    dtype = draw(st.sampled_from(FLOATS))
-    return mask, jnp.asarray(rng.random(shape) + 0.5, dtype), np.broadcast_to(mask, shape)
-
-
-@hypothesis.given(case=selections())
-def test_any_selection_keeps_the_contract(case):
-    mask, x, gone = case
-    hypothesis.assume(gone.any())
-    assert_mask_safe(lambda x: masksafe.mask_where(mask, x, 2.0) ** 3, x, masked={0: gone}, transforms=["jit"])
-    scale = jnp.ones((), x.dtype)
-
-    def scaled_log(x, scale):
-        return masksafe.apply_where(~mask, x, lambda x: scale * jnp.log(x), fill_value=0.0)
-
-    assert_mask_safe(scaled_log, x, scale, masked={0: gone}, transforms=["jit"])
+    narrow, wide = np.ones(3, jnp.bfloat16), np.ones(3, np.float32)
+    dtype_with = lambda y: jax.eval_shape(lambda x: masksafe.mask_where(MASK[0], x, y), narrow).dtype  # noqa: E731
+    assert dtype_with(-jnp.inf) == jnp.bfloat16
+    assert dtype_with(wide) == jnp.float32
 
 
 # apply_where
 
+# Each with its derivative and where it is defined.
 UNSAFE = {
-    "log": (jnp.log, lambda x: x > 0),
-    "sqrt": (jnp.sqrt, lambda x: x > 0),
-    "reciprocal": (lambda x: 1 / x, lambda x: x != 0),
-    "log of log": (lambda x: jnp.log(jnp.log(x)), lambda x: x > 1),
+    "log": (jnp.log, lambda x: 1 / x, lambda x: x > 0),
+    "sqrt": (jnp.sqrt, lambda x: 0.5 / np.sqrt(x), lambda x: x > 0),
+    "reciprocal": (lambda x: 1 / x, lambda x: -1 / x**2, lambda x: x != 0),
+    "log of log": (lambda x: jnp.log(jnp.log(x)), lambda x: 1 / (x * np.log(x)), lambda x: x > 1),
 }
 
 
 @pytest.mark.parametrize("name", UNSAFE)
-@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, lambda f: lambda x: jax.vmap(f)(x[None])[0]])
-def test_apply_where_has_finite_values_and_gradients_where_the_function_has_none(name, transform):
-    f, defined = UNSAFE[name]
-    x = jnp.array([-1.0, 0.0, 2.0, jnp.nan, 3.0])
-    cond = np.asarray(defined(x)) & ~np.isnan(x)
+def test_apply_where_has_finite_values_and_gradients_where_the_function_has_none(name):
+    f, slope, defined = UNSAFE[name]
+    x = np.array([-1.0, 0.0, 2.0, np.nan, 3.0], np.float32)
+    cond = defined(x) & ~np.isnan(x)
 
-    def fn(x):
-        return masksafe.apply_where(cond, x, f, fill_value=0.0)
+    def total(x, cond):
+        out = masksafe.apply_where(cond, x, f, fill_value=0.0)
+        return jnp.sum(out), out
 
-    np.testing.assert_allclose(transform(fn)(x), np.where(cond, f(x), 0), rtol=1e-6)
-    expected = np.where(cond, jax.vmap(jax.grad(f))(x), 0)
-    np.testing.assert_allclose(transform(jax.grad(lambda x: fn(x).sum()))(x), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("cond", [[False, True, True], [False, False, False]])
-def test_apply_where_keeps_what_the_function_closes_over_clean(cond):
-    x = jnp.array([0.0, 1.0, 2.0])
-
-    def loss(scale):
-        return masksafe.apply_where(jnp.array(cond), x, lambda x: scale * jnp.log(x), fill_value=0.0).sum()
-
-    np.testing.assert_allclose(jax.grad(loss)(1.0), np.log(2.0) if any(cond) else 0.0, rtol=1e-6)
+    (_, out), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(x, cond)
+    with np.errstate(all="ignore"):
+        expected = np.where(cond, f(x), 0), np.where(cond, slope(x), 0)
+    chex.assert_trees_all_close((out, gradient), expected, rtol=1e-5)
 
 
-def test_apply_where_never_shows_the_function_a_masked_element():
-    seen = []
-    x, y = jnp.array([5.0, -1.0, 7.0]), jnp.array([[1.0], [2.0]])
+def test_apply_where_keeps_what_the_function_closes_over_clean():
+    x = np.array([0.0, 1.0, 2.0], np.float32)
 
-    def ratio(x, y):
-        seen.append(np.asarray(x))
-        return x / y
+    def loss(scale, cond):
+        return jnp.sum(masksafe.apply_where(cond, x, lambda x: scale * jnp.log(x), fill_value=0.0))
 
-    out = masksafe.apply_where(x > 0, (x, y), ratio, lambda x, y: x + y)
-    np.testing.assert_allclose(out, np.where(x > 0, x / y, x + y))
-    assert (seen[0] > 0).all()
+    gradient = jax.jit(jax.grad(loss))
+    np.testing.assert_allclose(gradient(1.0, np.array([False, True, True])), np.log(2.0), rtol=1e-6)
+    assert gradient(1.0, np.zeros(3, bool)) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_apply_where_takes_every_dtype(dtype):
-    x = jnp.arange(3).astype(dtype)
-    out = masksafe.apply_where(x != 0, x, lambda x: x, fill_value=jnp.ones((), dtype))
-    assert out.dtype == dtype
-    np.testing.assert_array_equal(out, np.where(x != 0, x, 1).astype(dtype))
+def test_apply_where_never_shows_the_functions_an_element_that_is_not_theirs():
+    x, y = np.array([5.0, -1.0, 7.0], np.float32), np.array([[1.0], [2.0]], np.float32)
+
+    @jax.jit
+    def out_and_seen(x, y):
+        seen = []
+        ratio = lambda x, y: seen.append(x) or x / y  # noqa: E731
+        total = lambda x, y: seen.append(x) or x + y  # noqa: E731
+        return masksafe.apply_where(x > 0, (x, y), ratio, total), seen
+
+    out, seen = out_and_seen(x, y)
+    np.testing.assert_allclose(out, np.where(x > 0, x / y, x + y), rtol=1e-6)
+    assert sorted(bool((s > 0).all()) for s in seen) == [False, True]
+    assert sorted(bool((s < 0).all()) for s in seen) == [False, True]
 
 
-def test_apply_where_is_mask_safe():
-    x = jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    scale = jnp.array(2.0)
+def test_apply_where_takes_every_dtype():
+    numbers = {dtype: np.arange(3).astype(jnp.dtype(dtype)) for dtype in DTYPES}
 
-    def fn(x, scale):
-        return masksafe.apply_where(~MASK, x, lambda x: jnp.log(x) * scale, fill_value=0.0)
+    @jax.jit
+    def ones_for_zeros(numbers):
+        same = lambda x: x  # noqa: E731
+        return {d: masksafe.apply_where(x != 0, x, same, fill_value=jnp.ones((), d)) for d, x in numbers.items()}
 
-    assert_mask_safe(fn, x, scale, masked={0: MASK})
-
-
-# Reductions
-
-
-@st.composite
-def reductions(draw):
-    """A shape, axes, keepdims, and the shape of a mask that broadcasts to it."""
-    shape = tuple(draw(st.lists(st.integers(0, 4), min_size=1, max_size=3)))
-    axes = draw(st.lists(st.integers(0, len(shape) - 1), unique=True, max_size=len(shape)))
-    dropped = draw(st.integers(0, len(shape)))
-    mask_shape = tuple(draw(st.sampled_from([1, n])) for n in shape[dropped:])
-    axis = draw(st.sampled_from([None, tuple(axes), tuple(a - len(shape) for a in axes)]))
-    return shape, axis, draw(st.booleans()), mask_shape, draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
-
-
-def reference(name, x, axis, where, keepdims):
-    """In float64, with 0 for the empty case."""
-    x = np.asarray(x, np.float64)
-    where = np.broadcast_to(where, x.shape)
-    axis = tuple(range(x.ndim)) if axis is None else axis
-    count = where.sum(axis, keepdims=True)
-    total = np.where(where, x, 0).sum(axis, keepdims=True)
-    mean = total / np.maximum(count, 1)
-    var = np.where(where, (x - mean) ** 2, 0).sum(axis, keepdims=True) / np.maximum(count, 1)
-    out = {"sum": total, "mean": mean}.get(name, var)
-    return out if keepdims else np.squeeze(out, axis)
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("dtype", FLOATS)
-@hypothesis.given(case=reductions(), seed=st.integers(0, 99))
-def test_reduction_agrees_with_float64(name, dtype, case, seed):
-    shape, axis, keepdims, mask_shape, density = case
-    rng = np.random.default_rng(seed)
-    where = rng.random(mask_shape) < density
-    x = jnp.asarray(np.where(where, rng.normal(size=shape), np.nan), dtype)
-    out = REDUCTIONS[name][0](x, axis, where, keepdims=keepdims)
-    expected = reference(name, x, axis, where, keepdims)
-    assert out.dtype == dtype
-    assert out.shape == expected.shape
-    rounding = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=rounding, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("dtype", ["int8", "int32", "bool", "complex64", *FLOATS])
-def test_reduction_without_mask_is_that_of_jax(name, dtype):
-    ours, theirs = REDUCTIONS[name]
-    x = (10 * jax.random.normal(jax.random.key(0), (5, 7))).astype(dtype)
-    for kwargs in ({}, {"axis": 0}, {"axis": (0, 1), "keepdims": True}):
-        out, expected = ours(x, **kwargs), theirs(x, **kwargs)
-        assert (out.dtype, out.shape) == (expected.dtype, expected.shape)
-        rounding = float(jnp.finfo(out.dtype).eps) if jnp.issubdtype(out.dtype, jnp.inexact) else 0
-        np.testing.assert_allclose(np.asarray(out, complex), np.asarray(expected, complex), rtol=4 * rounding)
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@hypothesis.given(case=reductions(), dtype=st.sampled_from(FLOATS), seed=st.integers(0, 99))
-def test_any_shape_axis_dtype_and_mask_keeps_the_contract(name, case, dtype, seed):
-    shape, axis, keepdims, mask_shape, density = case
-    rng = np.random.default_rng(seed)
-    gone = ~np.broadcast_to(where := rng.random(mask_shape) < density, shape)
-    hypothesis.assume(gone.any())
-    x = jnp.asarray(rng.normal(size=shape), dtype)
-    reduce = functools.partial(REDUCTIONS[name][0], axis=axis, where=where, keepdims=keepdims)
-    assert_mask_safe(reduce, x, masked={0: gone}, transforms=["jit"])
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("where", [MASK, np.zeros((2, 3), bool), np.array([[True], [False]]), MASK[0]])
-def test_reduction_is_mask_safe(name, where):
-    x = jax.random.normal(jax.random.key(0), (2, 3))
-    for axis in (None, 0, 1):
-        assert_mask_safe(
-            functools.partial(REDUCTIONS[name][0], axis=axis, where=where), x, masked={0: ~where}, transforms=["jit"]
-        )
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_reduction_is_mask_safe_under_every_transform(name):
-    x = jax.random.normal(jax.random.key(0), (2, 3))
-    where = ~MASK
-
-    def fn(x, where):
-        return REDUCTIONS[name][0](x, axis=1, where=where)
-
-    assert_mask_safe(lambda x: fn(x, where), x, masked={0: MASK}, empty=(x,))
-    nothing = jnp.zeros_like(where)
-    assert_mask_safe(lambda x: fn(x, nothing), x, masked={0: ~nothing}, empty=(jnp.full_like(x, jnp.nan),))
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_nan_in_an_unmasked_element_shows_in_its_own_slice_only(name):
-    x = jnp.ones((2, 3)).at[0, 0].set(jnp.nan)
-    out = REDUCTIONS[name][0](x, axis=1, where=np.ones((2, 3), bool))
-    np.testing.assert_array_equal(np.isnan(out), [True, False])
-
-
-@pytest.mark.parametrize(("correction", "expected"), [(0, 2 / 3), (1, 1.0), (2, 2.0), (3, 0.0), (4, 0.0)])
-def test_variance_with_correction_is_0_where_no_freedom_is_left(correction, expected):
-    x = jnp.array([1.0, 2.0, 3.0, jnp.nan])
-    where = ~jnp.isnan(x)
-    np.testing.assert_allclose(masksafe.var(x, where=where, correction=correction), expected, rtol=1e-6)
-    gradient = jax.grad(lambda x: masksafe.var(x, where=where, correction=correction))(x)
-    assert np.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "offset", "rtol"), [("float32", 1e4, 1e-5), ("float16", 1e3, 1e-3), ("bfloat16", 1e3, 1e-2)]
-)
-def test_variance_survives_a_large_mean(dtype, offset, rtol):
-    x = (jax.random.normal(jax.random.key(0), (64, 512)) + offset).astype(dtype)
-    expected = np.var(np.asarray(x, np.float64), axis=1)
-    np.testing.assert_allclose(np.asarray(masksafe.var(x, axis=1), np.float64), expected, rtol=rtol)
-
-
-def test_variance_without_freedom_still_shows_an_unmasked_nan():
-    assert np.isnan(masksafe.var(jnp.array([jnp.nan]), correction=1))
-
-
-def test_float16_is_accumulated_in_float32():
-    x = jnp.full(100_000, 0.25, jnp.float16)
-    assert masksafe.mean(x) == 0.25
-    assert masksafe.sum(x) == 25_000
-
-
-def test_mean_of_a_loss_replaces_the_quotient_of_sums():
-    loss, nothing = jnp.array([1.0, jnp.nan]), jnp.zeros(2, bool)
-    value, gradient = jax.value_and_grad(lambda loss: masksafe.mean(loss, where=nothing))(loss)
-    assert value == 0
-    np.testing.assert_array_equal(gradient, [0, 0])
-    assert masksafe.mean(jnp.zeros((0,))) == 0
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-def test_mean_over_a_sharded_batch_with_uneven_masks_is_the_global_mean(axis_type):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(16, 3)).astype(np.float32)
-    where = np.arange(16)[:, None] < np.array([1, 5, 0])
-    expected = x[where].mean()
-    mesh = jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))
-    with jax.set_mesh(mesh):
-        sharding = NamedSharding(mesh, P("batch"))
-        x, where = jax.device_put(x, sharding), jax.device_put(where, sharding)
-        mean, gradient = jax.jit(jax.value_and_grad(masksafe.mean), static_argnums=1)(x, None, where)
-        logs = jax.jit(lambda x, w: masksafe.apply_where(w, x, jnp.exp, fill_value=0.0))(x, where)
-    np.testing.assert_allclose(mean, expected, rtol=1e-6)
-    np.testing.assert_allclose(gradient, where / 6, rtol=1e-6)
-    np.testing.assert_allclose(logs, np.where(where, np.exp(x), 0), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", [*REDUCTIONS, "mask_where", "apply_where"])
-def test_value_and_gradient_lower_for_cuda(name):
-    def fn(x, where):
-        if name == "mask_where":
-            return masksafe.mask_where(where, x, 0.0).sum()
-        if name == "apply_where":
-            return masksafe.apply_where(where, x, jnp.log, fill_value=0.0).sum()
-        return REDUCTIONS[name][0](x, axis=1, where=where).sum()
-
-    shapes = jax.ShapeDtypeStruct((4, 5), jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.bool_)
-    exported = jax.export.export(jax.jit(jax.value_and_grad(fn)), platforms=["cuda"])(*shapes)
-    assert exported.platforms == ("cuda",)
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_no_false_alarm_of_debug_nans(name, jit):
-    x, where = jnp.array([1.0, jnp.nan, jnp.inf]), jnp.array([True, False, False])
-    fn = jax.value_and_grad(lambda x: REDUCTIONS[name][0](x, where=where))
-    with jax.debug_nans(True):
-        value, gradient = (jax.jit(fn) if jit else fn)(x)
-    assert np.isfinite(value)
-    assert np.isfinite(gradient).all()
+    expected = {d: np.where(x != 0, x, np.ones((), x.dtype)) for d, x in numbers.items()}
+    chex.assert_trees_all_equal(ones_for_zeros(numbers), expected, strict=True)

@@ -1,7 +1,8 @@
 """softmax, log_softmax and logsumexp."""
 
-import itertools
+import functools
 
+import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -9,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jax.test_util import check_grads
 
 import masksafe
-from masksafe.testing import assert_mask_safe
+from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_gradients, assert_mask_safe
 
 
 def logsumexp(x, axis=-1, where=None):
@@ -25,160 +25,234 @@ OPS = {
     "softmax": (masksafe.softmax, jax.nn.softmax),
     "log_softmax": (masksafe.log_softmax, jax.nn.log_softmax),
 }
-AXES = [-1, 0, 1, (0, 2), (2, 1), (0, 1, 2)]
-X = jax.random.normal(jax.random.key(0), (3, 4, 5))
-WHERE = jax.random.bernoulli(jax.random.key(1), 0.6, X.shape).at[:, :, 0].set(True)
-DEAD = jnp.ones(X.shape, bool).at[1].set(False).at[2, 3].set(False)
+AXES = [-1, (0, 2), *(pytest.param(axis, marks=pytest.mark.slow) for axis in (0, 1, (2, 1), (0, 1, 2), None))]
+X = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
+WHERE = np.random.default_rng(1).random(X.shape) < 0.6
+WHERE[:, :, 0] = True
+DEAD = WHERE.copy()  # with slices that have nothing left, along the last axis
+DEAD[1] = DEAD[2, 3] = False
+FIRST_MODES = ("jit", "vmap", "scan", "value_and_grad", "jvp", "strided")
+
+
+def weights_of(shape):
+    return np.cos(np.arange(np.prod(shape, dtype=int))).reshape(shape).astype(np.float32)
 
 
 def finite_sum(x):
-    """Of what is not -inf, as the log-probabilities of masked elements are."""
-    return jnp.sum(jnp.where(x == -jnp.inf, 0, x) * jnp.cos(jnp.arange(x.size)).reshape(x.shape))
+    """Weighted, of what is not -inf, as the log-probabilities of masked elements are; in float32 at least."""
+    wide = x.astype(jnp.float32) if x.dtype.itemsize <= 2 else x
+    return jnp.sum(jnp.where(wide == -jnp.inf, 0, wide) * weights_of(x.shape))
+
+
+@functools.cache
+def value_and_gradient(name, axis=-1):
+    """The op, and the gradient of its weighted sum, compiled."""
+
+    def total(x, where=None):
+        out = OPS[name][0](x, axis, where)
+        return finite_sum(out), out
+
+    def pair(*args):
+        (_, out), gradient = jax.value_and_grad(total, has_aux=True)(*args)
+        return out, gradient
+
+    return jax.jit(pair)
+
+
+def reference(name, x, axis=-1, where=None):
+    """The same by the definition, in float64; x is not so large that it has to be shifted."""
+    x = np.asarray(x, np.float64)
+    where = np.broadcast_to(True if where is None else where, x.shape)
+    exps = np.where(where, np.exp(np.where(where, x, 0)), 0)
+    total = exps.sum(axis, keepdims=True)
+    probs = exps / np.where(total > 0, total, 1)
+    if name == "softmax":
+        weights = weights_of(x.shape)
+        return probs, probs * (weights - (probs * weights).sum(axis, keepdims=True))
+    with np.errstate(divide="ignore"):
+        log_total = np.log(total)
+    if name == "logsumexp":
+        out = np.squeeze(log_total, axis)
+        return out, probs * weights_of(out.shape).reshape(total.shape)
+    weights = np.where(where, weights_of(x.shape), 0)
+    return np.where(where, x - np.where(total > 0, log_total, 0), -np.inf), (
+        weights - probs * weights.sum(axis, keepdims=True)
+    )
+
+
+# Values and derivatives.
 
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("axis", AXES, ids=str)
+@pytest.mark.parametrize("where", [None, DEAD], ids=["unmasked", "masked"])
+def test_value_and_gradient_are_those_of_the_definition(name, axis, where):
+    actual = value_and_gradient(name, axis)(X, where)
+    chex.assert_trees_all_close(actual, reference(name, X, axis, where), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("where", [None, WHERE], ids=["unmasked", "masked"])
-def test_equals_jax_nn(name, axis, where):
-    ours, theirs = OPS[name]
-    np.testing.assert_allclose(ours(X, axis, where), theirs(X, axis=axis, where=where), rtol=1e-5, atol=1e-6)
-    if where is None or name == "softmax":
-        gradient, expected = (jax.grad(lambda x, f=f: finite_sum(f(x, axis=axis, where=where)))(X) for f in OPS[name])
-        np.testing.assert_allclose(gradient, expected, rtol=1e-5, atol=1e-6)
+def test_value_is_that_of_jax_nn(name, where):
+    theirs = jax.jit(OPS[name][1], static_argnames="axis")(X, axis=-1, where=where)
+    chex.assert_trees_all_close(value_and_gradient(name)(X, where)[0], theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("axis", [-1, 0, (0, 2)], ids=str)
+def test_list_of_axes(name):
+    np.testing.assert_array_equal(OPS[name][0](X, [0, 2], DEAD), OPS[name][0](X, (0, 2), DEAD))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_both_modes_of_autodiff(name):
+    """First and second derivatives along a direction are those of the definition, in every order of the modes."""
+    direction, step = np.random.default_rng(2).normal(size=X.shape), 1e-4
+    gradients = [reference(name, X + s * direction, -1, DEAD)[1] for s in (-step, step)]
+    second = (gradients[1] - gradients[0]) / (2 * step)
+    first = (reference(name, X, -1, DEAD)[1] * direction).sum()
+    fn = lambda x: finite_sum(OPS[name][0](x, where=DEAD))  # noqa: E731
+
+    @jax.jit
+    def derivatives(x, v):
+        along = lambda f: lambda x: jax.jvp(f, (x,), (v,))[1]  # noqa: E731
+        reverse = along(jax.grad(fn))(x), jax.grad(lambda x: jnp.sum(jax.grad(fn)(x) * v))(x)
+        with masksafe.forward_mode():
+            return reverse, (along(jax.grad(fn))(x), jax.grad(along(fn))(x)), along(fn)(x), along(along(fn))(x)
+
+    reverse, forward, slope, curvature = derivatives(X, direction.astype(np.float32))
+    for product in (*reverse, *forward):  # Hessian times direction
+        np.testing.assert_allclose(product, second, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose((slope, curvature), (first, (second * direction).sum()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("axis", [1, (0, 2)], ids=str)
+def test_derivatives_agree_with_finite_differences(name, axis):
+    assert_gradients(lambda x: finite_sum(OPS[name][0](x, axis, WHERE)), X)
+
+
+# The contract.
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("axis", [-1, *(pytest.param(axis, marks=pytest.mark.slow) for axis in (0, (0, 2)))], ids=str)
 def test_masked_elements_are_gone(name, axis):
-    op, _ = OPS[name]
-    fn = lambda x: jnp.where((y := op(x, axis, DEAD)) == -jnp.inf, 0, y)  # noqa: E731
+    def fn(x):
+        out = OPS[name][0](x, axis, DEAD)
+        return jnp.where(is_nothing := out == -jnp.inf, 0, out), is_nothing
+
     assert_mask_safe(fn, X, masked={0: ~DEAD}, transforms=("jit",))
-    assert_mask_safe(lambda x: op(x, axis, DEAD), X, masked={0: ~DEAD}, order=0)
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_derivatives_of_a_row_with_nothing_left_are_zero(name):
-    op, _ = OPS[name]
-    nothing = jnp.zeros(4, bool)
-    loss = lambda x: jnp.sum(op(x, where=nothing))  # noqa: E731
-    x = jnp.array([1.0, jnp.nan, jnp.inf, -3.0])
-    assert loss(x) == (0 if name == "softmax" else -jnp.inf)
-    assert (jax.grad(loss)(x) == 0).all()
-    assert (jax.hessian(loss)(x) == 0).all()
-    assert (jax.jacrev(jax.grad(loss))(x) == 0).all()
+def test_row_with_nothing_left_is_0_with_its_derivatives(name):
+    @jax.jit
+    def value_and_derivatives(x):
+        fn = lambda x: jnp.sum(OPS[name][0](x, where=np.zeros(4, bool)))  # noqa: E731
+        return fn(x), jax.grad(fn)(x), jax.hessian(fn)(x)
+
+    value, gradient, hessian = value_and_derivatives(np.array([1, np.nan, np.inf, -3], np.float32))
+    assert value == (0 if name == "softmax" else -np.inf)
+    np.testing.assert_array_equal(gradient, 0)
+    np.testing.assert_array_equal(hessian, 0)
 
 
+@hypothesis.settings(max_examples=40)
 @hypothesis.given(st.data())
 def test_masking_equals_removal(data):
-    x = np.array(data.draw(st.lists(st.floats(-80, 80, width=32), min_size=1, max_size=9)), np.float32)
-    kept = np.array(data.draw(st.lists(st.booleans(), min_size=len(x), max_size=len(x))), bool)
+    x = np.array(data.draw(st.lists(st.floats(-80, 80, width=32), min_size=9, max_size=9)), np.float32)
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=9, max_size=9)), bool)
     garbage = np.where(kept, x, data.draw(st.sampled_from([np.nan, np.inf, 1e38]))).astype(np.float32)
-    for op, theirs in OPS.values():
-        masked = op(garbage, where=kept)
+    for name in OPS:
+        out, gradient = map(np.asarray, value_and_gradient(name)(garbage, kept))
+        np.testing.assert_array_equal(gradient[~kept], 0)
         if kept.any():
-            rest = np.asarray(masked)[kept] if masked.ndim else masked
-            np.testing.assert_allclose(rest, theirs(x[kept], axis=-1), rtol=2e-5, atol=1e-6)
+            rest = out[kept] if out.ndim else out
+            np.testing.assert_allclose(rest, reference(name, x[kept])[0], rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_masked_shows_in_its_row_only(name, bad):
-    op, _ = OPS[name]
-    out = np.asarray(op(X.at[1, 2, 3].set(bad), where=WHERE.at[1, 2, 3].set(True))).reshape(12, -1)
-    is_bad = ~np.isfinite(out) & (out != -np.inf)
-    np.testing.assert_array_equal(is_bad.any(1), np.arange(12) == 6)
-
-
-def test_logsumexp_of_infinity_is_infinity():
-    assert masksafe.logsumexp(jnp.array([jnp.inf, 0.0])) == jnp.inf
-    assert masksafe.logsumexp(jnp.array([jnp.inf, 0.0]), where=jnp.array([False, True])) == 0
-
-
-def test_bad_row_is_nan_at_every_unmasked_element():
-    for bad, op in itertools.product((np.nan, np.inf), (masksafe.softmax, masksafe.log_softmax)):
-        out = op(jnp.array([1.0, bad, 2.0, 3.0]), where=jnp.array([True, True, True, False]))
-        np.testing.assert_array_equal(np.isnan(out), [True, True, True, False])
+    x, where = X.copy(), WHERE.copy()
+    x[1, 2, 3], where[1, 2, 3] = bad, True
+    out, gradient = map(np.asarray, value_and_gradient(name)(x, where))
+    expected = reference(name, X, -1, where)[0]
+    expected[1, 2] = bad if name == "logsumexp" else np.where(where[1, 2], np.nan, expected[1, 2])
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.arange(12).reshape(3, 4) == 6)
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_16_bit_inputs_are_rounded_once(name, dtype):
-    op, _ = OPS[name]
-    x = (4 * X).astype(dtype)
-    out = op(x)
-    assert out.dtype == dtype
-    with jax.enable_x64(True):
-        exact = OPS[name][1](np.asarray(x, np.float64), axis=-1)
-    eps = float(jnp.finfo(dtype).eps)
-    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0.51 * eps, atol=1e-7)
-    assert jax.grad(lambda x: op(x).astype(jnp.float32).sum())(x).dtype == dtype
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_both_modes_of_autodiff(name):
-    op, _ = OPS[name]
-    fn = lambda x: finite_sum(op(x, (0, 2), WHERE))  # noqa: E731
-    check_grads(fn, (X,), 2, ("rev",), rtol=2e-2, atol=1e-2)
-    with masksafe.forward_mode():
-        check_grads(fn, (X,), 2, ("fwd", "rev"), rtol=2e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_vmap_debug_nans_and_scan(name):
-    op, _ = OPS[name]
-    np.testing.assert_allclose(jax.vmap(op)(X), op(X), rtol=1e-6)
-    poisoned = jnp.where(WHERE, X, jnp.nan)
-    with jax.debug_nans(True):
-        jax.grad(lambda x: finite_sum(op(x, where=WHERE)))(poisoned)
-    scanned = jax.lax.scan(lambda _, x: (None, op(x)), None, X)[1]
-    np.testing.assert_allclose(scanned, op(X), rtol=1e-6)
+@pytest.mark.parametrize("modes", [FIRST_MODES, pytest.param(CONSISTENCY_MODES, marks=pytest.mark.slow)], ids=len)
+def test_one_answer(name, modes):
+    assert_consistent(lambda x, where: OPS[name][0](x, where=where), X, WHERE, modes=modes)
 
 
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_sharded_arrays_agree_with_one_device(name, axis_type, axis):
-    op, _ = OPS[name]
+    rng = np.random.default_rng(0)
+    x, where = rng.normal(size=(8, 4)).astype(np.float32), rng.random((8, 4)) < 0.7
+    where[2] = False
     mesh = jax.make_mesh((8,), ("x",), (axis_type,))
-    x = jax.random.normal(jax.random.key(0), (8, 16))
-    where = jax.random.bernoulli(jax.random.key(1), 0.5, x.shape).at[2].set(False)
-    value = jax.value_and_grad(lambda x, where: finite_sum(op(x, axis, where)))
     with jax.set_mesh(mesh):
-        sharded = [jax.device_put(a, NamedSharding(mesh, PartitionSpec("x"))) for a in (x, where)]
-        actual = jax.jit(value)(*sharded)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(value(x, where)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        sharded = jax.device_put((x, where), NamedSharding(mesh, PartitionSpec("x")))
+        actual = value_and_gradient(name, axis)(*sharded)
+    chex.assert_trees_all_close(actual, reference(name, x, axis, where), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_no_false_alarm_of_debug_nans(name):
+    with jax.debug_nans(True):
+        out, pull_back = jax.vjp(lambda x: OPS[name][0](x, where=DEAD), np.where(DEAD, X, np.nan))
+        (gradient,) = pull_back(out)
+    np.testing.assert_array_equal(np.asarray(gradient)[~DEAD], 0)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_empty_arrays_and_lowering_for_cuda(name):
-    op, _ = OPS[name]
-    assert op(jnp.zeros((3, 0))).size in (0, 3)
-    grad = jax.jit(jax.grad(lambda x, where: finite_sum(op(x, where=where))))
-    jax.export.export(grad, platforms=["cuda"])(X, WHERE)
+    out = OPS[name][0](np.zeros((3, 0), np.float32))
+    np.testing.assert_array_equal(out, np.full(3, -np.inf) if name == "logsumexp" else np.zeros((3, 0)))
+    exported = jax.export.export(value_and_gradient(name), platforms=["cuda"])(X, WHERE)
+    assert exported.platforms == ("cuda",)
+
+
+# Dtypes.
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint8, jnp.int64])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_16_bit_inputs_are_rounded_once(name, dtype):
+    x = (4 * X).astype(dtype)
+    actual, expected = value_and_gradient(name)(x), reference(name, x)
+    assert actual[0].dtype == actual[1].dtype == dtype
+    (value, gradient), eps = (np.asarray(a, np.float64) for a in actual), float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(value, expected[0], rtol=0.51 * eps, atol=1e-7)
+    # The reverse rule starts from the rounded result, whose error is relative to log-probabilities of up to 16.
+    np.testing.assert_allclose(gradient, expected[1], rtol=16 * eps, atol=4 * eps)
+
+
+@pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("x64", [False, True])
-def test_integers_become_floats(name, dtype, x64):
-    ours, theirs = OPS[name]
+def test_integers_become_floats(name, x64):
+    op, _ = OPS[name]
     with jax.enable_x64(x64):
-        x = np.arange(6).reshape(2, 3).astype(dtype)
-        assert ours(x).dtype == jnp.exp(x).dtype
-        np.testing.assert_allclose(ours(x), theirs(x.astype(float), axis=-1), rtol=1e-6)
+        for dtype in (np.int8, np.int32, np.uint8, np.int64):
+            x = np.arange(6).reshape(2, 3).astype(dtype)
+            assert jax.eval_shape(op, x).dtype == jax.eval_shape(jnp.exp, x).dtype == jnp.result_type(float)
+        np.testing.assert_allclose(op(x), reference(name, x)[0], rtol=1e-12 if x64 else 1e-6)
 
 
 @pytest.mark.parametrize("name", OPS)
 def test_narrow_floats_stay_what_they_are(name):
-    x = jnp.array([0.0, 1.0, 2.0], jnp.float8_e4m3fn)
-    gradient = jax.grad(lambda x: finite_sum(OPS[name][0](x).astype(jnp.float32)))(x)
-    assert OPS[name][0](x).dtype == gradient.dtype == x.dtype
+    out, gradient = jax.eval_shape(value_and_gradient(name), X.astype(jnp.float8_e4m3fn))
+    assert out.dtype == gradient.dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_list_of_axes(name):
-    np.testing.assert_array_equal(OPS[name][0](X, [0, 2], WHERE), OPS[name][0](X, (0, 2), WHERE))
+# Arguments.
 
 
 @pytest.mark.parametrize("name", OPS)
@@ -187,8 +261,8 @@ def test_list_of_axes(name):
     [
         (("cat",), TypeError, ".: got type str"),
         ((X, 3), ValueError, "axis: got value 3"),
-        ((X, -1, jnp.ones(4, bool)), ValueError, r"where: got shape \(4,\)"),
-        ((X, -1, jnp.ones(5)), TypeError, "where: got dtype float32"),
+        ((X, -1, np.ones(4, bool)), ValueError, r"where: got shape \(4,\)"),
+        ((X, -1, np.ones(5, np.float32)), TypeError, "where: got dtype float32"),
     ],
 )
 def test_bad_arguments_are_refused(name, arguments, error, text):
@@ -199,12 +273,12 @@ def test_bad_arguments_are_refused(name, arguments, error, text):
 @pytest.mark.parametrize("op", [masksafe.softmax, masksafe.log_softmax])
 def test_complex_numbers_are_refused(op):
     with pytest.raises(TypeError, match="x: got dtype complex64; expected a float dtype"):
-        op(X + 1j)
+        op(X + np.complex64(1j))
 
 
 # What jax.nn.logsumexp takes beyond that.
 
-FACTORS = jnp.array([1.0, -2.0, 0.0, 3.0, -1.0])
+FACTORS = np.array([1.0, -2.0, 0.0, 3.0, -1.0], np.float32)
 CALLS = {
     "all axes by default": {},
     "keepdims": {"axis": 0, "keepdims": True},
@@ -212,49 +286,51 @@ CALLS = {
     "factors": {"b": FACTORS, "axis": -1},
     "factors and a sign": {"b": FACTORS, "axis": (1, 2), "return_sign": True, "keepdims": True},
 }
+OTHER_DTYPES = [pytest.param(d, marks=pytest.mark.slow) for d in (jnp.bfloat16, jnp.int32)]
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.complex64], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.complex64, *OTHER_DTYPES], ids=lambda d: d.__name__)
 def test_logsumexp_is_that_of_jax_nn(call, dtype):
-    a = (3 * X).astype(dtype)
-    actual, expected = masksafe.logsumexp(a, **call), jax.nn.logsumexp(a, **call)
-    for ours, theirs in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        ours, theirs = (np.asarray(x, np.complex64) for x in (ours, theirs))
-        np.testing.assert_allclose(ours, theirs, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
+    both = jax.jit(lambda a: (masksafe.logsumexp(a, **call), jax.nn.logsumexp(a, **call)))
+    ours, theirs = both((3 * X).astype(dtype))
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
+    ours, theirs = jax.tree.map(lambda a: np.asarray(a, np.complex64), (ours, theirs))
+    chex.assert_trees_all_close(ours, theirs, rtol=2e-2 if dtype == jnp.bfloat16 else 1e-5, atol=1e-6)
 
 
 def test_logsumexp_takes_its_arguments_in_the_order_of_jax_nn():
-    arguments = (X, (1, 2), FACTORS, True, True, WHERE)
-    for ours, theirs in zip(masksafe.logsumexp(*arguments), jax.nn.logsumexp(*arguments), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    ours, theirs = (
+        jax.jit(lambda a, b, where, op=op: op(a, (1, 2), b, True, True, where))(X, FACTORS, WHERE)
+        for op in (masksafe.logsumexp, jax.nn.logsumexp)
+    )
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
-@pytest.mark.parametrize("argnum", [0, 1])
-def test_gradients_of_logsumexp_with_factors_are_those_of_jax_nn(argnum):
+def test_gradients_of_logsumexp_with_factors_are_those_of_jax_nn():
     total = lambda f: lambda a, b: jnp.sum(jnp.sin(f(a, -1, b, return_sign=True)[0]))  # noqa: E731
-    ours, theirs = (jax.jit(jax.grad(total(f), argnum))(X, FACTORS) for f in (masksafe.logsumexp, jax.nn.logsumexp))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours, theirs = (jax.jit(jax.grad(total(f), (0, 1)))(X, FACTORS) for f in (masksafe.logsumexp, jax.nn.logsumexp))
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_logsumexp_with_factors_is_mask_safe():
     def fn(a, b):
         log, sign = masksafe.logsumexp(a, (1, 2), b, return_sign=True, where=DEAD)
-        return jnp.where(log == -jnp.inf, 0, log), sign
+        return jnp.where(is_nothing := log == -jnp.inf, 0, log), sign, is_nothing
 
-    b = jnp.cos(X) + 2
+    b = np.cos(X) + 2
     assert_mask_safe(fn, X, b, masked={0: ~DEAD, 1: ~DEAD}, transforms=("jit",))
-    log, sign = masksafe.logsumexp(X, (1, 2), b, return_sign=True, where=DEAD)
-    assert (log[1], sign[1]) == (-jnp.inf, 0)
+    _, sign, is_nothing = jax.jit(fn)(X, b)
+    np.testing.assert_array_equal(is_nothing, [False, True, False])
+    np.testing.assert_array_equal(sign, [1, 0, 1])
 
 
 def test_logsumexp_of_a_negative_sum_is_nan_without_its_sign():
-    assert jnp.isnan(masksafe.logsumexp(jnp.zeros(2), b=-jnp.ones(2)))
+    assert jnp.isnan(masksafe.logsumexp(np.zeros(2, np.float32), b=-np.ones(2, np.float32)))
 
 
 def test_shapes_of_logsumexp_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="logsumexp: a and b: got shapes"):
-        masksafe.logsumexp(X, b=jnp.ones(4))
+        masksafe.logsumexp(X, b=np.ones(4, np.float32))
     with pytest.raises(ValueError, match="logsumexp: where: got shape"):
-        masksafe.logsumexp(X, where=jnp.ones(4, bool))
+        masksafe.logsumexp(X, where=np.ones(4, bool))
