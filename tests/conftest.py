@@ -40,8 +40,6 @@ LONG = (
     "test_ctc.py::test_more_labels_than_frames[-100000.0]",
     "test_linear_cross_entropy.py::test_second_derivatives_and_forward_mode_with_split_classes[sum]",
     "test_margin.py::test_sparsemax_has_right_second_derivatives",
-    "test_normalization_transforms.py::test_one_answer[float32--1-layer_norm]",
-    "test_normalization_transforms.py::test_one_answer[float32-(2, 1)-layer_norm]",
     "test_train_names.py::test_bad_label_ends_the_training_when_labels_are_checked[checkify]",
 )
 

@@ -20,7 +20,6 @@ OPS = {"sum": masksafe.sum, "mean": masksafe.mean, "var_mean": masksafe.var_mean
 X = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.float32)
 DEAD = np.random.default_rng(1).random(X.shape) < 0.6  # with slices that have nothing left
 DEAD[1] = DEAD[2, 3] = DEAD[:, 2] = False
-FIRST_MODES = ("jit", "vmap", "scan", "value_and_grad", "jvp", "strided")
 
 
 def weights_of(shape, seed):
@@ -112,7 +111,7 @@ def test_any_reduction_is_that_of_the_definition(name, case, dtype, seed):
 
 
 PEERS = {"sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
-ON_AXES = ({}, {"axis": 0}, {"axis": (0, 1), "keepdims": True})
+ON_AXES = ({}, {"axis": (1,), "keepdims": True})
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -120,9 +119,10 @@ ON_AXES = ({}, {"axis": 0}, {"axis": (0, 1), "keepdims": True})
     "dtype", ["int8", "complex64", *(pytest.param(d, marks=pytest.mark.slow) for d in ("int32", "bool", *FLOATS))]
 )
 def test_reduction_without_mask_is_that_of_jax(name, dtype):
-    reduce = lambda op: jax.jit(lambda x: [op(x, **kwargs) for kwargs in ON_AXES])  # noqa: E731
+    ops = getattr(masksafe, name), PEERS[name]
+    both = jax.jit(lambda x: [[op(x, **kwargs) for kwargs in ON_AXES] for op in ops])
     x = (10 * np.random.default_rng(0).normal(size=(5, 7))).astype(jnp.dtype(dtype))
-    ours, theirs = reduce(getattr(masksafe, name))(x), reduce(PEERS[name])(x)
+    ours, theirs = both(x)
     chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
     result = ours[0].dtype
     rounding = 4 * float(jnp.finfo(result).eps) if jnp.issubdtype(result, jnp.inexact) else 0
@@ -192,7 +192,9 @@ def test_unmasked_bad_value_shows_in_its_own_slice_only(name, bad):
 
 
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("modes", [FIRST_MODES, pytest.param(CONSISTENCY_MODES, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "modes", [("jit", "vmap", "scan"), pytest.param(CONSISTENCY_MODES, marks=pytest.mark.slow)], ids=len
+)
 def test_one_answer(name, modes):
     assert_consistent(lambda x, where: OPS[name](x, -1, where), X, DEAD, modes=modes)
 
