@@ -124,12 +124,23 @@ def small_blocks(monkeypatch):
 
 # Values and gradients.
 
-CASES = [(-1, "no"), (-1, "dead"), ((2, 0), "some"), (1, "rows")]
-OTHER_CASES = [(a, w) for a in (-1, 0, (0, 2), (2, 1), (0, 1, 2), (2, 0, 1)) for w in WHERES if (a, w) not in CASES]
+CASES = [
+    ("layer_norm", -1, "no"),
+    ("layer_norm", -1, "dead"),
+    ("layer_norm", (2, 0), "some"),
+    ("layer_norm", 1, "rows"),
+    ("rms_norm", -1, "dead"),
+    ("rms_norm", (2, 0), "columns"),
+    ("standardize", -1, "dead"),
+    ("standardize", 1, "no"),
+]
+AXES = [-1, 0, (0, 2), (2, 1), (0, 1, 2), (2, 0, 1)]
+OTHER_CASES = set(itertools.product(["layer_norm", "rms_norm"], AXES, WHERES)) - set(CASES)
 
 
-@OPS
-@pytest.mark.parametrize(("axis", "where"), [*CASES, *itertools.starmap(slow, OTHER_CASES)], ids=str)
+@pytest.mark.parametrize(
+    ("op", "axis", "where"), [*CASES, *itertools.starmap(slow, sorted(OTHER_CASES, key=str))], ids=str
+)
 def test_value_and_gradients_are_those_of_the_definition(op, axis, where):
     scale, bias = parameters(SHAPE, axis)
     actual = value_and_gradients(op, axis)(X, scale, bias, WHERES[where])
@@ -327,26 +338,17 @@ def test_parameter_that_is_bad_under_the_mask_is_gone_from_forward_mode():
     chex.assert_trees_all_equal(nan, inf, zero)
 
 
-@OPS
-def test_slice_with_nothing_left_is_zero_with_its_derivatives(op):
-    x = np.array([[np.nan, np.inf, 1.0], [1.0, 2.0, 4.0]], np.float32)
-    scale, bias = used(op, *parameters((3,), -1))
-
-    @jax.jit
-    def value_and_derivatives(x, where):
-        fn = lambda x: apply(op, x, scale, bias, -1, where)  # noqa: E731
-        loss = lambda x: (fn(x) ** 2).sum()  # noqa: E731
-        return fn(x), jax.grad(loss)(x), jax.hessian(loss)(x)
-
-    value, gradient, hessian = value_and_derivatives(x, np.array([[False], [True]]))
-    assert (value[1] != 0).any()
-    for nothing in (value[0], gradient[0], hessian[0], hessian[:, :, 0]):
-        np.testing.assert_array_equal(nothing, 0)
-
-
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", slow("standardize")])
-@pytest.mark.parametrize("epsilon", [0, slow(1e-6)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("op", "epsilon", "masked"),
+    [
+        ("layer_norm", 0, False),
+        ("layer_norm", 0, True),
+        ("rms_norm", 0, False),
+        slow("layer_norm", 1e-6, False),
+        slow("rms_norm", 0, True),
+        slow("standardize", 0, False),
+    ],
+)
 def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, masked):
     scale, bias = used(op, *parameters((4,), -1))
     direction = weights_of(4)  # a derivative that is not finite makes its product with this one not finite
@@ -369,7 +371,7 @@ def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, 
             np.testing.assert_array_equal(value, np.where(args[1], bias, 0) if masked else bias)
 
 
-@pytest.mark.parametrize("n", [3, 41, 1000, slow(14), slow(63)])
+@pytest.mark.parametrize("n", [41, 1000, slow(3), slow(14), slow(63)])
 def test_constant_whose_mean_is_rounded_has_no_spread(n):
     x = np.repeat(np.array([[0.1], [1.1], [3.7], [-1e6], [1e-20]], np.float32), n, axis=1)
 
@@ -407,13 +409,19 @@ def test_unmasked_bad_value_shows_in_its_slice_and_in_no_other(op, bad):
 
 @OPS
 @hypothesis.settings(max_examples=40)
-@hypothesis.given(data=st.data())
-def test_masking_equals_taking_out(op, data):
-    where = np.array(data.draw(st.lists(st.booleans(), min_size=8, max_size=8), "where"))
-    x = np.array(data.draw(st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8), "x"), np.float32)
+@hypothesis.given(
+    x=st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8),
+    where=st.lists(st.booleans(), min_size=8, max_size=8),
+    garbage=st.sampled_from([np.nan, np.inf, 1e38]),
+)
+@hypothesis.example(x=[1.0] * 8, where=[False] * 8, garbage=np.nan)
+def test_masking_equals_taking_out(op, x, where, garbage):
+    x, where = np.array(x, np.float32), np.array(where)
+    garbage = np.where(where, x, garbage).astype(np.float32)
     scale, bias = parameters((8,), 0)
-    masked = np.asarray(value_and_gradients(op, 0)(x, scale, bias, where)[0])
+    masked, (gradient, *_) = jax.device_get(value_and_gradients(op, 0)(garbage, scale, bias, where))
     np.testing.assert_array_equal(masked[~where], 0)
+    np.testing.assert_array_equal(gradient[~where], 0)
     if where.any():
         expected = reference(op, x[where], scale[where], bias[where], 0)[0]
         np.testing.assert_allclose(masked[where], expected, rtol=1e-4, atol=1e-4)
@@ -433,7 +441,6 @@ def test_arrays_without_elements(op, shape):
 MEAN = np.full((3, 1, 1), 0.3, np.float32)
 VARIANCE = np.arange(1.0, 13.0, dtype=np.float32).reshape(3, 4, 1)
 CALLS = {
-    "defaults": {},
     "all axes": {"axis": None},
     "a mean": {"mean": MEAN},
     "a mean, stable": {"mean": MEAN, "algorithm": "stable"},

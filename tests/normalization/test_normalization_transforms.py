@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_normalization import (
     DEAD,
     OPS,
+    OTHER_OPS_SLOWLY,
     SHAPE,
     WHERE,
     X,
@@ -35,7 +36,7 @@ from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 ON_ONE_DEVICE = [m for m in CONSISTENCY_MODES if m != "devices"]
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 def test_one_answer(op):
     scale, bias = used(op, *parameters(SHAPE, -1))
     fn = lambda x, scale, bias, where: apply(op, x, scale, bias, -1, where)  # noqa: E731
@@ -54,14 +55,14 @@ def test_one_answer_in_every_mode(op, axis, dtype):
     assert_consistent(fn, (X + 100).astype(jnp.dtype(dtype)), scale, bias, WHERE)
 
 
-@pytest.mark.parametrize("modes", [("jit", "vmap", "scan"), slow(ON_ONE_DEVICE)], ids=len)
+@pytest.mark.parametrize("modes", [("jit", "vmap"), slow(ON_ONE_DEVICE)], ids=len)
 @pytest.mark.usefixtures("small_blocks")
 def test_one_answer_in_blocks(modes):
     fn = lambda x, scale, bias, where: masksafe.layer_norm(x, scale, bias, where=where)  # noqa: E731
     assert_consistent(fn, X, *parameters(SHAPE, -1), WHERE, modes=modes)
 
 
-@OPS
+@OTHER_OPS_SLOWLY
 def test_no_false_alarm_of_debug_nans(op):
     scale, bias = used(op, *parameters(SHAPE, -1))
     with jax.debug_nans(True):
@@ -155,7 +156,7 @@ def convolution_swap_norm_dense(x, parameters):
     return x.reshape(x.shape[0], -1) @ parameters["dense"]
 
 
-@pytest.mark.parametrize("modes", [("jit", "transposed", "disk"), slow(ON_ONE_DEVICE)], ids=len)
+@pytest.mark.parametrize("modes", [("jit", "transposed"), slow(ON_ONE_DEVICE)], ids=len)
 def test_norm_between_convolution_and_dense_gives_one_answer(modes):
     rng = np.random.default_rng(0)
     shapes = {"kernel": (3, 2, 6), "scale": (8,), "bias": (8,), "dense": (48, 3)}
