@@ -1,13 +1,16 @@
 """The arguments of dot_product_attention: integers of any width, and what is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_attention import attention, random_inputs, shrink_blocks
+from attention_cases import attention, random_inputs, shrink_blocks
 
 import masksafe
 
+# Against the same masks in usual integers: what differs is compiled once for both.
 INTEGERS = {
     "int8 offset": (
         dict(is_causal=True, causal_offset=jnp.array([1, 2], jnp.int8)),
@@ -17,17 +20,23 @@ INTEGERS = {
         dict(key_value_seq_lengths=jnp.array([3, 120], jnp.uint8)),
         dict(key_value_seq_lengths=jnp.array([3, 7])),
     ),
-    "uint32 lengths": (dict(query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32)), {}),
-    "64-bit lengths": (dict(key_value_seq_lengths=np.full(2, 2**40)), {}),
+    "uint32 lengths": (
+        dict(query_seq_lengths=jnp.full(2, 2**32 - 1, jnp.uint32)),
+        dict(query_seq_lengths=jnp.array([6, 6])),
+    ),
+    "64-bit lengths": (dict(key_value_seq_lengths=np.full(2, 2**40)), dict(key_value_seq_lengths=jnp.array([7, 7]))),
     "negative lengths": (
         dict(key_value_seq_lengths=jnp.array([-1, -(2**31)])),
         dict(key_value_seq_lengths=jnp.array([0, 0])),
     ),
-    "64-bit offset": (dict(is_causal=True, causal_offset=2**40), {}),
-    "offset and window": (dict(causal_offset=2**29, local_window_size=(2**40, 0)), {}),
+    "64-bit offset": (dict(is_causal=True, causal_offset=2**40), dict(is_causal=True, causal_offset=6)),
+    "offset and window": (
+        dict(causal_offset=2**29, local_window_size=(2**40, 0)),
+        dict(causal_offset=6, local_window_size=(12, 0)),
+    ),
     "int8 and uint32 segments": (
         dict(query_segment_ids=jnp.ones((2, 6), jnp.int8), key_value_segment_ids=jnp.ones((2, 7), jnp.uint32)),
-        {},
+        dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 7), int)),
     ),
     "a list for the window": (dict(local_window_size=[1, 2]), dict(local_window_size=(1, 2))),
     "integer bias": (dict(bias=jnp.arange(7)), dict(bias=jnp.arange(7.0))),
@@ -113,6 +122,7 @@ def test_bad_arguments_are_refused(name):
 
 # Where JAX refuses to promote ranks and dtypes by itself.
 
+SEGMENTS = dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones(7, int))
 STRICT = {
     "plain": {},
     "causal": dict(is_causal=True),
@@ -120,31 +130,43 @@ STRICT = {
     "window": dict(local_window_size=(2, 1)),
     "lengths": dict(query_seq_lengths=jnp.array([3, 6]), key_value_seq_lengths=jnp.array([0, 7])),
     "mask and bias": dict(mask=jnp.ones((6, 7), bool), bias=jnp.ones((1, 1, 7))),
-    "segments": dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones(7, int), is_causal=True),
+    "segments": SEGMENTS | dict(is_causal=True),
     "scale and soft cap": dict(scale=jnp.ones(1), logit_soft_cap=3.0, is_causal=True),
     "dropout": dict(dropout_rate=0.5, dropout_key=jax.random.key(0)),
-    "integer scale and boolean bias": dict(scale=jnp.array(2), bias=jnp.ones((6, 7), bool)),
 }
+TOGETHER = functools.reduce(dict.__or__, STRICT.values())
+
+
+@pytest.fixture
+def strict():
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
 
 
 @pytest.mark.parametrize(
-    ("many_blocks", "dtype"),
-    [(False, jnp.bfloat16), (True, jnp.float32)],
-    ids=["one block of bfloat16", "many blocks of float32"],
+    ("size", "dtype"), [(512, jnp.bfloat16), (4, jnp.float32)], ids=["one block of bfloat16", "many blocks of float32"]
 )
-@pytest.mark.parametrize("arguments", STRICT.values(), ids=STRICT)
-def test_nothing_is_promoted_by_itself(arguments, many_blocks, dtype, monkeypatch):
-    if many_blocks:
+@pytest.mark.parametrize(
+    "arguments",
+    [TOGETHER, *(pytest.param(arguments, marks=pytest.mark.slow) for arguments in STRICT.values())],
+    ids=["together", *STRICT],
+)
+def test_nothing_is_promoted_by_itself(arguments, size, dtype, strict, monkeypatch):
+    if size == 4:
         shrink_blocks(monkeypatch)
-    query, key, value = (x.astype(dtype) for x in random_inputs())
+    query, key, value = (jnp.asarray(x, dtype) for x in random_inputs())
 
     def total(query):
         out, lse = attention(query, key, value, return_residual=True, **arguments)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        jax.make_jaxpr(jax.grad(total))(query)
-        jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jax.grad(total)(q))))(query)
-        jax.make_jaxpr(lambda q: jax.jvp(jax.grad(total), (q,), (q,)))(query)
-        with masksafe.forward_mode():
-            jax.make_jaxpr(lambda q: jax.jvp(total, (q,), (q,)))(query)
+    # Forward over reverse takes the gradient on its way.
+    jax.make_jaxpr(lambda q: jax.jvp(jax.grad(total), (q,), (q,)))(query)
+    jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jax.grad(total)(q))))(query)
+    with masksafe.forward_mode():
+        jax.make_jaxpr(lambda q: jax.jvp(total, (q,), (q,)))(query)
+
+
+def test_integers_and_booleans_are_not_promoted_by_themselves(strict):
+    arguments = dict(scale=jnp.array(2), bias=jnp.ones((6, 7), bool))
+    jax.eval_shape(lambda *args: attention(*args, **arguments), *random_inputs())

@@ -1,0 +1,138 @@
+"""Inputs, masks and a float64 reference for the tests of dot_product_attention."""
+
+import jax
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe.attention import _api, _problems
+
+attention = masksafe.dot_product_attention
+
+
+def few_of(values, *kept):
+    """All values as parameters, those that are not kept marked as slow: each compiles programs for seconds."""
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def shrink_blocks(monkeypatch, size=4):
+    # The sizes of blocks are in the key of the compilation cache, so that programs for others are not found.
+    for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
+        monkeypatch.setattr(_api, name, size)
+    for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
+        monkeypatch.setattr(_problems, name, 1)
+
+
+def normals(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def random_inputs(B=2, T=6, S=7, N=2, K=1, H=4, width=None, dtype=np.float32, seed=0):
+    shapes = (B, T, N, H), (B, S, K, H), (B, S, K, width or H)
+    return tuple(normals(*shape, seed=(seed, i), dtype=dtype) for i, shape in enumerate(shapes))
+
+
+def replaced(x, index, value):
+    """A copy of an array with another value at an index."""
+    x = np.array(x)
+    x[index] = value
+    return x
+
+
+def with_gradients(fn):
+    """The jitted function of arguments, cotangents of the outputs and, as a dictionary, of what has no gradient.
+
+    It returns the outputs and the gradients with respect to all arguments.
+    """
+
+    @jax.jit
+    def run(args, cotangents, rest=None):
+        outputs, reverse = jax.vjp(lambda *args: fn(*args, **rest or {}), *args)
+        return outputs, reverse(cotangents)
+
+    return run
+
+
+# The reference: float64, pair by pair. `live`, `bias` and `factors` broadcast to [B, N, T, S].
+
+
+def exact(query, key, value, live=True, bias=0.0, scale=None, soft_cap=None, factors=1.0, d_out=None, d_lse=0.0):
+    """Output and logsumexp, and with the cotangents [B, T, N, width] and [B, T, N] a dictionary of gradients.
+
+    `factors` are those with which dropout multiplies the weights.
+    """
+    q, k, v = (np.asarray(a, np.float64) for a in (query, key, value))
+    groups = q.shape[2] // k.shape[2]
+    k, v = np.repeat(k, groups, 2), np.repeat(v, groups, 2)
+    scale = q.shape[-1] ** -0.5 if scale is None else np.float64(scale)
+    dots = np.einsum("btnh,bsnh->bnts", q, k)
+    cap = 1e300 if soft_cap is None else soft_cap
+    capped = scale * dots if soft_cap is None else cap * np.tanh(scale * dots / cap)
+    live = np.broadcast_to(live, dots.shape)
+    x = np.where(live, capped + np.asarray(bias, np.float64), -np.inf)
+    largest = np.where(live.any(-1, keepdims=True), x.max(-1, keepdims=True, initial=-np.inf), 0)
+    exps = np.exp(x - largest)
+    total = exps.sum(-1, keepdims=True)
+    p = exps / np.where(total == 0, 1, total)
+    with np.errstate(divide="ignore"):
+        lse = largest + np.log(total)
+    outputs = np.einsum("bnts,bsnh->btnh", factors * p, v), np.moveaxis(lse[..., 0], 1, 2)
+    if d_out is None:
+        return outputs
+
+    w = np.asarray(d_out, np.float64)
+    d_p = factors * np.einsum("btnh,bsnh->bnts", w, v)
+    d_lse = np.moveaxis(np.broadcast_to(np.float64(d_lse), w.shape[:3]), 2, 1)[..., None]
+    d_x = p * (d_p - (p * d_p).sum(-1, keepdims=True) + d_lse)
+    d_scaled = d_x * (1 - (capped / cap) ** 2)
+
+    def by_key_head(x):
+        return x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(3)
+
+    return outputs, {
+        "query": scale * np.einsum("bnts,bsnh->btnh", d_scaled, k),
+        "key": by_key_head(scale * np.einsum("bnts,btnh->bsnh", d_scaled, q)),
+        "value": by_key_head(np.einsum("bnts,btnh->bsnh", factors * p, w)),
+        "bias": d_x,
+        "scale": (d_scaled * dots).sum(),
+    }
+
+
+# Structural masks, as the pairs that they allow.
+
+
+def causal(T, S, offset=0):
+    return np.arange(S) <= np.arange(T)[:, None] + offset
+
+
+def window(T, S, left, right):
+    return (np.arange(S) >= np.arange(T)[:, None] - left) & (np.arange(S) <= np.arange(T)[:, None] + right)
+
+
+def below(lengths, size):
+    """As booleans `[batch, size]`."""
+    return np.arange(size) < np.array(lengths)[:, None]
+
+
+IDS = np.array([[0, 0, 1, 1, 1, 7], [3, 3, 3, 2, 2, 2]]), np.array([[0, 1, 1, 1, 2, 2, 2], [2, 2, 3, 2, 2, 2, 2]])
+OF_KEYS = np.array([[1, 1, 0, 1, 0, 0, 0], [0] * 7], bool)[:, None, None]
+PAIRS = replaced(np.random.default_rng(0).random((2, 2, 6, 7)) < 0.4, (0, 1, 2), False)
+LEFT_PADDED = (np.arange(7) >= np.array([[3], [1]]))[:, None, None]
+
+CASES = {
+    "causal": (dict(is_causal=True), causal(6, 7)),
+    "causal, aligned at the end": (dict(is_causal=True, causal_offset=1), causal(6, 7, 1)),
+    "causal, dead rows": (dict(is_causal=True, causal_offset=-2), causal(6, 7, -2)),
+    "window": (dict(local_window_size=(2, 1)), window(6, 7, 2, 1)),
+    "key lengths": (dict(key_value_seq_lengths=np.array([5, 0])), below([5, 0], 7)[:, None, None, :]),
+    "query lengths": (dict(query_seq_lengths=np.array([2, 5])), below([2, 5], 6)[:, None, :, None]),
+    "segments": (
+        dict(query_segment_ids=IDS[0], key_value_segment_ids=IDS[1]),
+        IDS[0][:, None, :, None] == IDS[1][:, None, None, :],
+    ),
+    "keys of every sample": (dict(mask=OF_KEYS), OF_KEYS),
+    "pairs": (dict(mask=PAIRS), PAIRS),
+    "bias of -inf": (dict(bias=np.where(causal(6, 7, -1), np.float32(0.5), -np.inf)), causal(6, 7, -1)),
+    "causal and left padding": (dict(is_causal=True, mask=LEFT_PADDED), causal(6, 7) & LEFT_PADDED),
+}
+CASES = {name: (arguments, np.broadcast_to(live, (2, 2, 6, 7))) for name, (arguments, live) in CASES.items()}
