@@ -1,6 +1,7 @@
 """`python -m masksafe`: what it finds, prints, writes and returns."""
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +84,14 @@ def test_every_public_op_is_in_a_case():
 
 
 def test_report_of_masksafe_alone(capsys, tmp_path):
-    assert main(["--peers", "none", "--ops", "smooth,ranking", "--json", str(tmp_path / "report.json")]) == 0
+    assert main(["--peers", "none", "--ops", "smooth_lab,nothing_else", "--json", str(tmp_path / "report.json")]) == 0
     out = capsys.readouterr().out
     assert "smooth_labels" in out
     assert "jaxlib" in out
     assert "keeps its contract" in out
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["keeps_contract"] is True
-    assert {row["op"] for row in report["cases"]} == {"smooth_labels", "ranking_softmax_loss"}
+    assert {row["op"] for row in report["cases"]} == {"smooth_labels"}
     assert report["versions"]["jax"]
     assert all(name.startswith("masksafe on") for name in report["cases"][0]["verdicts"])
     assert {verdict for row in report["cases"] for verdict in row["verdicts"].values()} <= {"right", "-"}
@@ -102,10 +103,13 @@ def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     assert "does NOT keep its contract" in capsys.readouterr().out
 
 
-def test_peers_get_the_same_cases(capsys):
-    assert main(["--peers", "optax,flax", "--ops", "kl_divergence_with,layer_norm"]) == 0
+@pytest.mark.parametrize(
+    ("peer", "op"), [("optax", "kl_divergence_with"), pytest.param("flax", "layer_norm", marks=pytest.mark.slow)]
+)
+def test_peers_get_the_same_cases(peer, op, capsys):
+    assert main(["--peers", peer, "--ops", op]) == 0
     out = capsys.readouterr().out
-    assert "optax: 0 of" in out
+    assert re.search(rf"{peer}: \d+ of", out)
     assert "jax.nn" not in out
 
 

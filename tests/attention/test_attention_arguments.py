@@ -160,9 +160,10 @@ def test_nothing_is_promoted_by_itself(arguments, size, dtype, strict, monkeypat
         out, lse = attention(query, key, value, return_residual=True, **arguments)
         return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
-    # Forward over reverse takes the gradient on its way.
+    # Forward over reverse takes the gradient on its way. That of the reverse of many blocks takes seconds to trace.
     jax.make_jaxpr(lambda q: jax.jvp(jax.grad(total), (q,), (q,)))(query)
-    jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jax.grad(total)(q))))(query)
+    if size == 512:
+        jax.make_jaxpr(jax.grad(lambda q: jnp.sum(jax.grad(total)(q))))(query)
     with masksafe.forward_mode():
         jax.make_jaxpr(lambda q: jax.jvp(total, (q,), (q,)))(query)
 

@@ -54,13 +54,20 @@ def test_equinox():
     assert (attention(layer, X[1], CONTEXT[1], mask=MASK[1]) == 0).all()
 
 
-@pytest.mark.parametrize("padding", [1.0, 100.0, float("nan")])
-def test_padding_moves_nothing_in_an_empty_context(padding, tmp_path):
-    example = empty_context
-    moved, gradient = example.largest_move(example.LIBRARIES["masksafe"], padding)
+@pytest.mark.parametrize("padding", [float("nan"), *(pytest.param(x, marks=pytest.mark.slow) for x in (1.0, 100.0))])
+def test_padding_moves_nothing_in_an_empty_context(padding):
+    moved, gradient = empty_context.largest_move(empty_context.LIBRARIES["masksafe"], padding)
     assert moved == [0, 0, 0]
     assert gradient == 0
-    moved, _ = example.largest_move(example.LIBRARIES["jax.nn"], padding)
+
+
+@pytest.mark.slow
+def test_padding_moves_the_empty_context_of_the_peer():
+    moved, _ = empty_context.largest_move(empty_context.LIBRARIES["jax.nn"], 1.0)
     assert moved[2] != 0
-    example.draw(tmp_path / "picture.png")
+
+
+@pytest.mark.slow
+def test_picture_of_an_empty_context(tmp_path):
+    empty_context.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

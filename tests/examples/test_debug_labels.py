@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import debug_labels
+import pytest
 
 FIRST = "1 of 599 labels are outside [0, 10); first at (101,): 10"  # 700 in batches of 599
 SECOND = "1 of 598 labels are outside [0, 10); first at (102,): -1"  # 1300; the masked one does not count
@@ -31,6 +32,7 @@ def test_main_prints_all_three(capsys):
     assert printed.count(FIRST) == printed.count(SECOND) == 2
 
 
+@pytest.mark.slow
 def test_nothing_but_the_report_is_printed():
     done = subprocess.run([sys.executable, debug_labels.__file__], capture_output=True, text=True, check=True)
     assert done.stdout.count(FIRST) == done.stdout.count(SECOND) == 2

@@ -2,9 +2,12 @@
 
 import _collections_abc
 import ast
+import functools
 import inspect
 import io
 
+import chex
+import jax
 import language_model
 import numpy as np
 import pytest
@@ -74,9 +77,19 @@ def test_segments_do_not_see_each_other(trainer, data):
     one = data[row : row + 1]
     other = one.segments == 2
     changed = one._replace(inputs=np.where(one.segments == 1, 5, one.inputs))
-    np.testing.assert_array_equal(model(one)[other], model(changed)[other])
+    run = jax.jit(lambda rows: model(rows))
+    np.testing.assert_array_equal(run(one)[other], run(changed)[other])
 
 
+@pytest.mark.parametrize("name", language_model.LOSSES)
+def test_the_loss_has_gradients_like_the_parameters(name, trainer, data):
+    loss = functools.partial(trainer.loss_of, language_model.LOSSES[name])
+    value, gradients = jax.eval_shape(jax.value_and_grad(loss), trainer.params, data[:2])
+    chex.assert_shape(value, ())
+    chex.assert_trees_all_equal_shapes_and_dtypes(gradients, trainer.params)
+
+
+@pytest.mark.slow
 def test_both_losses_train_the_same_model(trainer, data):
     runs = [
         language_model.train(trainer, loss, data, data[:4], Console(quiet=True))
@@ -87,12 +100,16 @@ def test_both_losses_train_the_same_model(trainer, data):
     assert runs[1].held_out[-1][1] < runs[1].held_out[0][1]
 
 
-def test_costs_of_both_and_the_picture(trainer, data, tmp_path):
+@pytest.mark.slow
+def test_costs_of_both(trainer, data):
     costs = language_model.compare(trainer, data, rounds=1)
     assert set(costs) == {"optax", "masksafe"}
     console = Console(record=True, width=100, file=io.StringIO())
     language_model.show(costs, console)
     assert "tokens a second" in console.export_text()
+
+
+def test_picture_of_the_curve(tmp_path):
     history = language_model.History(None, [3.0, 2.0], [(0, 3.0), (2, 2.0)])
     language_model.plot(history, "masksafe", tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")

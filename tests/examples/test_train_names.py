@@ -1,7 +1,10 @@
 """The training example: the swap of the loss changes nothing but the failures."""
 
 import dataclasses
+import json
+import os
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import train_names
 from jax.experimental import checkify
 from rich.console import Console
 
-CONFIG = train_names.Config(width=32, batch_size=16, steps=12, evaluate_every=6)
+CONFIG = train_names.Config(width=32, decoder_layers=1, batch_size=16, steps=12, evaluate_every=6)
 FUNCTIONS = [
     ("Return the name of the file.", "get_name"),
     ("", "__init__"),
@@ -24,9 +27,18 @@ def data():
     return train_names.tokenise(FUNCTIONS, train_names.count_words(FUNCTIONS), CONFIG)
 
 
+def train(loss, data, config=CONFIG):
+    return train_names.train(loss, data, data, config, Console(quiet=True))
+
+
 @pytest.fixture(scope="module")
-def train(data):
-    return lambda loss: train_names.train(loss, data, data, CONFIG, Console(quiet=True))
+def params():
+    return jax.jit(lambda: train_names.init_params(CONFIG))()
+
+
+@pytest.fixture(scope="module")
+def history(data):
+    return train(train_names.masksafe_loss, data)
 
 
 def test_names_survive_tokenisation(data):
@@ -34,30 +46,41 @@ def test_names_survive_tokenisation(data):
     assert (data.docstrings[1] == train_names.PAD).all()
 
 
-def test_the_same_curve_as_optax_handled_with_care(train):
-    ours, theirs = train(train_names.masksafe_loss), train(train_names.careful_optax_loss)
+def test_a_step_of_training_keeps_the_types_of_parameters(data):
+    optimizer = train_names.make_optimizer(CONFIG)
+    params = jax.eval_shape(lambda: train_names.init_params(CONFIG))
+    state = jax.eval_shape(optimizer.init, params)
+    step = train_names.make_train_step(train_names.masksafe_loss, optimizer, CONFIG)
+    *after, loss = jax.eval_shape(step, params, state, data.rows(slice(16)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after, [params, state])
+    chex.assert_shape(loss, ())
+
+
+@pytest.mark.slow
+def test_the_same_curve_as_optax_handled_with_care(history, data):
+    ours, theirs = history, train(train_names.careful_optax_loss, data)
     np.testing.assert_allclose(ours.losses, theirs.losses, rtol=1e-4)
     np.testing.assert_allclose(ours.held_out, theirs.held_out, rtol=1e-4)
     assert ours.held_out[-1][1] < 0.9 * ours.held_out[0][1]
 
 
-def test_optax_as_it_is_often_written_shows_nan(train):
-    assert np.isnan(train(train_names.optax_loss).losses).all()
+@pytest.mark.slow
+def test_optax_as_it_is_often_written_shows_nan(data):
+    assert np.isnan(train(train_names.optax_loss, data).losses).all()
 
 
-def test_checkpoint_gives_the_same_model(train, data, tmp_path):
-    params = train(train_names.masksafe_loss).params
+def test_checkpoint_gives_the_same_model(params, tmp_path, monkeypatch):
+    monkeypatch.setattr(train_names, "init_params", lambda config: jax.tree.map(np.zeros_like, params))
     train_names.save(params, tmp_path / "params.npz")
     loaded = train_names.load(tmp_path / "params.npz", CONFIG)
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(loaded), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(loaded, params)
 
 
-def test_the_model_ignores_the_padding_of_its_batch(data):
+def test_the_model_ignores_the_padding_of_its_batch(params, data):
     """Whatever tokens stand behind the end of a name, its loss and gradients stay the same."""
-    params = train_names.init_params(CONFIG)
     is_padding = data.labels == train_names.IGNORED
 
+    @jax.jit
     def gradient(inputs):
         def loss(params):
             features = train_names.features_of(params, data.docstrings, inputs, CONFIG.heads)
@@ -67,20 +90,28 @@ def test_the_model_ignores_the_padding_of_its_batch(data):
 
     clean = gradient(data.inputs)
     other = gradient(np.where(is_padding, 17, data.inputs))
-    jax.tree.map(np.testing.assert_array_equal, clean, other)
+    chex.assert_trees_all_equal(other, clean)
 
 
+def test_functions_are_read_from_the_standard_library(monkeypatch):
+    monkeypatch.setattr(train_names.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(json.__file__)})
+    functions = {name: docstring for docstring, name in train_names.read_functions()}
+    assert functions["loads"].startswith("Deserialize ``s``")
+    assert "" in functions.values()
+
+
+@pytest.mark.slow
 def test_the_corpus_is_there_and_has_functions_without_a_docstring():
     functions = train_names.read_functions()
     assert len(functions) > 5000
     assert 0.2 < np.mean([not docstring for docstring, _ in functions]) < 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checks", ["checkify", "raise"])
 def test_bad_label_ends_the_training_when_labels_are_checked(data, checks):
     config = dataclasses.replace(CONFIG, steps=2, checks=checks)
-    train = lambda data: train_names.train(train_names.masksafe_loss, data, data, config, Console(quiet=True))  # noqa: E731
-    assert np.isfinite(train(data).losses).all()
+    assert np.isfinite(train(train_names.masksafe_loss, data, config).losses).all()
     bad = data._replace(labels=np.where(data.labels == train_names.END, train_names.CHARACTERS, data.labels))
     with pytest.raises((checkify.JaxRuntimeError, jax.errors.JaxRuntimeError), match=r"labels are outside .0, 99."):
-        train(bad)
+        train(train_names.masksafe_loss, bad, config)
