@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe.attention import _api, _problems
+from masksafe._core import platforms
 
 attention = masksafe.dot_product_attention
 
@@ -17,10 +17,10 @@ def few_of(values, *kept):
 
 def shrink_blocks(monkeypatch, size=4):
     # The sizes of blocks are in the key of the compilation cache, so that programs for others are not found.
-    for name in ("QUERY_BLOCK", "KEY_BLOCK", "KEY_BLOCK_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
-        monkeypatch.setattr(_api, name, size)
+    for name in ("QUERY_TILE", "KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
+        monkeypatch.setattr(platforms, name, size)
     for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
-        monkeypatch.setattr(_problems, name, 1)
+        monkeypatch.setattr(platforms, name, 1)
 
 
 def normals(*shape, seed=0, dtype=np.float32):

@@ -323,7 +323,7 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
 
     monkeypatch.setattr("masksafe.attention._blockwise.live_blocks", spy)
     shrink_blocks(monkeypatch, size)
-    monkeypatch.setattr("masksafe.attention._problems.IN_TURN_LOGITS_OF_ALL", 2**30)
+    monkeypatch.setattr("masksafe._core.platforms.IN_TURN_LOGITS_OF_ALL", 2**30)
     with jax.disable_jit(), pytest.raises(SeenError) as caught:
         attention(*random_inputs(), **arguments)
     live, queries, keys = caught.value.args

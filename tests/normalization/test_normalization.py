@@ -116,7 +116,7 @@ OTHER_OPS_SLOWLY = pytest.mark.parametrize("op", ["layer_norm", slow("rms_norm")
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Blocks so small that the arrays of these tests are worked through in several."""
-    monkeypatch.setattr(_blocks, "BLOCK_ELEMENTS", 8)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 8)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -114,7 +114,7 @@ def inputs_and_results():
 )
 def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, monkeypatch):
     args, expected = inputs_and_results()
-    monkeypatch.setattr(_blocks, "BLOCK_ELEMENTS", blocks)
+    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", blocks)
     jax.clear_caches()
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
 
