@@ -1,7 +1,7 @@
 """Loss, softmax, attention, normalisation and selection ops for JAX in which masked means gone."""
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from masksafe import losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imports `masksafe.testing` on first use: it takes a quarter of the import time, and few programs need it."""
     if name == "testing":
         return importlib.import_module("masksafe.testing")
