@@ -48,8 +48,8 @@ def largest_move(attention: Attention, padding: float) -> tuple[list[float], flo
     """How far each sample's output moves when its padding changes from 0, and the largest gradient of the padding."""
     before, after = make_inputs(0.0), make_inputs(padding)
     moved = jnp.abs(attend(attention, *after) - attend(attention, *before)).max(axis=(1, 2, 3))
-    of_padding = jnp.stack(gradients(attention, *after)[1:])[:, jnp.arange(KEYS) >= LENGTHS[:, None]]
-    return moved.tolist(), float(jnp.abs(of_padding).max())
+    padding_gradients = jnp.stack(gradients(attention, *after)[1:])[:, jnp.arange(KEYS) >= LENGTHS[:, None]]
+    return moved.tolist(), float(jnp.abs(padding_gradients).max())
 
 
 def weights(attention: Attention) -> jax.Array:

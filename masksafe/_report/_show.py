@@ -26,7 +26,7 @@ def _rich_table(title: str, header: Row, rows: Sequence[Row]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    made = Table(*header, title=title, title_justify="left")
+    rich_table = Table(*header, title=title, title_justify="left")
     for row in rows:
-        made.add_row(*(f"[{_STYLES[cell]}]{cell}[/]" if cell in _STYLES else escape(cell) for cell in row))
-    Console().print(made)
+        rich_table.add_row(*(f"[{_STYLES[cell]}]{cell}[/]" if cell in _STYLES else escape(cell) for cell in row))
+    Console().print(rich_table)

@@ -322,11 +322,11 @@ def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def _as_segments(
-    of_queries: ArrayLike | None, of_keys: ArrayLike | None, q: Array, k: Array
+    query_ids: ArrayLike | None, key_ids: ArrayLike | None, q: Array, k: Array
 ) -> tuple[Array | None, Array | None]:
-    if of_queries is None and of_keys is None:
+    if query_ids is None and key_ids is None:
         return None, None
-    return _as_segment_ids("query_segment_ids", of_queries, q), _as_segment_ids("key_value_segment_ids", of_keys, k)
+    return _as_segment_ids("query_segment_ids", query_ids, q), _as_segment_ids("key_value_segment_ids", key_ids, k)
 
 
 def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:

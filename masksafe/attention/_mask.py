@@ -44,21 +44,21 @@ class Pairs(NamedTuple):
     def only(self, sample: Array, head: Array) -> "Pairs":
         """The pairs of one problem. Arrays over pairs are left whole; `cut` cuts them."""
 
-        def of_sample(x: Array | None) -> Array | None:
+        def cut_sample(x: Array | None) -> Array | None:
             return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sample, 1)
 
-        def of_head(x: Array | None) -> Array | None:
+        def cut_problem(x: Array | None) -> Array | None:
             return x if x is None else part(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
 
         return Pairs(
-            of_sample(self.first_key),
-            of_sample(self.end_key),
-            of_sample(self.query_segments),
-            of_sample(self.key_segments),
+            cut_sample(self.first_key),
+            cut_sample(self.end_key),
+            cut_sample(self.query_segments),
+            cut_sample(self.key_segments),
             self.allowed,
             self.bias,
-            of_head(self.head_keys),
-            of_head(self.live_queries),
+            cut_problem(self.head_keys),
+            cut_problem(self.live_queries),
             (sample, head),
         )
 
@@ -99,9 +99,9 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
         first, end = (take(x, 1, queries)[:, None, None, :, None] for x in (pairs.first_key, pairs.end_key))
         conditions.append((key_index >= first) & (key_index < end))
     if pairs.query_segments is not None and pairs.key_segments is not None:
-        of_query = take(pairs.query_segments, 1, queries)[:, None, None, :, None]
-        of_key = take(pairs.key_segments, 1, keys)[:, None, None, None, :]
-        conditions.append(of_query == of_key)
+        query_ids = take(pairs.query_segments, 1, queries)[:, None, None, :, None]
+        key_ids = take(pairs.key_segments, 1, keys)[:, None, None, None, :]
+        conditions.append(query_ids == key_ids)
     if pairs.allowed is not None:
         conditions.append(cut(pairs.allowed, pairs.problem, queries, keys))
     if pairs.bias is not None:
@@ -147,8 +147,8 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
     if pairs.query_segments is not None and pairs.key_segments is not None:
         segments = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
         lowest, highest = segments.min(-1)[:, None], segments.max(-1)[:, None]
-        of_query = pairs.query_segments[..., None]
-        conditions.append((lowest <= of_query) & (of_query <= highest))
+        query_ids = pairs.query_segments[..., None]
+        conditions.append((lowest <= query_ids) & (query_ids <= highest))
     sees_tile = _conjunction(conditions)
     if sees_tile is None:
         return None

@@ -74,18 +74,18 @@ def assert_gradients(
     with jax.enable_x64(True), jax.default_device(cpu):
         wide = jax.tree.map(lambda leaf: jax.device_put(_widened(leaf), cpu), only_floats(args))
 
-        def of_floats(floats: Any) -> Any:
+        def differentiable(floats: Any) -> Any:
             return only_floats(fn(*replace_floats(args, floats)))
 
-        if not jax.tree.leaves(jax.eval_shape(of_floats, wide)):
+        if not jax.tree.leaves(jax.eval_shape(differentiable, wide)):
             raise ValueError(message(_OP, "fn", "no output of floats", "one to differentiate"))
         if "rev" in modes:
-            check_grads(of_floats, (wide,), order, ("rev",), atol=atol, rtol=rtol)
+            check_grads(differentiable, (wide,), order, ("rev",), atol=atol, rtol=rtol)
         if "fwd" in modes:
             with forward_mode():
-                check_grads(of_floats, (wide,), order, ("fwd",), atol=atol, rtol=rtol)
+                check_grads(differentiable, (wide,), order, ("fwd",), atol=atol, rtol=rtol)
         if set(modes) == set(_MODES):
-            _assert_modes_agree(of_floats, wide, generator(seed))
+            _assert_modes_agree(differentiable, wide, generator(seed))
 
 
 def _widened(leaf: Any) -> np.ndarray:

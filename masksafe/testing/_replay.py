@@ -349,7 +349,7 @@ class Replay:
         operation = self._operations.setdefault(id(equation), Exchange(equation, sizes))
         operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
         received = [self._run(operation, list(values), callers) for values in operands]
-        return [list(of_device) for of_device in zip(*received, strict=True)]
+        return [list(by_device) for by_device in zip(*received, strict=True)]
 
 
 # Primitives whose programs need more than a call.
