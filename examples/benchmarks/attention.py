@@ -23,7 +23,8 @@ SIZES = {  # samples, queries, keys
     "many short": (64, 64, 64),
     "middle": (2, 512, 512),
     "decoding": (8, 1, 4096),
-    "large": (1, 4096, 4096),
+    "large": (1, 2048, 2048),
+    "long": (1, 4096, 4096),
 }
 ALL = ("none", "causal", "half padding", "8 segments", "window")
 MASKS = {
@@ -33,8 +34,9 @@ MASKS = {
         "middle": ALL,
         "decoding": ("none", "half padding"),
         "large": ALL,
+        "long": ("causal", "8 segments"),
     },
-    "bfloat16": {"middle": ALL, "large": ("none", "causal", "8 segments")},
+    "bfloat16": {"middle": ALL, "large": ("causal", "8 segments")},
 }
 
 

@@ -32,6 +32,7 @@ import numpy as np
 PAUSE = 0.05  # seconds: torch's threads spin for a while after a run, and slow down whoever comes next
 SAMPLE = 0.002  # seconds that a timing lasts at least: a call that is shorter is repeated
 WARM = 0.1  # seconds: a longer call does not notice what the candidate before it did to the caches
+SLOW = 1  # second: a longer call is not run once more to estimate its time
 MOST_ROUNDS = 50
 VALUE, GRADIENT = PASSES = ("value", "value with gradient")
 OPTIONAL = ("optax", "flax", "torch", "tokamax")  # peers, which need not be installed
@@ -141,8 +142,9 @@ def measure(
 
 def calls_for_a_sample(run: Callable[[], Any]) -> int:
     """How many calls make a timing long enough; 0 for calls so long that they need no call before to warm up."""
-    run()  # what is compiled or allocated once is not counted
     seconds = seconds_a_call(run, 1)
+    if seconds < SLOW:
+        seconds = seconds_a_call(run, 1)  # without what is compiled or allocated once
     return 0 if seconds > WARM else math.ceil(SAMPLE / max(seconds, 1e-6))
 
 

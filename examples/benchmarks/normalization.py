@@ -28,7 +28,7 @@ SIZES_OF = {
     ("layer norm", "float32"): tuple(SIZES),
     ("layer norm", "bfloat16"): ("middle", "large"),
     ("RMS norm", "float32"): ("tiny", "middle", "large"),
-    ("RMS norm", "bfloat16"): ("middle", "large"),
+    ("RMS norm", "bfloat16"): ("large",),
 }
 MASKS = ["none", "rows", "elements"]
 EPSILON = 1e-6
