@@ -16,7 +16,7 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_number, 
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._linear_cross_entropy_blocks import (
@@ -263,7 +263,7 @@ def _token_losses(
 
 def _sum_dtype(features: Array, kernel: Array) -> Any:
     """The dtype of the sums."""
-    return widened(jnp.zeros(0, jnp.promote_types(features.dtype, kernel.dtype))).dtype
+    return wide_dtype(jnp.promote_types(features.dtype, kernel.dtype))
 
 
 def _flatten(

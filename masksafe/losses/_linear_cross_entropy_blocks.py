@@ -32,7 +32,7 @@ from jax import lax
 from masksafe._core import platforms, sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, take
@@ -238,7 +238,7 @@ class _State(NamedTuple):
 
 def _initial_state(tokens: Tokens, layer: Layer, d_losses: Array | None, length: int) -> _State:
     zero = varying_zero([x for x in jax.tree.leaves((tokens, layer, d_losses)) if isinstance(x, jax.Array)])
-    wide = widened(tokens.features[:0]).dtype
+    wide = wide_dtype(tokens.features.dtype)
 
     def no_sum(shape: tuple[int, ...]) -> Array:
         return jnp.zeros(shape, wide) + zero.astype(wide)
@@ -313,4 +313,4 @@ def _add_gradients(
 def _matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product, accumulated in the wide dtype."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=widened(b[:0]).dtype)
+    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))

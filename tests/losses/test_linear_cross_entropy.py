@@ -25,7 +25,7 @@ OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
     """So that there are several, and the last one is ragged."""
-    monkeypatch.setattr(_linear_cross_entropy, "default_class_block", lambda *_: 7)
+    monkeypatch.setattr(_linear_cross_entropy, "default_class_tile", lambda *_: 7)
 
 
 def unfused(features, kernel, labels, *, bias=None, where=None, reduction="mean", **options):
