@@ -12,10 +12,9 @@ from masksafe._core.arguments import (
     as_real_array,
     broadcast_shapes,
     canonical_axes,
-    check_broadcasts_to,
     message,
 )
-from masksafe._core.masks import as_mask, selected
+from masksafe._core.masks import selected
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
@@ -70,7 +69,8 @@ def ntxent(
         raise ValueError(message(op, "embeddings", f"shape {z.shape}", "[batch, dim]"))
     if labels.shape != z.shape[:1]:
         raise ValueError(message(op, "labels", f"shape {labels.shape}", f"{z.shape[:1]}, the batch of embeddings"))
-    mask = _as_mask_of_samples_or_elements(op, where, z.shape)
+    mask = as_mask_of_elements_or_rows(op, where, z.shape, (1,))
+    mask = None if mask is None else jnp.broadcast_to(mask, z.shape)
     dtype = jnp.result_type(z.dtype, temperature)
 
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
@@ -96,21 +96,6 @@ def _reshard_first_axis(x: Any, batch: Any) -> Any:
     if x is None or (batch is None and not is_sharded(x)):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
-
-
-def _as_mask_of_samples_or_elements(op: str, where: ArrayLike | None, shape: tuple[int, ...]) -> Array | None:
-    """A mask of samples or of elements, at rank 2."""
-    if where is None:
-        return None
-    where = as_mask(op, "where", where)
-    if where.ndim == 1:
-        check_broadcasts_to(op, "where", where.shape, shape[:1], "labels")
-        return jnp.broadcast_to(where, shape[:1])[:, None]
-    if where.ndim != 2:
-        expected = f"rank 1, to mask samples, or rank 2, to mask elements of embeddings {shape}"
-        raise ValueError(message(op, "where", f"shape {where.shape}", expected))
-    check_broadcasts_to(op, "where", where.shape, shape, "embeddings")
-    return jnp.broadcast_to(where, shape)
 
 
 def triplet_margin_loss(
