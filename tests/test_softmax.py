@@ -132,7 +132,7 @@ def test_both_modes_of_autodiff(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("axis", [1, (0, 2)], ids=str)
+@pytest.mark.parametrize("axis", [(0, 2)], ids=str)
 def test_derivatives_agree_with_finite_differences(name, axis):
     assert_gradients(lambda x: finite_sum(OPS[name][0](x, axis, WHERE)), X)
 
@@ -182,8 +182,9 @@ def test_what_is_not_masked_shows_in_its_row_only(name, bad):
     np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.arange(12).reshape(3, 4) == 6)
 
 
-@pytest.mark.parametrize("name", OPS)
-@pytest.mark.parametrize("modes", [("jit", "vmap", "scan"), slow(CONSISTENCY_MODES)], ids=len)
+@pytest.mark.parametrize(
+    ("name", "modes"), [*((name, ("jit", "vmap", "scan")) for name in OPS), slow("softmax", CONSISTENCY_MODES)]
+)
 def test_one_answer(name, modes):
     assert_consistent(lambda x, where: OPS[name][0](x, where=where), X, WHERE, modes=modes)
 

@@ -135,7 +135,7 @@ CASES = [
     ("standardize", 1, "no"),
 ]
 AXES = [-1, 0, (0, 2), (2, 1), (0, 1, 2), (2, 0, 1)]
-OTHER_CASES = set(itertools.product(["layer_norm", "rms_norm"], AXES, WHERES)) - set(CASES)
+OTHER_CASES = set(itertools.product(["layer_norm"], AXES, WHERES)) - set(CASES)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_both_modes_of_autodiff(op):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [1, (2, 0)], ids=str)
+@pytest.mark.parametrize("axis", [(2, 0)], ids=str)
 def test_gradients_agree_with_finite_differences_in_both_modes(axis):
     fn = lambda x, scale, bias: masksafe.layer_norm(x, scale, bias, axis=axis, where=DEAD)  # noqa: E731
     assert_gradients(fn, X, *parameters(SHAPE, axis))
