@@ -151,7 +151,7 @@ def convolution_swap_norm_dense(x, parameters):
     return x.reshape(x.shape[0], -1) @ parameters["dense"]
 
 
-@pytest.mark.parametrize("modes", [("jit", "transposed"), slow(COMPILED)], ids=len)
+@pytest.mark.parametrize("modes", [("jit", "transposed"), slow(("jit", "strided", "disk"))], ids=len)
 def test_norm_between_convolution_and_dense_gives_one_answer(modes):
     rng = np.random.default_rng(0)
     shapes = {"kernel": (3, 2, 6), "scale": (8,), "bias": (8,), "dense": (48, 3)}
