@@ -341,7 +341,7 @@ def test_padded_queries_need_no_mask_if_the_loss_has_one(one_or_many_blocks):
     jax.tree.map(close, padded[1], clean[1])
 
 
-def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(many_blocks):
+def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(one_or_many_blocks):
     query, key, value = random_inputs(1, 6, 7, 2, 2)
     real = (np.arange(6) < 4)[None, :, None, None]
     d_out = np.where(real, normals(1, 6, 2, 4, seed=6), 0)
@@ -354,7 +354,7 @@ def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(many_blocks):
 # More than jax.nn takes.
 
 
-def test_bias_scale_soft_cap_and_another_width(blocks):
+def test_bias_scale_soft_cap_and_another_width(one_or_many_blocks):
     """The soft cap is applied in front of the bias; a scale that is an array has a gradient."""
     query, key, value = random_inputs(width=3)
     bias, scale = normals(2, 1, 6, 1, seed=5), np.float32(1.5)

@@ -1,5 +1,6 @@
 """flax's attention layers with masksafe inside: causal masks, dropout, and decoding step by step with their caches."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +26,14 @@ def nnx_layer(**arguments):
     return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), **arguments)
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, PADDED], ids=["no mask", "causal", "causal and padded"])
+MASKS = pytest.mark.parametrize(
+    "mask",
+    [pytest.param(None, marks=pytest.mark.slow), pytest.param(CAUSAL, marks=pytest.mark.slow), PADDED],
+    ids=["no mask", "causal", "causal and padded"],
+)
+
+
+@MASKS
 def test_linen_value_and_gradient_are_flax_own(mask):
     layer, own, params = linen_layers()
     words = IS_WORD[..., None]  # of flax's own, the rows without a key are averages over padding
@@ -33,11 +41,11 @@ def test_linen_value_and_gradient_are_flax_own(mask):
     def total(layer):
         return lambda p: jnp.sum(jnp.sin(jnp.where(words, layer.apply({"params": p}, X, mask=mask), 0)))
 
-    for ours, theirs in zip(*(jax.tree.leaves(jax.grad(total(x))(params)) for x in (layer, own)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    ours, theirs = (jax.jit(jax.value_and_grad(total(x)))(params) for x in (layer, own))
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mask", [None, CAUSAL, PADDED], ids=["no mask", "causal", "causal and padded"])
+@MASKS
 def test_nnx_is_flax_own(mask):
     ours, theirs = nnx_layer(attention_fn=flax_attention)(X, mask=mask), nnx_layer()(X, mask=mask)
     words = np.asarray(IS_WORD)
@@ -91,6 +99,7 @@ def test_dropout_of_nnx_is_drawn_only_where_it_is_asked_for():
     assert (run(0, False, **ours) != run(1, False, **ours)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_mean_over_dropout_is_what_comes_without(dropout):
     layer, _, params = linen_layers(dropout_rate=dropout)

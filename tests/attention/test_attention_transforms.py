@@ -277,6 +277,32 @@ def test_memory_of_the_gradient(arguments):
     assert temporary_bytes(jax.value_and_grad(loss, (0, 1, 2)), LONG, LONG, LONG) < 150e6
 
 
+def results_of(jaxpr):
+    """The shapes and dtypes of all that a program computes, in inner programs too."""
+    for equation in jaxpr.eqns:
+        yield from (variable.aval for variable in equation.outvars)
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from results_of(inner)
+
+
+def test_no_array_over_all_pairs_is_computed():
+    mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
+    bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
+
+    def loss(query, key, value, bias, mask):
+        dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
+        return jnp.sum(attention(query, key, value, bias, mask, is_causal=True, **dropout))
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(LONG, LONG, LONG, bias, mask)
+    results = list(results_of(program.jaxpr))
+    assert any(result.ndim == 5 and result.size > 2**16 for result in results)  # those of a block are among them
+    assert max(result.size for result in results if result.dtype != jnp.bool_) < mask.size / 4
+    assert max(result.size for result in results) == mask.size  # which is reshaped
+
+
+@pytest.mark.slow
 def test_mask_and_bias_are_not_expanded():
     mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
     bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)

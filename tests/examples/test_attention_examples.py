@@ -35,16 +35,6 @@ def test_linen():
     assert_the_layer_is_flax_own_but_for_empty_contexts(call(layer), call(own))
 
 
-def test_linen_with_dropout():
-    linen = pytest.importorskip("flax.linen", reason="flax is not installed")
-    attention = attention_in_flax.flax_attention
-    layer = linen.MultiHeadDotProductAttention(2, dropout_rate=0.5, attention_fn=attention)
-    variables = layer.init(jax.random.key(0), X, CONTEXT, deterministic=True)
-    run = lambda key: layer.apply(variables, X, CONTEXT, deterministic=False, rngs={"dropout": key})  # noqa: E731
-    np.testing.assert_array_equal(run(jax.random.key(0)), run(jax.random.key(0)))
-    assert (run(jax.random.key(0)) != run(jax.random.key(1))).any()
-
-
 def test_equinox():
     equinox = pytest.importorskip("equinox", reason="equinox is not installed")
     layer = equinox.nn.MultiheadAttention(2, 8, key=jax.random.key(0))

@@ -115,6 +115,7 @@ def test_picture_of_the_curve(tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_completion_begins_with_the_prompt(trainer, vocabulary):
     prompt = vocabulary.encode("def wrap(text):")
     tokens = trainer.complete(trainer.params, prompt, 4)
