@@ -3,29 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import masksafe
-from masksafe.testing import assert_mask_safe
 
 RNG = np.random.default_rng(0)
-SCORES = jnp.asarray(RNG.normal(size=(2, 3, 4)), jnp.float32)
-TARGETS = jax.nn.softmax(jnp.asarray(RNG.normal(size=(2, 3, 4)), jnp.float32))
-ELEMENTS = jnp.asarray(RNG.random((2, 3, 4)) < 0.6).at[0, 1].set(False)
-ROWS = jnp.asarray(RNG.random((2, 3)) < 0.6)
+SCORES = RNG.normal(size=(2, 3, 4)).astype(np.float32)
+TARGETS = RNG.random((2, 3, 4)).astype(np.float32)
+TARGETS /= TARGETS.sum(-1, keepdims=True)
+ELEMENTS = RNG.random((2, 3, 4)) < 0.6
+ELEMENTS[0, 1] = False
+ROWS = RNG.random((2, 3)) < 0.6
 loss = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
-
-
-def test_equals_optax():
-    theirs = optax.losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
-    ours = masksafe.losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)
-    np.testing.assert_allclose(ours(SCORES, TARGETS), theirs(SCORES, TARGETS), rtol=1e-6)
 
 
 def test_other_arguments_reach_the_maximum():
     ours = masksafe.losses.make_fenchel_young_loss(lambda s, scale, *, shift: jnp.max(s) * scale + shift)
-    expected = 2 * jnp.max(SCORES, -1) + 5 - jnp.sum(SCORES * TARGETS, -1)
+    expected = 2 * SCORES.max(-1) + 5 - (SCORES * TARGETS).sum(-1)
     np.testing.assert_allclose(ours(SCORES, TARGETS, 2.0, shift=5.0), expected, rtol=1e-6)
 
 
@@ -41,23 +35,15 @@ def test_vectors_of_different_lengths_are_refused():
 
 
 def test_masked_elements_are_taken_out():
-    masked = jnp.where(ELEMENTS, TARGETS, 0)
-    masked = masked / jnp.maximum(masked.sum(-1, keepdims=True), 1e-9)
-    expected = masksafe.losses.softmax_cross_entropy(SCORES, masked, where=ELEMENTS)
-    np.testing.assert_allclose(loss(SCORES, masked, where=ELEMENTS), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("mask", [ELEMENTS, ROWS], ids=["elements", "rows"])
-def test_masked_elements_are_gone(mask):
-    hidden = np.broadcast_to(~np.asarray(mask).reshape(2, 3, -1), SCORES.shape)
-    assert_mask_safe(
-        lambda s, t: loss(s, t, where=mask), SCORES, TARGETS, masked={0: hidden, 1: hidden}, transforms=("jit",)
-    )
+    masked = np.where(ELEMENTS, TARGETS, 0)
+    masked = masked / np.maximum(masked.sum(-1, keepdims=True), 1e-9)
+    of_both = jax.jit(lambda *a: [f(*a, where=ELEMENTS) for f in (loss, masksafe.losses.softmax_cross_entropy)])
+    np.testing.assert_allclose(*of_both(SCORES, masked), rtol=1e-4, atol=1e-5)
 
 
 def test_masked_rows_need_nothing_of_the_maximum():
     ours = masksafe.losses.make_fenchel_young_loss(lambda s: jnp.max(s))
-    np.testing.assert_allclose(ours(SCORES, TARGETS, where=ROWS), jnp.where(ROWS, ours(SCORES, TARGETS), 0), rtol=1e-6)
+    np.testing.assert_allclose(ours(SCORES, TARGETS, where=ROWS), np.where(ROWS, ours(SCORES, TARGETS), 0), rtol=1e-6)
 
 
 def test_a_mask_of_another_rank_is_refused():

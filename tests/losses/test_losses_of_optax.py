@@ -229,11 +229,12 @@ def test_values_and_gradients_are_those_of_optax(unmasked):
 @pytest.mark.filterwarnings("ignore:The function convex_kl")
 def test_a_nan_shows_in_its_own_row_only(unmasked):
     case = unmasked.case
-    if not has_rows(case):
-        pytest.skip("a total")
     bad = np.array(case.args[0])
     bad[(0,) * bad.ndim] = np.nan
     of_bad, of_good = (unmasked.both(x, *case.args[1:])[0] for x in (bad, case.args[0]))
+    if not has_rows(case):
+        assert np.isnan(of_bad[0]).any()
+        return
     assert np.isnan(jax.tree.leaves(of_bad[0])[0][0]).any()
     for i in range(2):  # the loss, and its gradient with respect to the first argument
         changed, same = (jax.tree.leaves(results[i])[0] for results in (of_bad, of_good))

@@ -22,11 +22,3 @@ def test_both_sums_know_of_masked_classes():
     p = jax.nn.softmax(jnp.where(mask, LOGITS, -jnp.inf))
     expected = softmax_cross_entropy(LOGITS, LABELS, where=mask) + 2 * jnp.sum(jnp.where(mask, LABELS * (1 - p), 0), 1)
     np.testing.assert_allclose(poly_loss_cross_entropy(LOGITS, LABELS, where=mask), expected, rtol=1e-6)
-
-
-def test_masked_labels_have_no_gradient():
-    mask = np.broadcast_to([True, True, False, True], (4, 4))
-    dirty = jnp.where(mask, LABELS, jnp.nan)
-    gradient = jax.grad(lambda t: poly_loss_cross_entropy(LOGITS, t, where=mask).sum())(dirty)
-    np.testing.assert_array_equal(gradient[:, 2], 0)
-    assert np.isfinite(gradient).all()
