@@ -144,7 +144,6 @@ OF_FEATURES_AND_KERNEL = itertools.product(["bfloat16", "float32", "float64"], r
     ("features", "kernel", "bias"),
     [
         ("bfloat16", "float64", "float32"),
-        ("float64", "bfloat16", None),
         *itertools.starmap(slow, ((f, k, b) for f, k in OF_FEATURES_AND_KERNEL for b in (None, "float64"))),
     ],
 )
@@ -329,7 +328,7 @@ def test_a_loss_that_is_selected_away_has_no_gradient():
         np.testing.assert_array_equal(gradient, 0)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_strict_promotion(dtype):
     args = [jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS)]
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -391,7 +390,7 @@ def test_label_checks():
 
 
 @pytest.mark.parametrize(
-    "modes", [("jit", "vmap", "scan"), slow(set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}, id="all")]
+    "modes", [("jit", "vmap"), slow(set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}, id="all")]
 )
 def test_one_answer(modes):
     def loss(features, kernel, bias):
@@ -404,7 +403,7 @@ def test_one_answer(modes):
     ("axis_type", "reduction"),
     [
         (AxisType.Explicit, "none"),
-        (AxisType.Auto, "mean"),
+        slow(AxisType.Auto, "mean"),
         slow(AxisType.Explicit, "mean"),
         slow(AxisType.Auto, "none"),
     ],
@@ -456,8 +455,7 @@ def test_second_derivatives_and_forward_mode_with_split_classes(reduction):
     specs = PartitionSpec(), PartitionSpec(None, "classes"), PartitionSpec("classes")
     split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
 
-    def derivatives(fn):
-        args = tuple(jnp.asarray(a, jnp.float32) for a in (FEATURES, KERNEL, BIAS))
+    def derivatives(fn, *args):
         directions = jax.tree.map(jnp.cos, args)
         gradient = jax.grad(fn, (0, 1, 2))
         forward_over_reverse = jax.jvp(gradient, args, directions)[1]
@@ -467,7 +465,8 @@ def test_second_derivatives_and_forward_mode_with_split_classes(reduction):
         return forward_over_reverse, jax.grad(along, (0, 1, 2))(*args), slope
 
     plain = lambda *args: unfused(*args[:2], LABELS, bias=args[2], where=MASK, reduction="sum", **OPTIONS)  # noqa: E731
-    assert_trees_close(*jax.jit(lambda: (derivatives(split), derivatives(plain)))(), rtol=1e-3, atol=1e-4)
+    both = jax.jit(lambda *args: [derivatives(fn, *args) for fn in (split, plain)])
+    assert_trees_close(*both(*map(np.float32, (FEATURES, KERNEL, BIAS))), rtol=1e-3, atol=1e-4)
 
 
 def test_batch_axes():
