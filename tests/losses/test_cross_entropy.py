@@ -334,7 +334,7 @@ def test_integer_dtype_and_value_are_those_of_optax(dtype, blocks):
     assert_as_optax(out, expected, reference(logits, LABELS), dtype)
 
 
-AXES = [0, (2, 0), *map(slow, (1, 2, (0, 2), (-1, 1), (2, 1, 0)))]
+AXES = [(2, 0), *map(slow, (0, 1, 2, (0, 2), (-1, 1), (2, 1, 0)))]
 
 
 @pytest.mark.parametrize("axis", AXES)
@@ -413,13 +413,7 @@ def half_ulp(exact, dtype):
     ("dtype", "num_classes", "scale", "offset"),
     [
         ("bfloat16", 4096, 5, 0),
-        ("float16", 128, 1, 100),
-        *(
-            slow(d, n, *how)
-            for d in ("float16", "bfloat16")
-            for n in (128, 262144)
-            for how in ((1, 0), (5, 0), (1, 100))
-        ),
+        *(slow(d, n, *how) for d in ("float16", "bfloat16") for n in (128, 262144) for how in ((5, 0), (1, 100))),
     ],
 )
 def test_16_bit_error_is_that_of_rounding_the_output(dtype, num_classes, scale, offset):
@@ -652,7 +646,7 @@ def test_no_false_alarm_of_debug_nans(where, axis):
 
 
 @pytest.mark.parametrize(
-    ("loss", "where"), [(integer, CLASSES), (soft, ROWS), slow(integer, ROWS), slow(soft, CLASSES)]
+    ("loss", "where"), [(integer, CLASSES), slow(soft, ROWS), slow(integer, ROWS), slow(soft, CLASSES)]
 )
 def test_no_false_alarm_of_checkify(loss, where, blocks):
     live = np.broadcast_to(where if where.ndim == 2 else where[:, None], (4, 7))
@@ -669,6 +663,7 @@ def test_checkify_finds_a_bad_label():
         assert "nan" in step(LOGITS, np.array([0, label, 6, 2]))[0].get()
 
 
+@pytest.mark.slow
 def test_no_alarm_of_debug_nans_on_clean_input():
     with jax.debug_nans(True):
         assert np.isfinite(jax.grad(lambda x: jax.grad(lambda x: integer(x, LABELS).sum())(x)[0, 0])(LOGITS)).all()

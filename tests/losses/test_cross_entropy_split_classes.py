@@ -186,7 +186,7 @@ def test_vmap_and_remat():
     ("labels", "mask", "text"),
     [
         pytest.param(np.where(ROWS, LABELS, 12), None, r"labels are outside \[0, 12\)", id="out of range"),
-        pytest.param(LABELS, CLASSES, "labels are at a masked class", id="masked class"),
+        slow(LABELS, CLASSES, "labels are at a masked class", id="masked class"),
     ],
 )
 def test_label_checks_count_the_classes_of_all_devices(labels, mask, text):
