@@ -1,5 +1,7 @@
 """assert_mask_safe finds what it is there to find, and only that."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,10 @@ import masksafe
 from masksafe.testing import assert_mask_safe
 
 MASK = np.array([[True, False, False], [False, False, True]])
-X = jax.random.normal(jax.random.key(0), (2, 3))
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3)), jnp.float32)
+
+# Eager code is compiled op by op, which takes longer than all that is tested here.
+assert_mask_safe_compiled = functools.partial(assert_mask_safe, transforms=("jit",))
 
 
 def clean(x):
@@ -40,7 +45,11 @@ LEAKS = {
 def test_planted_leak_is_found(name):
     fn, text = LEAKS[name]
     with pytest.raises(AssertionError, match=text):
-        assert_mask_safe(fn, X, masked={0: MASK})
+        assert_mask_safe_compiled(fn, X, masked={0: MASK})
+
+
+def test_all_derivatives_under_all_transforms_of_a_clean_function_pass():
+    assert_mask_safe(lambda x: clean(x) ** 3, X, masked={0: MASK})
 
 
 def leaking(order):
@@ -72,8 +81,8 @@ def leaking(order):
 @pytest.mark.parametrize(("order", "derivative"), [(1, "gradient with respect"), (2, "Hessian-vector product")])
 def test_leak_into_a_derivative_is_found_at_its_order_only(order, derivative):
     with pytest.raises(AssertionError, match=f"derivative: {derivative}"):
-        assert_mask_safe(leaking(order), X, masked={0: MASK})
-    assert_mask_safe(leaking(order), X, masked={0: MASK}, order=order - 1)
+        assert_mask_safe_compiled(leaking(order), X, masked={0: MASK})
+    assert_mask_safe_compiled(leaking(order), X, masked={0: MASK}, order=order - 1)
 
 
 def test_leak_under_one_transform_is_found_there():
@@ -91,7 +100,7 @@ def test_leak_into_another_arguments_gradient_is_found():
         return jnp.where(MASK, 0.0, x * scale)
 
     with pytest.raises(AssertionError, match="gradient with respect to argument 1"):
-        assert_mask_safe(fn, X, jnp.float32(2.0), masked={0: MASK})
+        assert_mask_safe_compiled(fn, X, jnp.float32(2.0), masked={0: MASK})
 
 
 def test_integer_that_wraps_is_found():
@@ -100,9 +109,9 @@ def test_integer_that_wraps_is_found():
     def looked_up(index):
         return jnp.where(mask, 0.0, table[index]) + table[index].sum() * 0
 
-    assert_mask_safe(looked_up, jnp.array([1, 2]), masked={0: mask})
+    assert_mask_safe_compiled(looked_up, jnp.array([1, 2]), masked={0: mask})
     with pytest.raises(AssertionError, match=r"argument: +0, int32"):
-        assert_mask_safe(lambda index: table[index], jnp.array([1, 2]), masked={0: mask})
+        assert_mask_safe_compiled(lambda index: table[index], jnp.array([1, 2]), masked={0: mask})
 
 
 def test_report_tells_where_to_look():
@@ -128,9 +137,11 @@ def _harmless():
 
 def test_output_mask_frees_the_padding_of_the_output():
     with pytest.raises(AssertionError):
-        assert_mask_safe(lambda x: x + 1, X, masked={0: MASK})
-    assert_mask_safe(lambda x: x + 1, X, masked={0: MASK}, output_mask=MASK)
-    assert_mask_safe(lambda x: {"a": x + 1, "b": clean(x)}, X, masked={0: MASK}, output_mask={"a": MASK, "b": False})
+        assert_mask_safe_compiled(lambda x: x + 1, X, masked={0: MASK})
+    assert_mask_safe_compiled(lambda x: x + 1, X, masked={0: MASK}, output_mask=MASK)
+    assert_mask_safe_compiled(
+        lambda x: {"a": x + 1, "b": clean(x)}, X, masked={0: MASK}, output_mask={"a": MASK, "b": False}
+    )
 
 
 def test_empty_must_be_finite():
@@ -140,9 +151,11 @@ def test_empty_must_be_finite():
         return jnp.mean(x, where=where)
 
     x, where = X, jnp.asarray(~MASK)
-    assert_mask_safe(lambda x, where: masksafe.mean(x, where=where), x, where, masked={0: MASK}, empty=(x, nothing))
+    assert_mask_safe_compiled(
+        lambda x, where: masksafe.mean(x, where=where), x, where, masked={0: MASK}, empty=(x, nothing)
+    )
     with pytest.raises(AssertionError, match="With everything masked, a result is not finite"):
-        assert_mask_safe(mean, x, where, masked={0: MASK}, empty=(x, nothing), garbage=[1.0])
+        assert_mask_safe_compiled(mean, x, where, masked={0: MASK}, empty=(x, nothing), garbage=[1.0])
 
 
 def test_pytrees_of_arguments_and_outputs():
@@ -151,43 +164,44 @@ def test_pytrees_of_arguments_and_outputs():
     def fn(params):
         return {"out": clean(params["w"]).sum() + jnp.where(MASK[0], 0, params["b"]).sum(), "count": jnp.int32(3)}
 
-    assert_mask_safe(fn, params, masked={0: masks})
+    assert_mask_safe_compiled(fn, params, masked={0: masks})
     with pytest.raises(AssertionError, match=r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9"):
-        assert_mask_safe(lambda p: fn(p)["out"] + p["b"].sum(), params, masked={0: masks})
+        assert_mask_safe_compiled(lambda p: fn(p)["out"] + p["b"].sum(), params, masked={0: masks})
 
 
 def test_floats_beside_integers_in_one_argument_are_differentiated():
     batch = {"x": X, "index": jnp.arange(3)}
     masks = {"x": MASK, "index": np.zeros(3, bool)}
-    assert_mask_safe(lambda batch: clean(batch["x"]) ** 2, batch, masked={0: masks})
+    assert_mask_safe_compiled(lambda batch: clean(batch["x"]) ** 2, batch, masked={0: masks})
     with pytest.raises(AssertionError, match="derivative: gradient"):
-        assert_mask_safe(lambda batch: jnp.where(MASK, 0, jnp.log(batch["x"] ** 2)), batch, masked={0: masks})
+        assert_mask_safe_compiled(lambda batch: jnp.where(MASK, 0, jnp.log(batch["x"] ** 2)), batch, masked={0: masks})
 
 
 def test_function_sees_jax_arrays_only():
-    assert_mask_safe(lambda x: clean(x.at[0, 0].set(0.0)), X, masked={0: MASK}, garbage=np.array([1e30]))
+    fn = lambda x: clean(x.at[0, 0].set(0.0))  # noqa: E731
+    assert_mask_safe(fn, X, masked={0: MASK}, garbage=np.array([1e30]), transforms=("eager",), order=0)
 
 
 def test_garbage_that_a_dtype_cannot_hold_is_left_out():
     def fn(x, index):
         return clean(x) + jnp.where(MASK, 0, index)
 
-    assert_mask_safe(fn, X, jnp.ones((2, 3), int), masked={0: MASK, 1: MASK}, garbage=[np.nan])
+    assert_mask_safe_compiled(fn, X, jnp.ones((2, 3), int), masked={0: MASK, 1: MASK}, garbage=[np.nan])
 
 
 def test_keys_and_booleans_are_passed_through():
     def dropped(key, x, where):
         return jnp.where(where, x, 0.0) * jax.random.bernoulli(key, 0.5, x.shape)
 
-    assert_mask_safe(dropped, jax.random.key(1), X, jnp.asarray(~MASK), masked={1: MASK})
+    assert_mask_safe_compiled(dropped, jax.random.key(1), X, jnp.asarray(~MASK), masked={1: MASK})
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int8", "uint8", "int32", "bool"])
 def test_every_dtype_can_be_filled(dtype):
     x = jnp.ones((2, 3), dtype)
-    assert_mask_safe(lambda x: jnp.where(MASK, jnp.zeros_like(x), x), x, masked={0: MASK})
+    assert_mask_safe_compiled(lambda x: jnp.where(MASK, jnp.zeros_like(x), x), x, masked={0: MASK})
     with pytest.raises(AssertionError):
-        assert_mask_safe(lambda x: x, x, masked={0: MASK})
+        assert_mask_safe_compiled(lambda x: x, x, masked={0: MASK})
 
 
 def test_the_peers_cases_of_its_documentation_are_found_in_value_and_gradient():
@@ -197,7 +211,7 @@ def test_the_peers_cases_of_its_documentation_are_found_in_value_and_gradient():
         return optax.softmax_cross_entropy(logits, labels, where=~MASK)
 
     with pytest.raises(AssertionError, match=r"argument: +1"):
-        assert_mask_safe(optax_loss, logits, labels, masked={1: MASK})
+        assert_mask_safe_compiled(optax_loss, logits, labels, masked={1: MASK})
 
 
 @pytest.mark.parametrize(
