@@ -102,7 +102,14 @@ WAYS = {
 # checkify
 
 
-@pytest.mark.parametrize("way", WAYS)
+# The others do the same in another order.
+SHORT_WAYS = [
+    pytest.param(way, marks=[pytest.mark.slow] if way in ("jit", "grad", "grad of jit", "training step") else [])
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize("way", SHORT_WAYS)
 def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
     checks = checkify.all_checks if way in ("jit of value_and_grad", "vmap", "scan") else checkify.user_checks
     with masksafe.label_checks("checkify"):
@@ -110,11 +117,12 @@ def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
         checked(LOGITS, PADDED)[0].throw()
         error, _ = checked(LOGITS, LABELS)
     assert re.search(r"\d of \d+ labels are outside \[0, 5\); first at \(\d,( \d)?\): (5|-1|7)", error.get())
-    if way in ("eager", "jit", "grad", "training step"):
+    if way in ("eager", "jit", "jit of value_and_grad", "training step"):
         assert TEXT in error.get()
         assert f"called at {__file__}:" in error.get()
 
 
+@pytest.mark.slow
 def test_checkify_needs_no_jit():
     with masksafe.label_checks("checkify"):
         checked = checkify.checkify(mean_loss)
@@ -139,30 +147,47 @@ def test_gradient_of_the_checked_function_is_the_checked_gradient():
     np.testing.assert_allclose(inside, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan():
-    at_masked_class = lambda *args: jnp.sum(integer_loss(*args, where=jnp.arange(CLASSES)[None] != 3))  # noqa: E731
-    of_distributions = lambda *args: jnp.sum(soft_losses[0](*args))  # noqa: E731
-    integers = jax.jit(checkify.checkify(jax.value_and_grad(in_scan(at_masked_class))))
-    distributions = jax.jit(checkify.checkify(jax.value_and_grad(in_scan(of_distributions))))
+def at_masked_class(logits, labels):
+    return jnp.sum(integer_loss(logits, labels, where=jnp.arange(CLASSES)[None] != 3))
+
+
+def of_distributions(logits, labels):
+    return jnp.sum(soft_losses[0](logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("loss", "cases"),
+    [
+        (at_masked_class, [(LABELS, [1, 2]), (GOOD, [1])]),
+        pytest.param(
+            of_distributions,
+            [(SOFT.at[1, 0].set(0.3), [1]), (SOFT.at[1, 0, 2].set(-0.3), [1])],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan(loss, cases):
+    checked = jax.jit(checkify.checkify(jax.value_and_grad(in_scan(loss))))
     with masksafe.label_checks("checkify"):
-        for checked, labels, bad_rows in (
-            (integers, LABELS, [1, 2]),
-            (integers, GOOD, [1]),
-            (distributions, SOFT.at[1, 0].set(0.3), [1]),
-            (distributions, SOFT.at[1, 0, 2].set(-0.3), [1]),
-        ):
+        for labels, bad_rows in cases:
             error, (value, gradient) = checked(LOGITS, labels)
             assert error.get() is None  # JAX's hole; should this fail one day, the documentation can lose a paragraph
             assert np.isnan(value)
             assert np.isnan(gradient).any((1, 2)).nonzero()[0].tolist() == bad_rows
 
-        def body_that_hands_its_error_on(logits, labels):
-            step = lambda total, row: (total + mean_loss(*row), None)  # noqa: E731
-            error, (total, _) = checkify.checkify(lambda *a: lax.scan(step, 0.0, a))(logits, labels)
-            return total, error
 
-        _, error = jax.jit(jax.grad(body_that_hands_its_error_on, has_aux=True))(LOGITS, LABELS)
-        assert "labels are outside [0, 5)" in error.get()
+def test_gradient_of_a_scan_whose_body_hands_its_error_on():
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(logits, labels):
+        step = lambda total, row: (total + mean_loss(*row), None)  # noqa: E731
+        error, (total, _) = checkify.checkify(lambda *a: lax.scan(step, 0.0, a))(logits, labels)
+        return total, error
+
+    with masksafe.label_checks("checkify"):
+        assert "labels are outside [0, 5)" in jax.jit(gradient)(LOGITS, LABELS)[1].get()
+
+
+def test_gradient_of_a_scan_fails_in_mode_raise():
     with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match=r"outside \[0, 5\)"):
         jax.block_until_ready(jax.jit(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS))
 
@@ -221,7 +246,7 @@ def test_raise_is_a_value_error_at_once_in_eager_code():
         padded_loss(LOGITS, PADDED)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
+@pytest.mark.parametrize("way", SHORT_WAYS[1:])
 def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     with masksafe.label_checks("raise"):
         step = jax.jit(WAYS[way](padded_loss))
@@ -234,7 +259,9 @@ def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(losses))
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize(
+    "axis_type", [pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.slow), jax.sharding.AxisType.Explicit]
+)
 def test_raise_stops_every_device(axis_type):
     """A device that went on alone would wait for the others in the gradient's sum until JAX aborts the process."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis_type,))
@@ -257,7 +284,7 @@ def test_raise_stops_every_device(axis_type):
             two_steps(kernel, inputs, jax.device_put(jnp.zeros(16, int).at[9].set(5), by_row)).block_until_ready()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_raise_stops_every_device_of_a_shard_map(check_vma):
     mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -295,9 +322,8 @@ def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
 
 def test_raise_is_a_value_error_at_once_in_an_eager_vmap():
     with masksafe.label_checks("raise"):
-        for fn in (mean_loss, jax.grad(mean_loss)):
-            with pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
-                jax.vmap(fn)(LOGITS, LABELS)
+        with pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
+            jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
         shared_mask = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
         with pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"):
             shared_mask(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
@@ -308,7 +334,7 @@ def test_gradient_of_labels_is_checked():
         loss = lambda labels: jnp.sum(soft_losses[0](LOGITS, labels))  # noqa: E731
         compiled = jax.jit(jax.grad(loss))
         assert np.isfinite(compiled(SOFT)).all()
-        for fn in (jax.grad(loss), compiled, jax.jit(jax.grad(jax.checkpoint(loss)))):
+        for fn in (compiled, jax.jit(jax.grad(jax.checkpoint(loss)))):
             with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
                 jax.block_until_ready(fn(SOFT.at[1, 0, 0].set(-1)))
 
@@ -332,9 +358,9 @@ def step_of_scan(total, row):
     return total + mean_loss(*row), None
 
 
-# The checks that are staged anew in every call, and eager code as it is without them.
+# Without the checks, the same calls make the same functions but for those of the checks.
 SHORT = {
-    "off": ("eager", "grad"),
+    "off": (),
     "raise": ("eager", "vmap of vmap", "vmap of grad of remat", "scan"),
     "checkify": ("grad of remat",),
 }
@@ -497,7 +523,7 @@ def test_label_over_several_axes_at_a_masked_class(axis):
     [
         (soft_losses[0], "float32"),
         (soft_losses[0], "bfloat16"),
-        (soft_losses[0], "float16"),
+        pytest.param(soft_losses[0], "float16", marks=pytest.mark.slow),
         (soft_losses[1], "float32"),
     ],
 )
@@ -582,7 +608,7 @@ def test_checks_are_quiet_under_debug_nans(loss, mode):
             checkify.checkify(STRICT[loss])(labels)[0].throw()
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
+@pytest.mark.parametrize("mode", ["raise", pytest.param("checkify", marks=pytest.mark.slow)])
 def test_sharded_labels_and_probabilities_are_checked(mode):
     mesh = jax.make_mesh((4,), ("rows",))
     by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))

@@ -234,10 +234,10 @@ def test_every_op_has_a_case():
     assert public - NO_OPS == {name.partition(" ")[0] for name in OPS}
 
 
-LONG = {"ctc_loss", "dot_product_attention", "linear_softmax_cross_entropy", "ntxent"}
-AS_ANOTHER = {"ctc_loss_with_forward_probs"}  # which has the same program
-# One case of every op is not slow: its gradient, which has the value's program in it, if that is quick and shows a NaN.
-SHORT = {(name, name not in FINITE_GRADIENTS | LONG) for name in OPS if " of " not in name and name not in AS_ANOTHER}
+LONG = {"linear_softmax_cross_entropy", "ntxent"}
+LONGER = {"ctc_loss", "ctc_loss_with_forward_probs", "dot_product_attention"}  # the last is in the test of masks below
+# One case of the other ops is not slow: the gradient, which has the value's program in it, if it shows a NaN.
+SHORT = {(name, name not in FINITE_GRADIENTS | LONG) for name in OPS if " of " not in name and name not in LONGER}
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ BAD_LABELS = {
 
 
 @pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["value", "gradient"])
-@pytest.mark.parametrize("name", BAD_LABELS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONGER else n for n in BAD_LABELS])
 def test_bad_label_is_called_one(name, grad):
     fn = lambda x: BAD_LABELS[name](x, jnp.array([0, 9, 1]))  # noqa: E731
     report = nonfinite_report(fn, jnp.linspace(0.0, 1.0, 12).reshape(3, 4), grad=grad)
@@ -550,7 +550,7 @@ LAST = jnp.array([[False], [True]])
         lambda x: jnp.fft.fft(x).real,
         lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None],
         lambda x: x @ jnp.ones((3, 2)),
-        lambda x: jnp.linalg.cholesky(x[..., None] * jnp.eye(3))[..., 0],
+        pytest.param(lambda x: jnp.linalg.cholesky(x[..., None] * jnp.eye(3))[..., 0], marks=pytest.mark.slow),
     ],
     ids=["max", "prod", "sort", "cummax", "cumsum", "top_k", "fft", "reduce", "matmul", "cholesky"],
 )
