@@ -105,7 +105,7 @@ def assert_mask_safe(
       >>> where = jnp.array([[True, True, False], [True, True, True]])
       >>> def divergence(targets, log_probs):
       ...     return optax.losses.kl_divergence(log_probs, targets, where=where)
-      >>> assert_mask_safe(divergence, targets, log_probs, masked={0: ~where}, garbage=[jnp.nan])
+      >>> assert_mask_safe(divergence, targets, log_probs, masked={0: ~where}, order=1, garbage=[jnp.nan])
       Traceback (most recent call last):
       ...
       AssertionError: A masked element is not gone.

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import masksafe
-from masksafe import _blocks
+from masksafe._core import platforms
 from masksafe.testing import assert_consistent, assert_mask_safe
 
 integer = masksafe.losses.softmax_cross_entropy_with_integer_labels
