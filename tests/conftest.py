@@ -13,8 +13,10 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
-import pytest  # noqa: E402
 
 # An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
 hypothesis.settings.register_profile("masksafe", deadline=None, derandomize=True, max_examples=10)
 hypothesis.settings.load_profile("masksafe")
+
+# The search for doctests would import each conftest.py once more, under a name that they share.
+collect_ignore_glob = ["conftest.py", "*/conftest.py"]
