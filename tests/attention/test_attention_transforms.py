@@ -137,7 +137,7 @@ def test_transposed_and_strided_inputs():
 
 
 @pytest.mark.slow
-def test_one_answer_in_all_modes(many_blocks):
+def test_one_answer_in_all_modes():
     fn = lambda query, key, value, mask: attention(query, key, value, mask=mask, is_causal=True)  # noqa: E731
     assert_consistent(fn, *random_inputs(), PAIRS)
 

@@ -5,6 +5,8 @@ import pytest
 import roundtrip
 from rich.console import Console
 
+pytestmark = pytest.mark.slow  # what it shows, one answer however it is run, other tests show in less time
+
 
 @pytest.fixture(scope="module")
 def trained():
