@@ -234,8 +234,8 @@ def test_every_op_has_a_case():
     assert public - NO_OPS == {name.partition(" ")[0] for name in OPS}
 
 
-LONG = {"linear_softmax_cross_entropy", "ntxent"}
-LONGER = {"ctc_loss", "ctc_loss_with_forward_probs", "dot_product_attention"}  # the last is in the test of masks below
+LONG = {"linear_softmax_cross_entropy"}
+LONGER = {"ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "dot_product_attention"}  # the last one has a test below
 # One case of the other ops is not slow: the gradient, which has the value's program in it, if it shows a NaN.
 SHORT = {(name, name not in FINITE_GRADIENTS | LONG) for name in OPS if " of " not in name and name not in LONGER}
 
