@@ -292,8 +292,10 @@ def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: Array
     live = jnp.broadcast_to(True if mask is None else mask, shape)
     live_rows = jnp.any(live, axes)
     scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, live_rows)
-    # A product makes the whole row NaN, and its gradient too, if the label is out of range.
-    scores *= nan_unless(is_class(labels, num_classes), scores.dtype)[..., None]
+    # A product makes the whole row NaN, and its gradient too, if the label is out of range or a score is NaN: what the
+    # gradient of a maximum is then depends on what XLA makes of it.
+    is_sound = is_class(labels, num_classes) & ~jnp.any(jnp.isnan(scores), -1)
+    scores *= nan_unless(is_sound, scores.dtype)[..., None]
     is_label = at_label(labels, num_classes)
     # A row with nothing left is computed as a row of zeros, whose result is not used.
     losses = loss(scores, is_label, live | ~live_rows[..., None])

@@ -37,6 +37,16 @@ def test_a_label_out_of_range_is_nan_in_its_row(loss):
 
 
 @pytest.mark.parametrize("loss", MULTICLASS)
+def test_a_nan_score_is_nan_in_its_row_eagerly_and_compiled(loss):
+    scores, labels = SCORES[:2].copy(), np.array([1, 2])
+    scores[0, 3] = np.nan
+    for value, gradient in (of_both(loss, scores, labels), value_and_gradient(loss, scores, labels)):
+        np.testing.assert_array_equal(np.isnan(value), [True, False])
+        np.testing.assert_array_equal(np.isnan(gradient).all(1), [True, False])
+        np.testing.assert_array_equal(np.isnan(gradient).any(1), [True, False])
+
+
+@pytest.mark.parametrize("loss", MULTICLASS)
 def test_a_label_at_a_masked_class_costs_infinity(loss):
     mask = np.ones((4, 5), bool)
     mask[1, 2] = False
