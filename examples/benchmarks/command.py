@@ -11,13 +11,27 @@ from pathlib import Path
 import jax
 from measure import Benchmark, Case, Row, measure_case, missing
 from plots import draw
-from results import compiling, environment, fill, read_csv, slower, table, write_csv
+from results import Headline, compiling, environment, fill, headlines, read_csv, slower, table, write_csv
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, QUICK = ROOT / "docs", ROOT / "examples" / "output" / "benchmarks"
 PAGE = "performance.md"
+HEADLINES = [  # the summary in the README: the benchmark, the case, and what each line is called there
+    Headline("cross_entropy", "integer", "none", "float32", "large", "optax", "cross-entropy of integer labels"),
+    Headline("cross_entropy", "integer", "rows", "float32", "large", "optax", "the same, half of the rows masked"),
+    Headline("cross_entropy", "integer", "rows", "bfloat16", "large", "optax", "the same in bfloat16"),
+    Headline("linear_cross_entropy", "linear", "none", "float32", "large", "optax", "linear layer and its loss"),
+    Headline(
+        "linear_cross_entropy", "linear", "60 % of tokens", "float32", "large", "optax", "the same, 40 % unmasked"
+    ),
+    Headline("attention", "attention", "causal", "float32", "long", "jax.nn", "attention, causal, length 4096"),
+    Headline("attention", "attention", "causal", "float32", "long", "torch", "the same"),
+    Headline("attention", "attention", "8 segments", "float32", "long", "jax.nn", "8 packed segments, length 4096"),
+    Headline("attention", "attention", "none", "float32", "many short", "jax.nn", "attention, 64 samples of length 64"),
+    Headline("normalization", "layer norm", "none", "float32", "large", "flax", "layer norm"),
+]
 BUSY = 0.5  # processes that are running already
 
 
@@ -110,6 +124,9 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
     for name, content in (("slower", slower), ("compiling", compiling), ("environment", environment)):
         text = fill(text, name, content(rows))
     page.write_text(text)
+    if docs.resolve() == DOCS:
+        readme = ROOT / "README.md"
+        readme.write_text(fill(readme.read_text(), "headlines", headlines(rows, HEADLINES)))
 
 
 def section(benchmark: Benchmark, rows: Sequence[Row], picture: Path) -> str:

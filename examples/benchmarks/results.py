@@ -39,6 +39,24 @@ class Ratio:
         return f"{self.row.candidate} / {self.peer.candidate}"
 
 
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """One line of the summary: a case, the peer, and what the line is called."""
+
+    benchmark: str
+    work: str
+    mask: str
+    dtype: str
+    size: str
+    peer: str
+    text: str
+
+    def is_of(self, ratio: Ratio) -> bool:
+        row = ratio.row
+        case = row.benchmark, row.work, row.mask, row.dtype, row.size, ratio.peer.candidate
+        return case == (self.benchmark, self.work, self.mask, self.dtype, self.size, self.peer)
+
+
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -170,6 +188,22 @@ def cost(ratio: Ratio | None) -> str:
     if ratio is None:
         return NOTHING
     return f"{ratio.median:.2f} (+{number(ratio.row.median_ms - ratio.peer.median_ms)} ms)"
+
+
+def headlines(rows: Sequence[Row], chosen: Iterable[Headline]) -> str:
+    """A table of a few cases: ratios of the value and of it with its gradient, and the memory of the gradient."""
+    found = ratios_to_peers(rows)
+    lines = []
+    for headline in chosen:
+        passes = in_order_of_passes(filter(headline.is_of, found))
+        if not passes:  # the peer is not installed
+            continue
+        memory = [r for r in passes if r.row.what == GRADIENT]
+        sizes = [n for r in memory for n in (r.row.temporary_bytes, r.peer.temporary_bytes)]
+        in_mib = NOTHING if None in sizes or not sizes else " / ".join(f"{n / 2**20:.0f}" for n in sizes)
+        text = f"{headline.text} ({passes[0].row.shape})"
+        lines.append([text, headline.peer, *(ratio_text(r.median) for r in passes), in_mib])
+    return as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
 
 
 def compiling(rows: Sequence[Row]) -> str:

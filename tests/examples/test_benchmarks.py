@@ -2,19 +2,14 @@
 
 import dataclasses
 import importlib
-import sys
-from pathlib import Path
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "benchmarks"))
 
 import command
+import jax
+import jax.numpy as jnp
 import measure
+import numpy as np
 import plots
+import pytest
 import results
 
 WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x: x}, (jnp.ones(3),))
