@@ -100,7 +100,7 @@ def apply_where(
         found = "neither" if f2 is None else "both"
         raise TypeError(message(op, "f2 or fill_value", found, "exactly one of them"))
     if f2 is not None and not callable(f2):
-        hint = f"A constant is written fill_value={f2}." if jnp.ndim(f2) == 0 else "An array goes to fill_value."
+        hint = f"A constant is written fill_value={f2}." if jnp.ndim(f2) == 0 else "For an array use fill_value."
         raise TypeError(message(op, "f2", f"type {type(f2).__name__}", "a function", hint))
     cond = as_mask(op, "cond", cond)
     arrays = [as_array(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]

@@ -36,7 +36,7 @@ def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = F
     """`value` as an array of floats, of at least 16 bits unless `of_any_width`."""
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.floating) or (_is_narrow_float(array) and not of_any_width):
-        expected = "a float dtype of 16 bits at least" if _is_narrow_float(array) else "a float dtype"
+        expected = "a float dtype of at least 16 bits" if _is_narrow_float(array) else "a float dtype"
         raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
     return array
 
@@ -53,7 +53,7 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
     """`value` as an array of booleans, of integers, or of floats of at least 16 bits."""
     array = as_array(op, argument, value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or _is_narrow_float(array):
-        expected = "a real dtype, floats of 16 bits at least" if _is_narrow_float(array) else "a real dtype"
+        expected = "a real dtype, floats of at least 16 bits" if _is_narrow_float(array) else "a real dtype"
         raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
     return array
 
@@ -74,7 +74,7 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
         value = np.clip(value, limits.min, limits.max)
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        hint = "Soft labels and one-hot rows go to softmax_cross_entropy."
+        hint = "For soft labels and one-hot rows use softmax_cross_entropy."
         raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
     # A narrower dtype may be unable to hold the number of classes, with which labels are compared.
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
@@ -88,7 +88,7 @@ def as_number(op: str, argument: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError) as error:  # JAX raises a TypeError for a traced value
         found = _describe_type(value)
-        raise TypeError(message(op, argument, found, "a number, not an array that JAX traces")) from error
+        raise TypeError(message(op, argument, found, "a concrete number, not a traced array")) from error
 
 
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     axes = tuple(_canonical_axis(op, a, ndim) for a in (axis if isinstance(axis, tuple | list) else (axis,)))
     if len(set(axes)) < len(axes):
-        raise ValueError(message(op, "axis", f"value {axis}", "axes that differ"))
+        raise ValueError(message(op, "axis", f"value {axis}", "distinct axes"))
     return axes
 
 
@@ -110,7 +110,7 @@ def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
         index = operator.index(axis)
     except TypeError as error:
         is_array = isinstance(axis, (jax.Array, np.ndarray))
-        found, hint = ("an array", "A mask is given by name: where=mask.") if is_array else (_describe_type(axis), "")
+        found, hint = ("an array", "Pass the mask by name: where=mask.") if is_array else (_describe_type(axis), "")
         raise TypeError(message(op, "axis", found, "an int or a tuple of ints", hint)) from error
     if not -ndim <= index < ndim:
         expected = f"a value in [{-ndim}, {ndim}), for an array of rank {ndim}"
@@ -134,7 +134,7 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
     missing = len(target) - len(shape)
     if missing < 1 or any(n not in (1, t) for n, t in zip(shape, target, strict=False)):
         return ""
-    return f"For one of the leading axes write {argument}[..., {', '.join(['None'] * missing)}]."
+    return f"To align it with the leading axes write {argument}[..., {', '.join(['None'] * missing)}]."
 
 
 def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:

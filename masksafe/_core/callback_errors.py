@@ -51,7 +51,7 @@ def _settle_failures() -> None:
     for device in jax.local_devices() if texts else ():
         for text in texts:
             if text not in _raised:
-                logging.getLogger("masksafe").error("A program failed, which may have gone unseen: %s", text)
+                logging.getLogger("masksafe").error("A program failed, possibly unnoticed: %s", text)
                 _raised.append(text)
         _forget_failure(device)
         texts = _pending_texts()

@@ -245,8 +245,8 @@ def _refuse_where_checkify_fails(op: str) -> None:
     if frame is not None and frame.f_code.co_filename == _CHECKIFY:
         return
     found = 'mode "checkify" in a jax.shard_map over the mesh of jax.set_mesh'
-    hint = "Or go through checkify.checkify within the shard_map."
-    raise ValueError(message(op, "label_checks", found, 'mode "raise", as JAX cannot bring a check out of it', hint))
+    hint = "Or use checkify.checkify inside the shard_map."
+    raise ValueError(message(op, "label_checks", found, 'mode "raise", since JAX cannot lift a check out of it', hint))
 
 
 _CHECKIFY, _SHARD_MAP = (inspect.unwrap(fn).__code__.co_filename for fn in (checkify.checkify, jax.shard_map))

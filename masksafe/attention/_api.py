@@ -24,7 +24,7 @@ from masksafe.attention._mask import Pairs
 _OP = "dot_product_attention"
 
 _HEADS_FIRST = (
-    "Time is in front of heads, [batch, time, heads, head_dim]: give arrays [batch, heads, time, head_dim] as "
+    "Time comes before heads, [batch, time, heads, head_dim]: give arrays [batch, heads, time, head_dim] as "
     "jnp.swapaxes(x, -3, -2)."
 )
 
@@ -333,7 +333,7 @@ def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     """Integers `[*batch or 1s, time]`, expanded along time so that they can be cut to a tile."""
     if ids is None:
         hint = "For self-attention give the same ids twice."
-        raise ValueError(message(_OP, argument, "value None", "an array, as its counterpart is one", hint))
+        raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given", hint))
     ids = as_array(_OP, argument, ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(message(_OP, argument, f"dtype {ids.dtype}", "an integer dtype"))

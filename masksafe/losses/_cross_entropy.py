@@ -230,7 +230,7 @@ def softmax_cross_entropy_with_integer_labels(
     axes = canonical_axes(op, axis, logits.ndim)
     if labels.ndim != logits.ndim - len(axes):
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
-        hint = "Soft labels and one-hot rows go to softmax_cross_entropy." if labels.ndim == logits.ndim else ""
+        hint = "For soft labels and one-hot rows use softmax_cross_entropy." if labels.ndim == logits.ndim else ""
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
     rows = common_rows(op, labels, axes, logits=logits)
     shape = shape_with_classes(axes, rows, logits.shape)
@@ -255,7 +255,7 @@ def soft_cross_entropy(
     """`softmax_cross_entropy`, with `op` as the name in errors."""
     logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
     are_integers = not is_soft(labels)
-    hint = "Integer labels go to softmax_cross_entropy_with_integer_labels." if are_integers else ""
+    hint = "For integer labels use softmax_cross_entropy_with_integer_labels." if are_integers else ""
     shape = broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
     dtype = jnp.result_type(logits.dtype, labels)
     labels = labels.astype(dtype) if are_integers else labels

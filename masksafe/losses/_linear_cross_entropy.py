@@ -179,7 +179,7 @@ def _configure(
         raise ValueError(message(_OP, "label_smoothing", f"value {label_smoothing}", "a number in [0, 1]"))
     z_loss = as_number(_OP, "z_loss", z_loss)
     if not 0 <= z_loss < math.inf:
-        raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite number, 0 or more"))
+        raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
     token_block = class_tile = 1

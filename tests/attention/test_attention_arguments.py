@@ -74,19 +74,19 @@ BAD_ARGUMENTS = {
     "heads in front of time": (
         dict(zip(("query", "key", "value"), map(heads_first, random_inputs()), strict=True)),
         ValueError,
-        r"Time is in front of heads.* jnp.swapaxes\(x, -3, -2\)",
+        r"Time comes before heads.* jnp.swapaxes\(x, -3, -2\)",
     ),
     "heads in front of time, a mask": (
         dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
         | dict(mask=jnp.ones((2, 1, 6, 6), bool)),
         ValueError,
-        "mask: got shape .* Time is in front of heads",
+        "mask: got shape .* Time comes before heads",
     ),
     "heads in front of time, segments": (
         dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
         | dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
         ValueError,
-        "query_segment_ids: got shape .* Time is in front of heads",
+        "query_segment_ids: got shape .* Time comes before heads",
     ),
     "bias: a shape": (dict(bias=jnp.ones((5, 7))), ValueError, "bias: got shape"),
     "lengths: floats": (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),

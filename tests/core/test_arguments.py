@@ -21,12 +21,12 @@ REFUSED = [
     (
         lambda: INTEGER(LOGITS, jnp.zeros((2, 3), int)),
         ValueError,
-        r"labels: got shape \(2, 3\); expected rank 1, .* Soft labels and one-hot rows go to softmax_cross_entropy\.",
+        r"labels: got shape \(2, 3\); expected rank 1, .* For soft labels and one-hot rows use softmax_cross_entropy\.",
     ),
     (lambda: INTEGER(LOGITS, jnp.zeros(5, int)), ValueError, r"logits and labels: got shapes \(2, 3\) and \(5,\)"),
     (lambda: INTEGER(LOGITS, jnp.zeros(2, int), 0), ValueError, r"logits and labels: got shapes \(2, 3\) and \(2,\)"),
     (lambda: INTEGER(LOGITS, LABELS, LABELS == 0), TypeError, "axis: got an array; .* by name: where=mask"),
-    (lambda: SOFT(LOGITS, LABELS), ValueError, r"logits and labels: got shapes .* Integer labels go to softmax_cross_"),
+    (lambda: SOFT(LOGITS, LABELS), ValueError, r"logits and labels: got shapes .* For integer labels use softmax_cross_"),
     (
         lambda: SOFT(LOGITS, LABELS[:, None]),
         ValueError,
@@ -46,7 +46,7 @@ REFUSED = [
     (
         lambda: masksafe.softmax(LOGITS, where=LABELS == 0),
         ValueError,
-        r"where: got shape \(2,\); expected .* For one of the leading axes write where\[\.\.\., None\]\.",
+        r"where: got shape \(2,\); expected .* To align it with the leading axes write where\[\.\.\., None\]\.",
     ),
     (lambda: INTEGER(LOGITS, LABELS, axis=2), ValueError, r"axis: got value 2; expected a value in \[-2, 2\)"),
     (lambda: INTEGER(LOGITS, LABELS, axis=1.0), TypeError, "axis: got type float; expected an int or a tuple of ints"),
