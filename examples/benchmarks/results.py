@@ -166,28 +166,29 @@ def scale(found: Sequence[Ratio]) -> tuple[str, str]:
 
 
 def slower(rows: Sequence[Row]) -> str:
-    """How many ratios exceed the limit, and a table of them, with what they cost."""
+    """How many ratios exceed the limit; and for each kind of work how many, the geometric mean of all, the worst."""
     found = ratios_to_peers(rows)
     above = [ratio for ratio in found if ratio.median > SLOWER]
     tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
     text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
     text += f" ({tiny} in calls shorter than {DISPATCH_MS} ms)."
     lines = []
-    for key, line in grouped(above, lambda r: (r.row.benchmark, *case_texts(r.row), r.peer.candidate)).items():
-        of = {ratio.row.what: ratio for ratio in line}
-        lines.append([key[0].replace("_", " "), *key[1:], *(cost(of.get(what)) for what in PASSES)])
-    header = ["benchmark", "work", "mask", "dtype", "shape", "against", *PASSES]
+    for key, group in grouped(found, lambda r: (r.row.benchmark, r.row.work, r.row.what, r.peer.candidate)).items():
+        worst = max(group, key=lambda ratio: ratio.median)
+        if worst.median > SLOWER:
+            count = sum(ratio.median > SLOWER for ratio in group)
+            mean = statistics.geometric_mean(ratio.median for ratio in group)
+            name, *kind = key
+            lines.append([name.replace("_", " "), *kind, f"{count} of {len(group)}", ratio_text(mean), cost(worst)])
+    header = ["benchmark", "work", "what", "against", f"above {SLOWER}", "geometric mean", "the worst"]
     return "\n\n".join([text, as_markdown(header, lines)] if lines else [text])
 
 
-def case_texts(row: Row) -> tuple[str, str, str, str]:
-    return row.work, row.mask, row.dtype, row.shape + (", eager" if row.eager else "")
-
-
-def cost(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return NOTHING
-    return f"{ratio.median:.2f} (+{number(ratio.row.median_ms - ratio.peer.median_ms)} ms)"
+def cost(ratio: Ratio) -> str:
+    row = ratio.row
+    case = [row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else ""]
+    milliseconds = number(row.median_ms - ratio.peer.median_ms)
+    return f"{ratio.median:.2f} (+{milliseconds} ms): {', '.join(filter(None, case))}"
 
 
 def headlines(rows: Sequence[Row], chosen: Iterable[Headline]) -> str:

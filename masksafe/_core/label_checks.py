@@ -122,13 +122,13 @@ def check_elements(
     return _report(op, {f"labels are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
 
 
-def check_probabilities(op: str, predictions: Array, where: Array) -> Array | None:
+def check_probabilities(op: str, predictions: Array, where: Array | None) -> Array | None:
     """Reports unmasked predictions outside [0, 1], and rows of several classes, all unmasked, that do not sum to 1.
 
     Args:
       op: the name of the loss.
       predictions: floats `[..., num_classes]`.
-      where: booleans of that shape.
+      where: booleans of that shape, or None.
 
     Returns:
       The bad rows `[...]`, for `nan_where_bad`.
@@ -137,12 +137,13 @@ def check_probabilities(op: str, predictions: Array, where: Array) -> Array | No
         return None
     tolerance = max(1e-5, 4 * float(jnp.finfo(predictions.dtype).eps))
     valid = (predictions >= 0) & (predictions <= 1 + tolerance)
-    outside = _Finding(where & ~valid, where, predictions)
+    unmasked = jnp.ones(predictions.shape, bool) if where is None else where
+    outside = _Finding(unmasked & ~valid, unmasked, predictions)
     if predictions.shape[-1] == 1:
         outside = _Finding(*(x[..., 0] for x in outside))
         return _report(op, {"predictions are outside [0, 1]": outside}, [outside.bad])
     sums = jnp.sum(predictions, -1, dtype=wide_dtype(predictions.dtype))
-    whole = jnp.all(where, -1)
+    whole = jnp.ones(sums.shape, bool) if where is None else jnp.all(where, -1)
     has_wrong_sum = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
     findings = {
         "predictions are outside [0, 1]": outside,

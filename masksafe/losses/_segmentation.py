@@ -260,7 +260,8 @@ def _class_losses(
     apply_softmax: bool,
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
-    live = jnp.broadcast_to(True if mask is None else mask, p.shape)
+    # None rather than a constant True of that size, which XLA would reduce when it compiles, in many seconds.
+    live = None if mask is None else jnp.broadcast_to(mask, p.shape)
     bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
     p, t = wide_selected(p, live), wide_selected(t, live)
     if apply_softmax:
@@ -268,7 +269,7 @@ def _class_losses(
     p = selected(p, live)
     overlap, sum_p, sum_t = (jnp.sum(x, axes) for x in (p * t, p, t))
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
-    live_rows = jnp.any(live, axes)
+    live_rows = jnp.ones(union.shape, bool) if live is None else jnp.any(live, axes)
     losses = 1 - (overlap + smooth) / jnp.where(live_rows, union, 1)
     bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
     return selected(nan_where_bad(losses, bad), live_rows), live_rows
