@@ -15,7 +15,11 @@ SAFE = masksafe.losses.safe_softmax_cross_entropy
 
 REFUSED = [
     (lambda: INTEGER(jnp.zeros((2, 3), int), LABELS), TypeError, "logits: got dtype int32; expected a float dtype"),
-    (lambda: INTEGER(LOGITS, jnp.zeros(2)), TypeError, "labels: got dtype float32; expected an integer dtype. For soft"),
+    (
+        lambda: INTEGER(LOGITS, jnp.zeros(2)),
+        TypeError,
+        "labels: got dtype float32; expected an integer dtype. For soft",
+    ),
     (lambda: INTEGER(LOGITS, jnp.zeros(2, bool)), TypeError, "labels: got dtype bool; expected an integer dtype"),
     (lambda: INTEGER(LOGITS, None), TypeError, "labels: got type NoneType; expected an array"),
     (
@@ -55,7 +59,11 @@ REFUSED = [
     (lambda: INTEGER(LOGITS, LABELS, axis=2), ValueError, r"axis: got value 2; expected a value in \[-2, 2\)"),
     (lambda: INTEGER(LOGITS, LABELS, axis=1.0), TypeError, "axis: got type float; expected an int or a tuple of ints"),
     (lambda: INTEGER(LOGITS, LABELS, axis=None), TypeError, "axis: got type NoneType; expected an int or a tuple"),
-    (lambda: INTEGER(LOGITS, LABELS[0], axis=(1, -1)), ValueError, r"axis: got value \(1, -1\); expected distinct axes"),
+    (
+        lambda: INTEGER(LOGITS, LABELS[0], axis=(1, -1)),
+        ValueError,
+        r"axis: got value \(1, -1\); expected distinct axes",
+    ),
     (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones(2)), TypeError, "where: got dtype float32; expected bool. Write"),
     (
         lambda: INTEGER(LOGITS, LABELS, where=jnp.ones(3, bool)),
