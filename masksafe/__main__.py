@@ -7,9 +7,9 @@ Every case is run with harmless values and with garbage under the mask. Its outp
   leaks    a masked value changes a result, or has a gradient other than 0
   wrong    a wrong value, or a bad label that goes unnoticed
   refused  an error
-  -        the library has no such function
+  -        the library has no such function, or the case was not run there
 
-The exit status is 0 if masksafe is right everywhere, 1 otherwise.
+The exit status is 0 if masksafe is right everywhere, 1 if it is not, 2 for bad options.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
-# Compiling is most of the time. Set it to 0 to test what XLA makes of the programs otherwise, as CI does.
+# Compiling is most of the time. Set it to 0 to test what XLA makes of the programs otherwise, as .ci/run does.
 if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
     # It takes two thirds of the time. XLA does not start with a flag that it does not know: later ones have lost it.

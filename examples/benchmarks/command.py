@@ -1,4 +1,4 @@
-"""The command line of the benchmarks: measures, writes the CSVs, draws the pictures and fills the page."""
+"""The command line of the benchmarks: measures, writes the CSVs, draws the pictures and fills page and README."""
 
 import argparse
 import os
@@ -56,7 +56,9 @@ def parse(benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None) -> a
     parser.add_argument("--budget", type=float, default=0.7, help="seconds of more rounds a case; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="a smoke run: tiny shapes and two rounds")
     parser.add_argument("--plot-only", action="store_true", help="measure nothing: pictures and tables from the CSVs")
-    parser.add_argument("--docs", type=Path, help="where results go; default: docs, or examples/output if quick")
+    parser.add_argument(
+        "--docs", type=Path, help="where results go; default: docs, or examples/output/benchmarks if quick"
+    )
     options = parser.parse_args(arguments)
     options.docs = options.docs or (QUICK if options.quick else DOCS)
     if options.quick:

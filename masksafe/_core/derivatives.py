@@ -1,7 +1,7 @@
 """How an op gets its hand-written reverse rule, and when JAX's own rules replace it.
 
 A `jax.custom_vjp` function has no rule for pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`), so JAX refuses
-it; and the gradient of such a function may be lost under checkify. The primal of every op is itself safe to
+it; and the gradient of such a function may be lost under checkify. The primal of every such op is itself safe to
 differentiate, so in both cases it is called in place of the `custom_vjp` function.
 """
 

@@ -21,7 +21,7 @@ from masksafe._core.typing import Array, Axes
 
 
 class Mean(NamedTuple):
-    """The mean of each slice, in two parts; the reduced axes stay, with size 1."""
+    """The mean of each row, in two parts; the reduced axes stay, with size 1."""
 
     centre: Array
     remainder: Array | None  # None where the rounding error of the centre does not matter
@@ -67,9 +67,9 @@ def squares(x: Array, axes: Axes) -> Array:
 
 
 def is_rounding(variance: Array, mean: Mean) -> Array:
-    """Whether a variance is no more than the rounding error of the mean's last part, as for a constant slice.
+    """Whether a variance is no more than the rounding error of the mean's last part, as for a constant row.
 
-    The bound is far below the variance of a slice in which one element differs by a single rounding step.
+    The bound is far below the variance of a row in which one element differs by a single rounding step.
     """
     last = mean.centre if mean.remainder is None else mean.remainder
     return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))

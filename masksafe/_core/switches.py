@@ -37,7 +37,7 @@ _label_checks = jax.make_user_context(
 def forward_mode() -> Iterator[None]:
     """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
 
-    Outside the context an op is a `jax.custom_vjp` function, which has the fastest reverse mode and `jax.hessian`
+    Outside the context most ops are `jax.custom_vjp` functions, which have the fastest reverse mode and `jax.hessian`
     (forward over reverse), but no pure forward mode. Inside, JAX's own rules provide both modes, with the same values
     and the same masks; reverse mode may use more memory. The mode is part of JAX's compilation cache key: jitted
     functions are traced again on entering.
@@ -78,8 +78,9 @@ def label_checks(mode: str) -> Iterator[None]:
     ==============  ==================================================================================================
 
     Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
-    or not finite, and a row of such labels that sums to neither 1 nor 0; and predictions passed to a Dice loss as
-    probabilities that are not probabilities. Masked labels are never reported.
+    or not finite, and a row of such labels that sums to neither 1 nor 0; a binary label that is neither of its two
+    values, or outside [0, 1]; a target of a divergence that is negative or not finite; and predictions passed to a Dice
+    loss as probabilities that are not probabilities. Masked labels are never reported.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
     the line that called the op. There is one error, however many devices there are. The index refers to the labels of

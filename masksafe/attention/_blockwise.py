@@ -350,11 +350,11 @@ def _nan_where(marks: Array, x: Array) -> Array:
     return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives become NaN as well
 
 
-def _map_tiles(blocks: Tiles, block_queries: Callable[[Any], Any]) -> Any:
+def _map_tiles(tiles: Tiles, one_tile: Callable[[Any], Any]) -> Any:
     """The results of all tiles `[..., size, n]`, joined."""
-    if blocks.number == 1:
-        return block_queries(0)
-    return jax.tree.map(blocks.join, lax.map(block_queries, jnp.arange(blocks.number, dtype=jnp.int32)))
+    if tiles.number == 1:
+        return one_tile(0)
+    return jax.tree.map(tiles.join, lax.map(one_tile, jnp.arange(tiles.number, dtype=jnp.int32)))
 
 
 def _add_to_tile(x: Array, axis: int, block: Array, tile: Tile) -> Array:
@@ -363,7 +363,7 @@ def _add_to_tile(x: Array, axis: int, block: Array, tile: Tile) -> Array:
     return lax.dynamic_update_slice_in_dim(x, take(x, axis, tile) + block, tile.start, axis)
 
 
-# Helpers.
+# Scale, bad elements, dropout.
 
 
 def _split_scale(config: Config, q: Array) -> tuple[float, float]:

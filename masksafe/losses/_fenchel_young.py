@@ -28,7 +28,10 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
       together; the other arguments are passed to `max_fun`. It returns the losses `[...]`, of the float dtype to which
       JAX promotes scores and targets. A boolean mask `where` of the rank of the input masks elements, one of the rank
       of the loss masks rows. The loss of a row with nothing left is 0, and masked elements have gradients of exactly 0.
-      The function raises a ValueError if the shapes do not fit.
+
+    Raises:
+      TypeError: from the function, if scores or targets are complex or `where` is not boolean.
+      ValueError: from the function, if the shapes do not fit.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

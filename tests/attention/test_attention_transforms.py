@@ -262,7 +262,6 @@ def temporary_bytes(fn, *args):
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-MIB = 2**20
 LONG = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
 
 

@@ -60,7 +60,7 @@ def assert_trees_close(actual, desired, **tolerances):
 
 
 CASES = list(itertools.product(["mean", "sum", "none"], [None, MASK], [False, True], [{}, OPTIONS], [None, 9, 200]))
-# Four with each of the choices, and a good part of the 72.
+# Four quick ones, in which each choice occurs; others of the 72 in the slow run.
 FIRST_CASES = [case if n % 22 == 0 else slow(*case) for n, case in enumerate(CASES) if n % 22 == 0 or n % 5 == 0]
 
 
