@@ -5,6 +5,7 @@ for many masks, values and kinds of garbage: of all ops together there are over 
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -278,7 +279,10 @@ def no_programs_left():
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_masked_elements_are_gone_and_nothing_else_is_nan(name):
-    @hypothesis.settings(max_examples=CONFIGURATIONS, derandomize=False, database=None, print_blob=True)
+    # New configurations in every run, but in CI, where a change is not to fail for what it did not touch.
+    same = bool(os.environ.get("CI"))
+
+    @hypothesis.settings(max_examples=CONFIGURATIONS, derandomize=same, database=None, print_blob=True)
     @hypothesis.given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(DTYPES))
     def check(seed, dtype):
         call = MAKERS[name](op_of(name), Choices(seed))
