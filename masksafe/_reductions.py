@@ -83,7 +83,7 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
     """
     x, axes, where = _check_arguments("mean", x, axis, where)
     average = moments.average(widened(selected(x, where)), axes, where)
-    return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x))
+    return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x.dtype))
 
 
 def var(
@@ -180,7 +180,7 @@ def _check_and_reduce(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
 ) -> tuple[Array, Array]:
     x, axes, where = _check_arguments(op, x, axis, where)
-    dtype = float_dtype(x)
+    dtype = float_dtype(x.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
     variance, mean = _variance_and_mean((axes, as_number(op, "correction", correction)), x, where)
     if not keepdims:

@@ -15,8 +15,9 @@ def wide_dtype(dtype: Any) -> Any:
 
 def widened(x: Array) -> Array:
     """`x` in its wide dtype; integers and booleans become floats."""
-    return x.astype(wide_dtype(float_dtype(x)))
+    return x.astype(wide_dtype(float_dtype(x.dtype)))
 
 
-def float_dtype(x: Array) -> Any:
-    return x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.result_type(float)
+def float_dtype(dtype: Any) -> Any:
+    """`dtype` if it is inexact, and JAX's default float for integers and booleans."""
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)

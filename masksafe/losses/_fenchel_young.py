@@ -59,7 +59,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
             raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = as_mask_of_elements_or_rows(op, where, shape, axes)
-        dtype = float_dtype(jnp.zeros(0, jnp.result_type(scores, targets)))
+        dtype = float_dtype(jnp.result_type(scores, targets))
         s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask
