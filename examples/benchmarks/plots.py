@@ -47,6 +47,23 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def draw_by_work(found: Sequence[Ratio], path: Path) -> None:
+    """A dot for each ratio of minima, a line of dots for each kind of work, the worst mean at the top."""
+    of_work = {work: [r.minimum for r in group] for work, group in grouped(found, lambda r: r.row.work).items()}
+    means = {work: float(np.exp(np.mean(np.log(values)))) for work, values in of_work.items()}
+    order = sorted(means, key=lambda work: -means[work])
+    figure, ax = plt.subplots(figsize=(WIDTH, MARGIN + 2 * SLOT * len(order)), layout="constrained")
+    for y, work in enumerate(order):
+        ax.plot(of_work[work], [y] * len(of_work[work]), "o", color=COLOURS[0], markersize=4, alpha=0.5)
+        ax.plot(means[work], y, "|", color=COLOURS[1], markersize=12, markeredgewidth=2)
+    dress_ratios(ax, [ratio.minimum for ratio in found])
+    ax.set(title="every case of the sweep, and the geometric mean", ylim=(len(order), -1))
+    ax.set_yticks(range(len(order)), order)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120, facecolor="white", metadata={"Software": None})
+    plt.close(figure)
+
+
 def line_of(ratio: Ratio) -> Line:
     return ratio.row.work, ratio.row.mask, ratio.row.dtype
 
@@ -72,18 +89,23 @@ def draw_ratio(ax: Axes, ratio: Ratio, y: float, colour: str, marker: str) -> No
 
 
 def dress_x(axes: Sequence[Axes], values: Sequence[float]) -> None:
+    for ax, title in zip(axes, PASSES, strict=True):
+        ax.set_title(title)
+        dress_ratios(ax, values)
+
+
+def dress_ratios(ax: Axes, values: Sequence[float]) -> None:
     low, high = min(*values, 0.5) / 1.2, max(*values, 2) * 1.2
     steps = (1, 2, 5) if high < 100 * low else (1,)
     ticks = [n * 10.0**e for e in range(-4, 5) for n in steps]
-    for ax, title in zip(axes, PASSES, strict=True):
-        ax.set_xscale("log")
-        ax.set(title=title, xlim=(low, high), xlabel="ratio of the times (left of 1: faster)")
-        ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-        ax.xaxis.set_minor_locator(NullLocator())
-        ax.axvspan(1, high, color="#d55e00", alpha=0.06, linewidth=0)
-        ax.axvline(1, color="black", linewidth=1)
-        ax.grid(axis="x", alpha=0.35)
+    ax.set_xscale("log")
+    ax.set(xlim=(low, high), xlabel="ratio of the times (left of 1: faster)")
+    ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.axvspan(1, high, color="#d55e00", alpha=0.06, linewidth=0)
+    ax.axvline(1, color="black", linewidth=1)
+    ax.grid(axis="x", alpha=0.35)
 
 
 def dress_y(axes: Sequence[Axes], names: Sequence[str], edges: np.ndarray) -> None:

@@ -100,6 +100,13 @@ def ratios_to_peers(rows: Sequence[Row]) -> list[Ratio]:
     return ratios(rows, [("masksafe", name) for name in sorted({row.candidate for row in rows} - {"masksafe"})])
 
 
+def best_peers(rows: Sequence[Row]) -> list[Ratio]:
+    """Masksafe's ratio to the fastest of what was measured beside it, the worst first."""
+    cases = grouped(ratios_to_peers(rows), lambda r: (r.row.work, r.row.mask, r.row.dtype, r.row.size, r.row.what))
+    found = [min((ratio for ratio in case), key=lambda ratio: ratio.peer.minimum_ms) for case in cases.values()]
+    return sorted(found, key=lambda ratio: -ratio.minimum)
+
+
 # Tables
 
 
@@ -189,6 +196,30 @@ def cost(ratio: Ratio) -> str:
     case = [row.mask if row.mask != "none" else "", row.dtype, row.shape, "eager" if row.eager else ""]
     milliseconds = number(row.median_ms - ratio.peer.median_ms)
     return f"{ratio.median:.2f} (+{milliseconds} ms): {', '.join(filter(None, case))}"
+
+
+def worst(found: Sequence[Ratio], number_of: int) -> str:
+    """The first of the ratios, and how many exceed the limits."""
+    header = ["work", "mask", "dtype", "shape", "what", "against", "minima", "medians", "ms"]
+    lines = []
+    for ratio in found[:number_of]:
+        row, what = ratio.row, ratio.row.what + (", eager" if ratio.row.eager else "")
+        values = [ratio_text(ratio.minimum), ratio_text(ratio.median), number(row.minimum_ms)]
+        lines.append([row.work, row.mask, row.dtype, row.shape, what, ratio.peer.candidate, *values])
+    return as_markdown(header, lines)
+
+
+def by_work(found: Sequence[Ratio]) -> str:
+    """For each op the geometric mean of the ratios of the minima, how many exceed the limit, and the worst."""
+    header = ["work", "cases", "geometric mean", f"above {SLOWER}", "the worst"]
+    lines = []
+    for work, group in grouped(found, lambda r: r.row.work).items():
+        mean = statistics.geometric_mean(ratio.minimum for ratio in group)
+        above = sum(ratio.minimum > SLOWER for ratio in group)
+        row = group[0].row
+        case = ", ".join(filter(None, [row.mask, row.dtype, row.shape, row.what, "eager" if row.eager else ""]))
+        lines.append((mean, [work, str(len(group)), ratio_text(mean), str(above), f"{group[0].minimum:.2f}: {case}"]))
+    return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
 
 
 def headlines(rows: Sequence[Row], chosen: Iterable[Headline]) -> str:
