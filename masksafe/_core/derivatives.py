@@ -42,6 +42,7 @@ def with_reverse_rule(
         primal_with_rule.defvjp(forward_with_types, reverse_to_types)
 
         @explains_forward_mode
+        @functools.partial(jax.jit, static_argnums=static_argnums)
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
             if uses_plain_rules():
