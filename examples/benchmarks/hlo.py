@@ -1,0 +1,331 @@
+"""The cost of an optimised program, read from its text: which kernels it launches, how often, and the bytes of each.
+
+A kernel reads its operands and writes its result. Of an operand it reads what it needs: of a slice the slice, and of an
+array that it updates in place nothing but the part that is new. An element that several parts of a kernel need is read
+once. Caches are not modelled: what one kernel writes, the next one reads from memory. On a TPU, arrays that the
+compiler keeps on the chip are free, and copying them there costs what it reads.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+UNKNOWN_TRIPS = 4  # of a loop whose length depends on values
+BRANCHES = ("dearest", "cheapest")
+
+# What needs no kernel. `AllocateBuffer` and the two others are what XLA for TPUs calls so.
+_FREE = {
+    "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "add-dependency", "opt-barrier",
+    "partition-id", "replica-id",
+}  # fmt: skip
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound")
+_SAME_VALUE = ("bitcast", "reshape", "copy")  # inside a kernel
+_OF_A_PART = ("slice", "dynamic-slice", "gather")
+_IN_PLACE = {"dynamic-update-slice": 1, "scatter": 2}  # and which operand is what it writes
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A launch of the program, or `times` of them in a loop, each of which moves `bytes_moved`."""
+
+    name: str
+    type: str
+    bytes_moved: float
+    times: int = 1
+
+
+def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS, branch: str = "dearest") -> list[Kernel]:
+    """What an optimised program launches.
+
+    Args:
+      text: the program, `compiled.as_text()`.
+      unknown_trips: how often a loop runs whose length depends on values.
+      branch: of a conditional, the "dearest" or the "cheapest" branch counts.
+    """
+    if branch not in BRANCHES:
+        raise ValueError(f"branch is {branch!r}, expected one of {BRANCHES}")
+    computations = parse(text)
+    (entry,) = (name for name, computation in computations.items() if computation.is_entry)
+    return list(_Walk(computations, unknown_trips, max if branch == "dearest" else min).of(entry, 1))
+
+
+def bytes_of(found: Sequence[Kernel]) -> float:
+    return sum(kernel.bytes_moved * kernel.times for kernel in found)
+
+
+def launches_of(found: Sequence[Kernel]) -> int:
+    return sum(kernel.times for kernel in found)
+
+
+def exchanges(text: str) -> list[tuple[str, str]]:
+    """Kind and type of result of every exchange between devices that stands in the program."""
+    found = []
+    for computation in parse(text).values():
+        for instruction in computation.values():
+            kind = instruction.op.removesuffix("-start")
+            # An asynchronous one may wrap a computation that has it once more.
+            if kind in _COLLECTIVES and not (instruction.op != kind and "calls" in instruction.called):
+                found.append((kind, _result_of(computation, instruction)))
+    return found
+
+
+# Reading the text
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line: `name = type op(args), attributes`."""
+
+    name: str
+    type: str
+    op: str
+    args: tuple[str, ...]
+    inside: str  # between the parentheses
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def called(self) -> dict[str, list[str]]:
+        """The computations that it calls, by the attribute that names them."""
+        pattern = r"(\w+)=(?:\{((?:%[\w.\-]+(?:, )?)+)\}|(%[\w.\-]+))"
+        return {
+            name: re.findall(r"%([\w.\-]+)", many or one) for name, many, one in re.findall(pattern, self.attributes)
+        }
+
+
+class Computation(dict[str, Instruction]):
+    """Instructions by name."""
+
+    is_entry = False
+
+    @property
+    def root(self) -> Instruction:
+        return next(instruction for instruction in self.values() if instruction.is_root)
+
+
+def parse(text: str) -> dict[str, Computation]:
+    """The computations of a program by name."""
+    computations: dict[str, Computation] = {}
+    current = Computation()  # what stands before the first computation is lost
+    for line in text.splitlines():
+        if head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$", line):
+            computations[head[2]] = current = Computation()
+            current.is_entry = bool(head[1])
+        elif instruction := _instruction(line):
+            current[instruction.name] = instruction
+    return computations
+
+
+def _instruction(line: str) -> Instruction | None:
+    head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    if not head:
+        return None
+    rest = line[head.end() :]
+    end = _closing(rest, 0) if rest.startswith("(") else rest.index(" ")
+    call = re.match(r" ([\w\-]+)\(", rest[end:])
+    if not call:
+        return None
+    inside = rest[end + call.end() :]
+    end_of_args = _closing(f"({inside}", 0) - 2
+    args, attributes = inside[:end_of_args], re.sub(r", metadata=\{[^}]*\}", "", inside[end_of_args + 1 :])
+    return Instruction(
+        head[2], rest[:end], call[1], tuple(re.findall(r"%([\w.\-]+)", args)), args, attributes, bool(head[1])
+    )
+
+
+def _closing(text: str, start: int) -> int:
+    """The place after the parenthesis that closes the one at `start`."""
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i + 1
+    return len(text)
+
+
+_ARRAY = re.compile(r"\b(pred|bf16|[sufc]\d+\w*)\[([\d,]*)\](\{[^}]*\})?")
+
+
+def elements(type_: str) -> int:
+    """The number of elements of an array; of a tuple, that of its first array."""
+    found = _ARRAY.search(type_)
+    return math.prod(int(n) for n in found[2].split(",") if n) if found else 0
+
+
+def bytes_of_type(type_: str) -> float:
+    """The bytes of an array or a tuple in the memory of the device; those on a TPU's chip are none."""
+    total = 0.0
+    for dtype, shape, layout in _ARRAY.findall(type_):
+        if "T(" in layout and "S(" in layout:
+            continue
+        width = {"pred": 1, "bf16": 2}.get(dtype) or int(re.findall(r"\d+", dtype)[0]) / 8
+        total += width * math.prod(int(n) for n in shape.split(",") if n)
+    return total
+
+
+# The program
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Goes through what a program executes."""
+
+    computations: dict[str, Computation]
+    unknown_trips: int
+    choose: Callable[..., list[Kernel]]
+
+    def of(self, name: str, times: int) -> Iterator[Kernel]:
+        computation = self.computations[name]
+        for instruction in computation.values():
+            op, called = instruction.op, instruction.called
+            if op in _FREE or op.endswith("-done") or _is_free_call(instruction):
+                continue
+            if op == "while":
+                yield from self.of_loop(name, instruction, times)
+            elif op == "conditional":
+                names = [name for attribute in called for name in called[attribute]]
+                branches = [list(self.of(branch, times)) for branch in names]
+                yield Kernel(f"{name}/{instruction.name}: the predicate to the host", "pred[]", 1, times)
+                yield from self.choose(branches, key=bytes_of)
+            elif op == "call":
+                yield from self.of(called["to_apply"][0], times)
+            elif op in ("async-start", "call-start"):
+                yield from self.of((called.get("calls") or called["to_apply"])[0], times)
+            else:
+                moved = _bytes_of_kernel(self.computations, computation, instruction)
+                yield Kernel(f"{name}/{instruction.name}", _result_of(computation, instruction), moved, times)
+
+    def of_loop(self, name: str, loop: Instruction, times: int) -> Iterator[Kernel]:
+        (body,), (condition,) = loop.called["body"], loop.called["condition"]
+        trips = _trips(loop, self.computations[condition], self.computations)
+        if trips is None:  # the host asks the device each time whether to go on
+            trips = self.unknown_trips
+            yield from self.of(condition, times * trips)
+            yield Kernel(f"{name}/{loop.name}: the predicate to the host", "pred[]", 1, times * trips)
+        yield from self.of(body, times * trips)
+
+
+def _is_free_call(instruction: Instruction) -> bool:
+    return instruction.op == "custom-call" and any(f'"{name}"' in instruction.attributes for name in _FREE_CALLS)
+
+
+def _trips(loop: Instruction, condition: Computation, computations: dict[str, Computation]) -> int | None:
+    """How often a loop runs: XLA knows, or its condition compares a counter with a constant, as those of a scan do."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(known[1])
+    if condition.root.op == "fusion":
+        arguments = [condition[name] for name in condition.root.args]
+        condition = computations[condition.root.called["calls"][0]]
+        limits = {p.name: arguments[_number(p)] for p in condition.values() if p.op == "parameter"}
+    else:
+        limits = {}
+    if condition.root.op != "compare" or "direction=LT" not in condition.root.attributes:
+        return None
+    counter, limit = (limits.get(name, condition[name]) for name in condition.root.args)
+    return int(limit.inside) if limit.op == "constant" and counter.op == "get-tuple-element" else None
+
+
+def _number(parameter: Instruction) -> int:
+    return int(parameter.inside)
+
+
+# A kernel
+
+
+def _result_of(computation: Computation, instruction: Instruction) -> str:
+    """The type of what it computes; that of an asynchronous one has its operands as well, so its end is asked."""
+    if instruction.op.endswith("-start"):
+        ends = [i.type for i in computation.values() if i.op.endswith("-done") and instruction.name in i.args]
+        return ends[0] if ends else instruction.type
+    return instruction.type
+
+
+def _bytes_of_kernel(computations: dict[str, Computation], computation: Computation, kernel: Instruction) -> float:
+    operands = [computation[name].type if name in computation else "" for name in kernel.args]
+    result = _result_of(computation, kernel)
+    op = kernel.op.removesuffix("-start")
+    if op == "fusion":
+        (called,) = kernel.called["calls"]
+        return _bytes_of_fusion(computations[called], operands)
+    if op in _IN_PLACE:
+        new = bytes_of_type(operands[_IN_PLACE[op]])
+        return sum(map(bytes_of_type, operands[1:])) + (2 if op == "scatter" else 1) * new
+    if op in _OF_A_PART:
+        return (
+            _bytes_of_as_many(operands[0], elements(result))
+            + bytes_of_type(result)
+            + sum(map(bytes_of_type, operands[1:]))
+        )
+    if op == "custom-call":
+        result = _without_scratch(computation, kernel)
+    read = set(zip(kernel.args, operands, strict=True))
+    return bytes_of_type(result) + sum(bytes_of_type(type_) for _, type_ in read)
+
+
+def _without_scratch(computation: Computation, call: Instruction) -> str:
+    """The type of the result without what nobody reads, the scratch space of the library that is called."""
+    if call.is_root or not call.type.startswith("("):
+        return call.type
+    takers = [i for i in computation.values() if call.name in i.args]
+    if any(taker.op != "get-tuple-element" for taker in takers):
+        return call.type
+    return " ".join(taker.type for taker in takers)
+
+
+def _bytes_of_as_many(type_: str, number: float) -> float:
+    """The bytes of that many elements of an array."""
+    return bytes_of_type(type_) * min(1, number / max(elements(type_), 1))
+
+
+def _bytes_of_fusion(fused: Computation, operands: Sequence[str]) -> float:
+    needed: dict[str, float] = {}
+    written = 0.0
+    for root in _results(fused):
+        written += _write(fused, root, needed)
+    for instruction in reversed(fused.values()):  # users stand after what they use
+        _spread(fused, instruction, needed)
+    reads = (
+        _bytes_of_as_many(operands[_number(p)], needed.get(p.name, 0)) for p in fused.values() if p.op == "parameter"
+    )
+    return written + sum(reads)
+
+
+def _results(fused: Computation) -> list[Instruction]:
+    root = fused.root
+    return [fused[name] for name in root.args] if root.op == "tuple" else [root]
+
+
+def _write(fused: Computation, result: Instruction, needed: dict[str, float]) -> float:
+    """The bytes written for a result, all of which is needed then; of an update in place, the part that is new."""
+    update = _through(fused, result)
+    if update.op not in _IN_PLACE or _through(fused, fused[update.args[0]]).op != "parameter":
+        needed[result.name] = elements(result.type)
+        return bytes_of_type(result.type)
+    for name in update.args[1:]:
+        needed[name] = elements(fused[name].type)
+    new = fused[update.args[_IN_PLACE[update.op]]]
+    again = update.op == "scatter"  # it adds to what is there
+    return _bytes_of_as_many(result.type, elements(new.type)) * (2 if again else 1)
+
+
+def _through(fused: Computation, value: Instruction) -> Instruction:
+    while value.op in _SAME_VALUE:
+        value = fused[value.args[0]]
+    return value
+
+
+def _spread(fused: Computation, user: Instruction, needed: dict[str, float]) -> None:
+    """Adds how many elements of each operand are needed for those that are needed of `user`."""
+    number, whole = needed.get(user.name, 0), elements(user.type)
+    if not number:
+        return
+    for i, name in enumerate(user.args):
+        size = elements(fused[name].type)
+        is_alike = (user.op in _OF_A_PART and i == 0) or size == whole or user.op == "broadcast"
+        share = number if is_alike else number * size / whole
+        if user.op in ("dot", "convolution", "fusion", "custom-call", "sort"):
+            share = size
+        needed[name] = min(needed.get(name, 0) + share, size)
