@@ -74,8 +74,10 @@ def options(library: Any, mask: str, samples: int, keys: int) -> tuple[dict[str,
 def of_jax(library: Any, constants: dict[str, Any]) -> Callable[..., jax.Array]:
     name = library.__name__
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, dict[str, jax.Array]]) -> jax.Array:
-        return library.dot_product_attention(q, k, v, **arrays[name], **constants)
+    def attention(
+        q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, dict[str, jax.Array]], **more: Any
+    ) -> jax.Array:
+        return library.dot_product_attention(q, k, v, **arrays[name], **constants, **more)
 
     return attention
 

@@ -257,13 +257,19 @@ def pulled_back(
     fn: Callable[..., Any], args: tuple[Any, ...], leaves: int
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The value and the gradient of its product with random numbers, as a function and its arguments."""
+    shapes = jax.eval_shape(fn, *args)
+    cotangents = jax.tree.map(lambda leaf: random_normal(leaf.shape, leaf.dtype, 1), shapes)
+    return with_gradient(fn, leaves), (cotangents, *args)
+
+
+def with_gradient(fn: Callable[..., Any], leaves: int) -> Callable[..., Any]:
+    """The function of cotangents and arguments that returns the value and what the cotangents are pulled back to."""
 
     def step(cotangents: Any, *args: Any) -> Any:
         value, pull_back = jax.vjp(lambda *leaves_: fn(*leaves_, *args[leaves:]), *args[:leaves])
         return value, pull_back(cotangents)
 
-    shapes = jax.eval_shape(fn, *args)
-    return step, (jax.tree.map(lambda leaf: random_normal(leaf.shape, leaf.dtype, 1), shapes), *args)
+    return step
 
 
 def in_torch(fn: Callable[..., Any], args: tuple[Any, ...], leaves: int, *, gradient: bool) -> Candidate:
@@ -290,20 +296,30 @@ def as_tensor(x: Any) -> Any:
     return torch.from_numpy(np.array(x if x.dtype != jnp.bfloat16 else x.astype(jnp.float32))).to(dtype)
 
 
-# Arrays
+# Arrays. Where only their shapes are wanted, in `jax.eval_shape`, nothing is drawn.
 
 
 def random_normal(shape: Sequence[int], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
+    if is_traced():
+        return jnp.zeros(shape, dtype)
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
 def random_bits(shape: Sequence[int], fraction: float, seed: int = 0) -> jax.Array:
     """Booleans, of which that fraction is True."""
+    if is_traced():
+        return jnp.zeros(shape, bool)
     return jnp.asarray(np.random.default_rng(seed).random(shape, np.float32) < fraction)
 
 
 def random_labels(shape: Sequence[int], classes: int, seed: int = 0) -> jax.Array:
+    if is_traced():
+        return jnp.zeros(shape, jnp.int32)
     return jnp.asarray(np.random.default_rng(seed).integers(classes, size=shape), jnp.int32)
+
+
+def is_traced() -> bool:
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def by_x(shape: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -18,6 +19,7 @@ from results import Ratio, grouped, ratios
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
 MARKERS = "os^D"
 WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
+FASTER = "ratio of the times (left of 1: faster)"
 FEWEST_SLOTS = 2  # of a line, for its name needs room
 
 Line = tuple[str, str, str]
@@ -41,7 +43,11 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
         draw_ratio(ax, ratio, y, COLOURS[sizes.index(ratio.row.size)], MARKERS[pairs.index(ratio.pair)])
     dress_x(axes, [value for ratio in found for value in (ratio.median, ratio.minimum)])
     dress_y(axes, names_of(list(lines)), edges)
-    add_legend(figure, sizes, pairs)
+    save(figure, legend(sizes, pairs), path)
+
+
+def save(figure: Figure, marks: Sequence[Line2D], path: Path) -> None:
+    figure.legend(handles=marks, loc="outside upper center", ncols=min(len(marks), 6), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120, facecolor="white", metadata={"Software": None})
     plt.close(figure)
@@ -88,18 +94,18 @@ def draw_ratio(ax: Axes, ratio: Ratio, y: float, colour: str, marker: str) -> No
     ax.plot(ratio.median, y, marker=marker, color=colour, markersize=4.5)
 
 
-def dress_x(axes: Sequence[Axes], values: Sequence[float]) -> None:
+def dress_x(axes: Sequence[Axes], values: Sequence[float], label: str = FASTER) -> None:
     for ax, title in zip(axes, PASSES, strict=True):
         ax.set_title(title)
-        dress_ratios(ax, values)
+        dress_ratios(ax, values, label)
 
 
-def dress_ratios(ax: Axes, values: Sequence[float]) -> None:
+def dress_ratios(ax: Axes, values: Sequence[float], label: str = FASTER) -> None:
     low, high = min(*values, 0.5) / 1.2, max(*values, 2) * 1.2
     steps = (1, 2, 5) if high < 100 * low else (1,)
     ticks = [n * 10.0**e for e in range(-4, 5) for n in steps]
     ax.set_xscale("log")
-    ax.set(xlim=(low, high), xlabel="ratio of the times (left of 1: faster)")
+    ax.set(xlim=(low, high), xlabel=label)
     ax.xaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
     ax.xaxis.set_minor_locator(NullLocator())
@@ -116,11 +122,37 @@ def dress_y(axes: Sequence[Axes], names: Sequence[str], edges: np.ndarray) -> No
     axes[0].set_yticks((edges[:-1] + edges[1:]) / 2, names)
 
 
-def add_legend(figure: Figure, sizes: Sequence[str], pairs: Sequence[str]) -> None:
+def legend(sizes: Sequence[str], pairs: Sequence[str]) -> list[Line2D]:
     marks = [Line2D([], [], color=COLOURS[i], linewidth=5, label=size) for i, size in enumerate(sizes)]
     marks += [
         Line2D([], [], color="grey", linestyle="", marker=MARKERS[i], label=f"{pair}, medians")
         for i, pair in enumerate(pairs)
     ]
-    marks.append(Line2D([], [], color="grey", marker="|", markersize=7, label="minima"))
-    figure.legend(handles=marks, loc="outside upper center", ncols=min(len(marks), 6), frameon=False)
+    return [*marks, Line2D([], [], color="grey", marker="|", markersize=7, label="minima")]
+
+
+def draw_programs(found: Sequence[Any], path: Path) -> None:
+    """A panel for each pass: a line for each op, worst mean first; a marker for each case at its ratio of bytes."""
+    of_op = grouped(found, lambda pair: (pair.row.work, pair.peer.candidate))
+    order = sorted(of_op, key=lambda op: np.mean([np.log(pair.bytes_ratio) for pair in of_op[op]]), reverse=True)
+    dtypes = list(dict.fromkeys(pair.row.dtype for pair in found))
+    figure, axes = plt.subplots(
+        1, 2, sharex=True, sharey=True, figsize=(WIDTH, MARGIN + 2 * SLOT * len(order)), layout="constrained"
+    )
+    for pair in found:
+        y = order.index((pair.row.work, pair.peer.candidate)) + 0.35 + 0.3 * dtypes.index(pair.row.dtype)
+        is_masked = pair.row.mask != "none"
+        axes[PASSES.index(pair.row.what)].plot(
+            pair.bytes_ratio,
+            y,
+            marker="o" if is_masked else "s",
+            markersize=4.5,
+            markerfacecolor="none" if is_masked else None,
+            color=COLOURS[dtypes.index(pair.row.dtype)],
+        )
+    dress_x(axes, [pair.bytes_ratio for pair in found], "ratio of the bytes moved (left of 1: fewer)")
+    dress_y(axes, [f"{work} / {peer}" for work, peer in order], np.arange(len(order) + 1))
+    marks = [Line2D([], [], color=COLOURS[i], linewidth=5, label=dtype) for i, dtype in enumerate(dtypes)]
+    for label, marker, fill in (("no mask", "s", "grey"), ("masked", "o", "none")):
+        marks.append(Line2D([], [], color="grey", linestyle="", marker=marker, markerfacecolor=fill, label=label))
+    save(figure, marks, path)

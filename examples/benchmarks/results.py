@@ -16,7 +16,7 @@ DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
 NOTHING = "-"
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-KINDS = {field.name: field.type for field in dataclasses.fields(Row)}
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +57,23 @@ class Headline:
         return case == (self.benchmark, self.work, self.mask, self.dtype, self.size, self.peer)
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
+def kinds(of: type[Any]) -> dict[str, Any]:
+    """The columns, which are the fields of a dataclass, and their types."""
+    return {field.name: field.type for field in dataclasses.fields(of)}
+
+
+def write_csv(path: Path, rows: Sequence[R], of: type[R] = Row) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(KINDS), lineterminator="\n")
+        writer = csv.DictWriter(file, list(kinds(of)), lineterminator="\n")
         writer.writeheader()
         writer.writerows(dataclasses.asdict(row) for row in rows)
 
 
-def read_csv(path: Path) -> list[Row]:
+def read_csv(path: Path, of: type[R] = Row) -> list[R]:
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [Row(**{name: parsed(line[name], kind) for name, kind in KINDS.items()}) for line in lines]
+    return [of(**{name: parsed(line[name], kind) for name, kind in kinds(of).items()}) for line in lines]
 
 
 def parsed(text: str, kind: Any) -> Any:

@@ -1,0 +1,394 @@
+"""Every op against its peer as XLA compiles them for a device that need not be there: bytes, launches, temporaries.
+
+    python examples/benchmarks/compiled.py [--target h100] [--only NAME] [--quick] [--plot-only]
+
+It needs what compiles for the target, but no GPU: pip install ".[examples,gpu-compile]", or libtpu for a TPU. Nothing
+is run, so the figures are the same on any machine; `programs.py` says how they are counted.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import functools
+import importlib.util
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import attention
+import cross_entropy
+import jax
+import jax.numpy as jnp
+import linear_cross_entropy
+import losses
+import normalization
+import softmax
+from command import DOCS, PAGE
+from measure import (
+    GRADIENT,
+    PASSES,
+    Case,
+    Work,
+    by_x,
+    is_installed,
+    random_bits,
+    random_normal,
+    versions,
+    with_gradient,
+)
+from plots import draw_programs
+from programs import MIB, TARGETS, Program, compile_for
+from results import as_markdown, fill, grouped, number, ratio_text, read_csv, write_csv
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import masksafe
+
+DTYPES = ("float32", "bfloat16")
+NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
+PEERS = ("optax", "flax", "jax.nn", "JAX")  # torch and tokamax have compilers of their own
+TARGET_OF_PAGE = "h100"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One line of the CSV: one candidate in one pass of one case."""
+
+    benchmark: str
+    work: str
+    mask: str
+    dtype: str
+    shape: str
+    what: str
+    candidate: str
+    bytes_moved: int
+    launches: int
+    temporary_bytes: int
+    target: str
+    date: str
+    versions: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Masksafe's program beside its peer's."""
+
+    row: Compiled
+    peer: Compiled
+
+    @property
+    def bytes_ratio(self) -> float:
+        return self.row.bytes_moved / self.peer.bytes_moved
+
+    @property
+    def launch_ratio(self) -> float:
+        return self.row.launches / max(self.peer.launches, 1)
+
+    @property
+    def temporaries(self) -> str:
+        return f"{_mib(self.row.temporary_bytes)} / {_mib(self.peer.temporary_bytes)}"
+
+
+# Cases: those of the benchmarks in sizes that are worth a GPU
+
+
+def prepare_loss(name: str, masked: bool, dtype: str) -> Work:
+    work = losses.prepare(name, "large")
+    args = jax.tree.map(
+        lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, jax.tree.map(jnp.asarray, work.args)
+    )
+    return with_mask(Work(work.functions, args)) if masked else Work(work.functions, args)
+
+
+def with_mask(work: Work) -> Work:
+    """The work with a mask of what is a loss of its own: an element or a row. optax's users select among the losses."""
+    ours, peers = work.functions["masksafe"], work.functions["optax"]
+    shape = jax.eval_shape(ours, *work.args).shape
+    dimensions = work.args[0].ndim
+    rows_are_whole = len(shape) == dimensions or dimensions > 2
+    where = random_bits(shape if rows_are_whole else (*shape, 1), 0.7)
+    functions = {
+        "masksafe": lambda *args: ours(*args[:-1], where=args[-1]),
+        "optax": lambda *args: jnp.where(args[-1].reshape(shape), peers(*args[:-1]), 0),
+    }
+    return Work(functions, (*work.args, where))
+
+
+WITHOUT_MASK = {  # no loss for each row or element, or no mask
+    *("ranking_softmax_loss", "multiclass_generalized_dice_loss", "ntxent"),
+    *("ctc_loss_with_forward_probs", "safe_softmax_cross_entropy"),
+}
+
+
+def of_losses() -> Iterator[Case]:
+    for name in losses.ARGUMENTS:
+        for masked in (False, True)[: 1 if name in WITHOUT_MASK else 2]:
+            for dtype in DTYPES:
+                prepare = functools.partial(prepare_loss, name, masked, dtype)
+                mask = "rows" if masked else "none"
+                yield Case(name, mask, dtype, "large", losses.shape_of(name, "large"), prepare)
+
+
+def prepare_cudnn(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
+    work = attention.prepare(mask, dtype, sizes)
+    functions = {
+        name: functools.partial(work.functions[name], implementation="cudnn") for name in ("masksafe", "jax.nn")
+    }
+    return dataclasses.replace(work, functions=functions)
+
+
+def prepare_more(name: str, masked: bool, dtype: str) -> Work:
+    """The ops without a benchmark: what one writes without masksafe is their peer."""
+    x, y = random_normal((8192, 2048), dtype), random_normal((8192, 2048), dtype, 1)
+    where = random_bits(x.shape, 0.7)
+    if name == "mask_where":
+        ours, theirs = masksafe.mask_where, lambda mask, x, y: jnp.where(mask, y, x)
+        return Work(
+            {"masksafe": lambda x, y, mask: ours(mask, x, y), "JAX": lambda x, y, mask: theirs(mask, x, y)},
+            (x, y, where),
+            leaves=2,
+        )
+    if name == "apply_where":
+        return Work(
+            {
+                "masksafe": lambda x, where: masksafe.apply_where(where, jnp.log, x, fallback=0),
+                "JAX": lambda x, where: jnp.where(where, jnp.log(jnp.where(where, x, 1)), 0),
+            },
+            (x, where),
+        )
+    peers: dict[str, Callable[..., Any]] = {
+        "standardize": lambda x, where: jax.nn.standardize(x, where=where),
+        "var_mean": lambda x, where: (jnp.var(x, -1, where=where), jnp.mean(x, -1, where=where)),
+    }
+    of_masksafe: dict[str, Callable[..., Any]] = {
+        "standardize": lambda x, where: masksafe.standardize(x, where=where),
+        "var_mean": lambda x, where: masksafe.var_mean(x, axis=-1, where=where),
+    }
+    return Work({"masksafe": of_masksafe[name], "JAX": peers[name]}, (x, where if masked else None))
+
+
+def of_more() -> Iterator[Case]:
+    masks = {"mask_where": (True,), "apply_where": (True,), "standardize": (False, True), "var_mean": (False, True)}
+    for name, choices in masks.items():
+        for masked in choices:
+            for dtype in DTYPES:
+                prepare = functools.partial(prepare_more, name, masked, dtype)
+                yield Case(name, "elements" if masked else "none", dtype, "large", "8192x2048", prepare)
+
+
+def in_dtypes(
+    works: Sequence[str], masks: Sequence[str], sizes: tuple[int, ...], prepare: Callable[..., Work]
+) -> Iterator[Case]:
+    for work in works:
+        for mask in masks:
+            for dtype in DTYPES:
+                yield Case(
+                    work, mask, dtype, "large", by_x(sizes), functools.partial(prepare, work, mask, dtype, sizes)
+                )
+
+
+def benchmarks() -> dict[str, list[Case]]:
+    """The cases of every benchmark by its name."""
+    norms = lambda work, mask, dtype, shape: normalization.prepare(work, mask, dtype, shape, -1)  # noqa: E731
+    linear = lambda _, *rest: linear_cross_entropy.prepare(*rest)  # noqa: E731
+    attend = lambda _, *rest: attention.prepare(*rest)  # noqa: E731
+    cudnn = lambda _, *rest: prepare_cudnn(*rest)  # noqa: E731
+    long = (2, 4096, 4096)
+    found = {
+        "cross_entropy": list(
+            in_dtypes(tuple(cross_entropy.LOSSES), cross_entropy.MASKS, (8192, 32768), cross_entropy.prepare)
+        ),
+        "linear_cross_entropy": list(in_dtypes(("linear",), ("none", "60 % of tokens"), (4096, 1024, 32768), linear)),
+        "attention": list(in_dtypes(("attention",), attention.ALL, long, attend)),
+        "normalization": list(in_dtypes(("layer norm", "RMS norm"), normalization.MASKS, (8192, 1024), norms)),
+        "softmax": list(in_dtypes(tuple(softmax.PEERS), ("none", "elements"), (8192, 2048), softmax.prepare)),
+        "more": list(of_more()),
+        "losses": list(of_losses()),
+    }
+    if importlib.util.find_spec("nvidia.cudnn"):
+        cases = in_dtypes(("attention by cuDNN",), ("none", "causal", "half padding"), long, cudnn)
+        found["attention"] += [case for case in cases if case.dtype == "bfloat16"]
+    return found
+
+
+# Compiling
+
+
+def shapes_of(prepare: Callable[[], Work]) -> Work:
+    """The work with the shapes of its arrays in their place."""
+    found: list[Work] = []
+
+    def arrays() -> Any:
+        found.append(prepare())
+        return found[0].args
+
+    shapes = jax.eval_shape(arrays)
+    return dataclasses.replace(found[0], args=shapes, torch_args=None)
+
+
+def compile_case(case: Case, name: str, what: str, target: str) -> Program:
+    work = shapes_of(case.prepare)
+    fn, args = work.functions[name], work.args
+    if what == GRADIENT:
+        args = (jax.eval_shape(fn, *args), *args)
+        fn = with_gradient(fn, work.leaves)
+    return compile_for(target, lambda *args: fn(*args), *args)
+
+
+def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Compiled]:
+    names = [name for name in shapes_of(case.prepare).functions if name == "masksafe" or name in PEERS]
+    for what in passes:
+        for name in filter(is_installed, names):
+            program = compile_case(case, name, what, target)
+            yield Compiled(
+                benchmark=benchmark,
+                work=case.work,
+                mask=case.mask,
+                dtype=case.dtype,
+                shape=case.shape,
+                what=what,
+                candidate=name,
+                bytes_moved=round(program.bytes_moved),
+                launches=program.launches,
+                temporary_bytes=program.temporary_bytes,
+                target=target,
+                date=datetime.date.today().isoformat(),
+                versions=versions(),
+            )
+
+
+# Results
+
+
+def pairs(rows: Sequence[Compiled]) -> list[Pair]:
+    found = []
+    for case in grouped(rows, lambda r: (r.benchmark, r.work, r.mask, r.dtype, r.what)).values():
+        ours = [row for row in case if row.candidate == "masksafe"]
+        found += [Pair(row, peer) for row in ours for peer in case if peer is not row]
+    return found
+
+
+def _mib(n: float) -> str:
+    return number(n / MIB) if n >= NO_SIZE else "0"
+
+
+HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "launches", "temporaries, MiB"]
+
+
+def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
+    """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and what else the worst has."""
+    groups = grouped(found, lambda pair: (pair.row.work, pair.peer.candidate, pair.row.what))
+    means = {key: statistics.geometric_mean(p.bytes_ratio for p in group) for key, group in groups.items()}
+    lines = []
+    for key in sorted(groups, key=means.__getitem__, reverse=True):
+        worst = max(groups[key], key=lambda pair: pair.bytes_ratio)
+        case = f"{worst.row.mask}, {worst.row.dtype}" if worst.row.mask != "none" else worst.row.dtype
+        launches = f"{worst.row.launches} / {worst.peer.launches}"
+        lines.append([*key, ratio_text(means[key]), ratio_text(worst.bytes_ratio), case, launches, worst.temporaries])
+    return lines
+
+
+def summary(rows: Sequence[Compiled]) -> str:
+    found = pairs(rows)
+    above = sum(pair.bytes_ratio > 1.1 for pair in found)
+    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's."
+    versions_ = f"{rows[0].target}, {rows[0].date}: {rows[0].versions}."
+    link = f"[All figures as CSV](benchmarks/compiled/{rows[0].target}.csv)"
+    return "\n\n".join([f"{versions_} {text}", as_markdown(HEADER, lines_of_ops(found)), link])
+
+
+def all_cases(found: Sequence[Pair]) -> Table:
+    """A table for the terminal: every case, the largest ratio of bytes first."""
+    table = Table("op", "mask", "dtype", "against", "what", "MiB", "ratio", "launches", "temporaries, MiB")
+    for pair in sorted(found, key=lambda pair: pair.bytes_ratio, reverse=True):
+        row, peer = pair.row, pair.peer
+        moved = f"{_mib(row.bytes_moved)} / {_mib(peer.bytes_moved)}"
+        colour = "red" if pair.bytes_ratio > 1.1 else "green" if pair.bytes_ratio < 0.95 else "default"
+        ratio = f"[{colour}]{pair.bytes_ratio:.2f}"
+        launches = f"{row.launches} / {peer.launches}"
+        table.add_row(row.work, row.mask, row.dtype, peer.candidate, row.what, moved, ratio, launches, pair.temporaries)
+    return table
+
+
+def short(found: Sequence[Pair]) -> Table:
+    table = Table(*HEADER)
+    for line in lines_of_ops(found):
+        table.add_row(*(cell.replace("**", "") for cell in line))
+    return table
+
+
+def csv_of(target: str, docs: Path) -> Path:
+    return docs / "benchmarks" / "compiled" / f"{target}.csv"
+
+
+def publish(target: str, docs: Path) -> None:
+    """The picture, and for the target of the page its table, from the CSV."""
+    rows = read_csv(csv_of(target, docs), Compiled)
+    picture = Path("_static") / "benchmarks" / f"compiled_{target}.png"
+    draw_programs(pairs(rows), docs / picture)
+    if target == TARGET_OF_PAGE:
+        page = docs / PAGE
+        content = f"![Ratios of bytes moved on a {target}]({picture})\n\n{summary(rows)}"
+        page.write_text(fill(page.read_text(), "compiled", content))
+
+
+# The command line
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=TARGETS, default=TARGET_OF_PAGE, help="default: %(default)s")
+    parser.add_argument("--only", action="append", help="a benchmark or an op; may be given again; default: all")
+    parser.add_argument("--quick", action="store_true", help="only gradients in float32, in one table; writes nothing")
+    parser.add_argument("--plot-only", action="store_true", help="compile nothing: picture and page from the CSV")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="where results go; default: docs")
+    return parser.parse_args(arguments)
+
+
+def chosen(options: argparse.Namespace) -> list[tuple[str, Case]]:
+    cases = [(name, case) for name, of_name in benchmarks().items() for case in of_name]
+    if options.only:
+        cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
+    return [(name, case) for name, case in cases if not options.quick or case.dtype == "float32"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    options = parse(arguments)
+    target = TARGETS[options.target]
+    if not options.plot_only:
+        if not target.is_installed:
+            sys.exit(f"{target.name}: {target.module} is not installed: {target.install}")
+        rows, failures = compile_all(options, console)
+        console.print((short if options.quick else all_cases)(pairs(rows)))
+        if failures:
+            console.print("These cases failed:", *failures, sep="\n", markup=False)
+        if options.quick or options.only:
+            return
+        write_csv(csv_of(target.name, options.docs), rows, Compiled)
+    publish(target.name, options.docs)
+    console.print(f"CSV, picture and {PAGE} are in {os.path.relpath(options.docs)}.")
+
+
+def compile_all(options: argparse.Namespace, console: Console) -> tuple[list[Compiled], list[str]]:
+    rows: list[Compiled] = []
+    failures = []
+    passes = (GRADIENT,) if options.quick else PASSES
+    for name, case in track(chosen(options), f"Compiling for {options.target}", console=console):
+        try:
+            rows += rows_of(name, case, options.target, passes)
+        except Exception as error:  # one case that fails must not cost the others
+            text = str(error).splitlines()[0] if str(error) else ""
+            failures.append(f"{case.work}, {case.mask}, {case.dtype}: {type(error).__name__}: {text}")
+        jax.clear_caches()
+    return rows, failures
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # or JAX would look for the driver of a GPU
+    main()
