@@ -231,13 +231,18 @@ def shapes_of(prepare: Callable[[], Work]) -> Work:
     return dataclasses.replace(found[0], args=shapes, torch_args=None)
 
 
-def compile_case(case: Case, name: str, what: str, target: str) -> Program:
+def step_of(case: Case, name: str, what: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What one candidate computes, as a function that JAX has not seen before, and the shapes of its arguments."""
     work = shapes_of(case.prepare)
     fn, args = work.functions[name], work.args
     if what == GRADIENT:
-        args = (jax.eval_shape(fn, *args), *args)
-        fn = with_gradient(fn, work.leaves)
-    return compile_for(target, lambda *args: fn(*args), *args)
+        return with_gradient(fn, work.leaves), (jax.eval_shape(fn, *args), *args)
+    return (lambda *args: fn(*args)), args
+
+
+def compile_case(case: Case, name: str, what: str, target: str) -> Program:
+    step, args = step_of(case, name, what)
+    return compile_for(target, step, *args)
 
 
 def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Compiled]:
@@ -281,7 +286,7 @@ HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "laun
 
 
 def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
-    """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and what else the worst has."""
+    """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and the rest of the worst."""
     groups = grouped(found, lambda pair: (pair.row.work, pair.peer.candidate, pair.row.what))
     means = {key: statistics.geometric_mean(p.bytes_ratio for p in group) for key, group in groups.items()}
     lines = []

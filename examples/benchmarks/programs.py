@@ -65,25 +65,24 @@ def compile_for(
     target: str,
     fn: Callable[..., Any],
     *args: Any,
-    shardings: Any = None,
     unknown_trips: int = hlo.UNKNOWN_TRIPS,
     branch: str = "dearest",
 ) -> "Program":
-    """`fn` compiled for one device of `target`, or for the devices of `shardings`, those of the arguments.
+    """`fn` compiled for one device of `target`, or for the devices over which its arguments are split.
 
     Args:
       target: a key of `TARGETS`.
       fn: a function; it is not run.
-      *args: arrays, or trees of `jax.ShapeDtypeStruct`.
-      shardings: of each argument, over a mesh of `devices(target, number)`.
+      *args: arrays, or trees of `jax.ShapeDtypeStruct`, whose `sharding` may be over a mesh of
+        `devices(target, number)`.
       unknown_trips: how often a loop is taken to run whose length depends on values.
       branch: which branch of a conditional is counted, the "dearest" or the "cheapest".
     """
-    if shardings is None:
+    if any(isinstance(getattr(x, "sharding", None), jax.sharding.NamedSharding) for x in jax.tree.leaves(args)):
+        jitted = jax.jit(fn)
+    else:
         one = jax.sharding.SingleDeviceSharding(devices(target)[0])
         jitted = jax.jit(fn, in_shardings=one, out_shardings=one)
-    else:
-        jitted = jax.jit(fn, in_shardings=shardings)
     compiled = jitted.trace(*args).lower(lowering_platforms=(TARGETS[target].platform,)).compile()
     return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, unknown_trips, branch)
 
