@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import importlib.util
+import importlib.metadata
 import os
 import statistics
 import sys
@@ -210,10 +210,14 @@ def benchmarks() -> dict[str, list[Case]]:
         "more": list(of_more()),
         "losses": list(of_losses()),
     }
-    if importlib.util.find_spec("nvidia.cudnn"):
+    if "nvidia-cudnn-cu12" in installed():
         cases = in_dtypes(("attention by cuDNN",), ("none", "causal", "half padding"), long, cudnn)
         found["attention"] += [case for case in cases if case.dtype == "bfloat16"]
     return found
+
+
+def installed() -> set[str]:
+    return {distribution.name for distribution in importlib.metadata.distributions()}
 
 
 # Compiling

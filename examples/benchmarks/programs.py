@@ -1,7 +1,7 @@
 """What XLA makes of a function for a device that need not be there: bytes moved, kernels launched, temporary memory.
 
 XLA compiles for an NVIDIA GPU on a machine without one, given the device's facts (`devices/*.txtpb`) and JAX's CUDA
-plugin (`pip install "masksafe[gpu-compile]"`). The optimised program says how many kernels it launches and which arrays
+plugin (`pip install ".[gpu-compile]"`). The optimised program says how many kernels it launches and which arrays
 each of them reads and writes. Caches are not modelled, so the bytes are an upper estimate: good for the ratio of two
 programs for the same work, not for times.
 """
@@ -35,7 +35,7 @@ class Target:
         return self.module is None or importlib.util.find_spec(self.module) is not None
 
 
-_CUDA = ("cuda", "jax_cuda12_plugin", 'pip install "masksafe[gpu-compile]"')
+_CUDA = ("cuda", "jax_cuda12_plugin", 'pip install ".[gpu-compile]"')
 TARGETS = {
     target.name: target
     for target in (

@@ -22,7 +22,7 @@ from masksafe import losses
 
 TOKENS, CLASSES, WIDTH = 8192, 32768, 1024
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-ROWS, COLUMNS = P("d", None), P(None, "d")
+BY_ROW, ROWS, COLUMNS = P("d"), P("d", None), P(None, "d")
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Split:
     args: tuple[Any, ...]  # shape, dtype, how it is split
     all_reduces: int = 0
     of: int = 0  # with the gradient by so many arguments
-    out: Any = P("d")  # how the result is split, and its cotangent
+    out: Any = BY_ROW  # how the result is split, and its cotangent
 
     def step(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if not self.of:
