@@ -32,6 +32,7 @@ class Kernel:
     """A launch of the program, or `times` of them in a loop, each of which moves `bytes_moved`."""
 
     name: str
+    op: str
     type: str
     bytes_moved: float
     times: int = 1
@@ -60,16 +61,12 @@ def launches_of(found: Sequence[Kernel]) -> int:
     return sum(kernel.times for kernel in found)
 
 
-def exchanges(text: str) -> list[tuple[str, str]]:
-    """Kind and type of result of every exchange between devices that stands in the program."""
-    found = []
-    for computation in parse(text).values():
-        for instruction in computation.values():
-            kind = instruction.op.removesuffix("-start")
-            # An asynchronous one may wrap a computation that has it once more.
-            if kind in _COLLECTIVES and not (instruction.op != kind and "calls" in instruction.called):
-                found.append((kind, _result_of(computation, instruction)))
-    return found
+def exchanges(found: Sequence[Kernel]) -> Iterator[tuple[str, str, int]]:
+    """Kind, type of result and number of the exchanges between devices."""
+    for kernel in found:
+        kind = kernel.op.removesuffix("-start")
+        if kind in _COLLECTIVES:
+            yield kind, kernel.type, kernel.times
 
 
 # Reading the text
@@ -188,7 +185,7 @@ class _Walk:
             elif op == "conditional":
                 names = [name for attribute in called for name in called[attribute]]
                 branches = [list(self.of(branch, times)) for branch in names]
-                yield Kernel(f"{name}/{instruction.name}: the predicate to the host", "pred[]", 1, times)
+                yield Kernel(f"{name}/{instruction.name}: the predicate to the host", "copy", "pred[]", 1, times)
                 yield from self.choose(branches, key=bytes_of)
             elif op == "call":
                 yield from self.of(called["to_apply"][0], times)
@@ -196,7 +193,7 @@ class _Walk:
                 yield from self.of((called.get("calls") or called["to_apply"])[0], times)
             else:
                 moved = _bytes_of_kernel(self.computations, computation, instruction)
-                yield Kernel(f"{name}/{instruction.name}", _result_of(computation, instruction), moved, times)
+                yield Kernel(f"{name}/{instruction.name}", op, _result_of(computation, instruction), moved, times)
 
     def of_loop(self, name: str, loop: Instruction, times: int) -> Iterator[Kernel]:
         (body,), (condition,) = loop.called["body"], loop.called["condition"]
@@ -204,7 +201,7 @@ class _Walk:
         if trips is None:  # the host asks the device each time whether to go on
             trips = self.unknown_trips
             yield from self.of(condition, times * trips)
-            yield Kernel(f"{name}/{loop.name}: the predicate to the host", "pred[]", 1, times * trips)
+            yield Kernel(f"{name}/{loop.name}: the predicate to the host", "copy", "pred[]", 1, times * trips)
         yield from self.of(body, times * trips)
 
 

@@ -109,14 +109,17 @@ class Program:
         return hlo.launches_of(self._kernels)
 
     @property
-    def exchanges(self) -> list[tuple[str, str]]:
-        """Kind and type of result of every exchange between devices that stands in the program."""
-        return hlo.exchanges(self.text)
+    def exchanges(self) -> list[tuple[str, str, int]]:
+        """Kind, type of result and number of the exchanges between devices."""
+        return list(hlo.exchanges(self._kernels))
 
     @property
     def collectives(self) -> dict[str, int]:
-        """How often each kind of exchange between devices stands in the program."""
-        return dict(Counter(kind for kind, _ in self.exchanges))
+        """How often the program makes each kind of exchange between devices."""
+        counts: Counter[str] = Counter()
+        for kind, _, times in self.exchanges:
+            counts[kind] += times
+        return dict(counts)
 
     def kernels(self) -> Iterator[tuple[str, str, float]]:
         """Name, type of the result and bytes moved in all of every kernel, for a look at what costs most."""

@@ -264,8 +264,13 @@ def test_exchanges_between_devices():
         "%wrapped (x: f32[256]) -> f32[32] {\n  %x.1 = f32[256]{0} parameter(0)\n"
         "  ROOT %w = f32[32]{0} reduce-scatter(%x.1), to_apply=%add\n}\n",
     )
-    assert sorted(hlo.exchanges(text)) == [
-        ("all-gather", "f32[2048]{0}"),
-        ("all-reduce", "f32[256]{0}"),
-        ("reduce-scatter", "f32[32]{0}"),
+    assert sorted(hlo.exchanges(hlo.kernels(text))) == [
+        ("all-gather", "f32[2048]{0}", 1),
+        ("all-reduce", "f32[256]{0}", 1),
+        ("reduce-scatter", "f32[32]{0}", 1),
     ]
+
+
+def test_exchanges_in_a_loop_count_each_time():
+    text = loop(KNOWN, DEPENDS).replace("negate(%v)", "all-reduce(%v), to_apply=%add")
+    assert list(hlo.exchanges(hlo.kernels(text))) == [("all-reduce", "f32[256]{0}", 7)]

@@ -168,7 +168,7 @@ def linear_gradient(features, kernel, labels, axis_name):
             (P(), COLUMNS),
             5,
         ),
-        (linear_gradient, linear(P(None), COLUMNS), (P(), P(None, None), COLUMNS), 7),
+        (linear_gradient, linear(P(None), COLUMNS), (P(), (P(None, None), COLUMNS)), 7),
     ],
     ids=["integer, value", "integer", "linear"],
 )
