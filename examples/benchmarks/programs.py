@@ -7,7 +7,12 @@ programs for the same work, not for times.
 """
 
 import functools
+import gzip
+import hashlib
+import importlib.metadata
 import importlib.util
+import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +24,8 @@ import jax
 from jax.experimental import topologies
 
 MIB = 2**20
+KEPT = "COMPILED_PROGRAMS"  # the environment variable of a folder in which programs are kept: compiling takes a second
+COMPILERS = ("jaxlib", "jax-cuda", "nvidia-", "libtpu")  # packages
 
 
 @dataclass(frozen=True)
@@ -56,9 +63,16 @@ def devices(target: str, number: int = 1) -> tuple[Any, ...]:
     if target == "v5e":
         topology = topologies.get_topology_desc("v5e:2x2" if number <= 4 else "v5e:2x4", platform="tpu")
     else:
-        facts = (Path(__file__).parent / "devices" / f"{target}.txtpb").read_text()
-        topology = topologies.get_topology_desc(target, platform="cuda", topology=f"1x1x{number}", target_config=facts)
+        topology = topologies.get_topology_desc(
+            target, platform="cuda", topology=f"1x1x{number}", target_config=_facts(target)
+        )
     return tuple(topology.devices[:number])
+
+
+def _facts(target: str) -> str:
+    """What the compiler has to know of a GPU."""
+    path = Path(__file__).parent / "devices" / f"{target}.txtpb"
+    return path.read_text() if path.exists() else ""
 
 
 def compile_for(
@@ -83,8 +97,32 @@ def compile_for(
     else:
         one = jax.sharding.SingleDeviceSharding(devices(target)[0])
         jitted = jax.jit(fn, in_shardings=one, out_shardings=one)
-    compiled = jitted.trace(*args).lower(lowering_platforms=(TARGETS[target].platform,)).compile()
-    return Program(compiled.as_text(), compiled.memory_analysis().temp_size_in_bytes, unknown_trips, branch)
+    lowered = jitted.trace(*args).lower(lowering_platforms=(TARGETS[target].platform,))
+    return Program(*_compiled(target, lowered), unknown_trips, branch)
+
+
+def _compiled(target: str, lowered: Any) -> tuple[str, int]:
+    """The text and the bytes of temporaries, from the folder of kept programs if it is there."""
+    kept = os.environ.get(KEPT) and Path(os.environ[KEPT]) / f"{_key(target, lowered.as_text())}.json.gz"
+    if kept and kept.exists():
+        text, temporary_bytes = json.loads(gzip.decompress(kept.read_bytes()))
+        return text, temporary_bytes
+    program = lowered.compile()
+    found = program.as_text(), program.memory_analysis().temp_size_in_bytes
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_suffix(f".{os.getpid()}")
+        unfinished.write_bytes(gzip.compress(json.dumps(found).encode()))
+        unfinished.rename(kept)
+    return found
+
+
+def _key(target: str, text: str) -> str:
+    """What a compiled program depends on: the program, the device, the compiler and its options."""
+    packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name.startswith(COMPILERS)}
+    options = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
+    parts = [target, _facts(target), text, *map(repr, sorted(packages.items())), *map(repr, sorted(options.items()))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import programs
 import pytest
 import results
 from programs import TARGETS, compile_for
@@ -57,6 +58,15 @@ def test_a_program_has_kernels_of_which_it_is_the_sum():
     assert program.bytes_moved == sum(moved for *_, moved in program.kernels()) > 2048
     assert program.launches == len(list(program.kernels()))
     assert program.collectives == {}
+
+
+def test_programs_can_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv(programs.KEPT, str(tmp_path / "kept"))
+    compiled_ = [compile_for("cpu", lambda x, n=n: x + n, jax.ShapeDtypeStruct((256,), "float32")) for n in (1, 1, 2)]
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    again = compile_for("cpu", lambda x: x + 2, jax.ShapeDtypeStruct((256,), "float32"))
+    assert again == compiled_[2] != compiled_[0] == compiled_[1]
 
 
 def test_ops_are_in_the_order_of_their_mean_ratios(rows):
