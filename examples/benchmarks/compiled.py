@@ -86,10 +86,6 @@ class Pair:
         return self.row.bytes_moved / self.peer.bytes_moved
 
     @property
-    def launch_ratio(self) -> float:
-        return self.row.launches / max(self.peer.launches, 1)
-
-    @property
     def temporaries(self) -> str:
         return f"{_mib(self.row.temporary_bytes)} / {_mib(self.peer.temporary_bytes)}"
 
@@ -123,8 +119,6 @@ WITHOUT_MASK = {  # no loss for each row or element, or no mask
     *("ranking_softmax_loss", "multiclass_generalized_dice_loss", "ntxent"),
     *("ctc_loss_with_forward_probs", "safe_softmax_cross_entropy"),
 }
-
-
 FLOAT32_ONLY = {"multiclass_sparsemax_loss"}  # optax's gradient fails in bfloat16
 
 
@@ -133,7 +127,7 @@ def of_losses() -> Iterator[Case]:
         for masked in (False, True)[: 1 if name in WITHOUT_MASK else 2]:
             for dtype in DTYPES[: 1 if name in FLOAT32_ONLY else 2]:
                 prepare = functools.partial(prepare_loss, name, masked, dtype)
-                mask = "rows" if masked else "none"
+                mask = "masked" if masked else "none"
                 yield Case(name, mask, dtype, "large", losses.shape_of(name, "large"), prepare)
 
 
@@ -145,43 +139,32 @@ def prepare_cudnn(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     return dataclasses.replace(work, functions=functions)
 
 
-def prepare_more(name: str, masked: bool, dtype: str) -> Work:
-    """The ops without a benchmark: what one writes without masksafe is their peer."""
-    x, y = random_normal((8192, 2048), dtype), random_normal((8192, 2048), dtype, 1)
-    where = random_bits(x.shape, 0.7)
-    if name == "mask_where":
-        ours, theirs = masksafe.mask_where, lambda mask, x, y: jnp.where(mask, y, x)
-        return Work(
-            {"masksafe": lambda x, y, mask: ours(mask, x, y), "JAX": lambda x, y, mask: theirs(mask, x, y)},
-            (x, y, where),
-            leaves=2,
-        )
-    if name == "apply_where":
-        return Work(
-            {
-                "masksafe": lambda x, where: masksafe.apply_where(where, x, jnp.log, fill_value=0),
-                "JAX": lambda x, where: jnp.where(where, jnp.log(jnp.where(where, x, 1)), 0),
-            },
-            (x, where),
-        )
-    peers: dict[str, Callable[..., Any]] = {
-        "standardize": lambda x, where: jax.nn.standardize(x, where=where),
-        "var_mean": lambda x, where: (jnp.var(x, -1, where=where), jnp.mean(x, -1, where=where)),
-    }
-    of_masksafe: dict[str, Callable[..., Any]] = {
-        "standardize": lambda x, where: masksafe.standardize(x, where=where),
-        "var_mean": lambda x, where: masksafe.var_mean(x, axis=-1, where=where),
-    }
-    return Work({"masksafe": of_masksafe[name], "JAX": peers[name]}, (x, where if masked else None))
+# The ops without a benchmark: what one writes without masksafe is their peer.
+MORE: dict[str, dict[str, Callable[..., Any]]] = {
+    "mask_where": {
+        "masksafe": lambda x, y, mask: masksafe.mask_where(mask, x, y),
+        "JAX": lambda x, y, mask: jnp.where(mask, y, x),
+    },
+    "apply_where": {
+        "masksafe": lambda x, where: masksafe.apply_where(where, x, jnp.log, fill_value=0),
+        "JAX": lambda x, where: jnp.where(where, jnp.log(jnp.where(where, x, 1)), 0),
+    },
+    "standardize": {
+        "masksafe": lambda x, where: masksafe.standardize(x, where=where),
+        "JAX": lambda x, where: jax.nn.standardize(x, where=where),
+    },
+    "var_mean": {
+        "masksafe": lambda x, where: masksafe.var_mean(x, axis=-1, where=where),
+        "JAX": lambda x, where: (jnp.var(x, -1, where=where), jnp.mean(x, -1, where=where)),
+    },
+}
+ALWAYS_MASKED = ("mask_where", "apply_where")
 
 
-def of_more() -> Iterator[Case]:
-    masks = {"mask_where": (True,), "apply_where": (True,), "standardize": (False, True), "var_mean": (False, True)}
-    for name, choices in masks.items():
-        for masked in choices:
-            for dtype in DTYPES:
-                prepare = functools.partial(prepare_more, name, masked, dtype)
-                yield Case(name, "elements" if masked else "none", dtype, "large", "8192x2048", prepare)
+def prepare_more(name: str, mask: str, dtype: str, shape: tuple[int, int]) -> Work:
+    arrays = [random_normal(shape, dtype, seed) for seed in range(2 if name == "mask_where" else 1)]
+    where = random_bits(shape, 0.7) if mask == "elements" else None
+    return Work(MORE[name], (*arrays, where), leaves=len(arrays))
 
 
 def in_dtypes(
@@ -193,6 +176,12 @@ def in_dtypes(
                 yield Case(
                     work, mask, dtype, "large", by_x(sizes), functools.partial(prepare, work, mask, dtype, sizes)
                 )
+
+
+def of_more() -> Iterator[Case]:
+    for name in MORE:
+        masks = ("elements",) if name in ALWAYS_MASKED else ("none", "elements")
+        yield from in_dtypes((name,), masks, (8192, 2048), prepare_more)
 
 
 def benchmarks() -> dict[str, list[Case]]:
