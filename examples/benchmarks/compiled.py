@@ -345,7 +345,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=TARGETS, default=TARGET_OF_PAGE, help="default: %(default)s")
     parser.add_argument("--only", action="append", help="a benchmark or an op; may be given again; default: all")
-    parser.add_argument("--quick", action="store_true", help="only gradients in float32, in one table; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="one gradient of each op; writes nothing")
     parser.add_argument("--plot-only", action="store_true", help="compile nothing: picture and page from the CSV")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where results go; default: docs")
     return parser.parse_args(arguments)
@@ -355,7 +355,7 @@ def chosen(options: argparse.Namespace) -> list[tuple[str, Case]]:
     cases = [(name, case) for name, of_name in benchmarks().items() for case in of_name]
     if options.only:
         cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
-    return [(name, case) for name, case in cases if not options.quick or case.dtype == "float32"]
+    return list({case.work: (name, case) for name, case in reversed(cases)}.values()) if options.quick else cases
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -120,8 +120,10 @@ def _compiled(target: str, lowered: Any) -> tuple[str, int]:
 def _key(target: str, text: str) -> str:
     """What a compiled program depends on: the program, the device, the compiler and its options."""
     packages = {d.name: d.version for d in importlib.metadata.distributions() if d.name.startswith(COMPILERS)}
-    options = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "JAX_"))}
-    parts = [target, _facts(target), text, *map(repr, sorted(packages.items())), *map(repr, sorted(options.items()))]
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [flag for flag in flags if target == "cpu" or not flag.startswith(("--xla_cpu_", "--xla_force_host_"))]
+    options = flags, jax.config.read("jax_disable_most_optimizations")
+    parts = target, _facts(target), text, repr(sorted(packages.items())), repr(options)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
