@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import wide_selected
@@ -192,10 +196,29 @@ def _divergence_from_targets(
 def _sum_terms(
     log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
 ) -> Array:
-    dtype = jnp.result_type(log_p, t)
-    log_p, t = (wide_selected(x, mask) for x in broadcast_alike((log_p, t), shape))
-    loss = jnp.sum(selected(terms(log_p, t), mask), axes).astype(dtype)
-    return nan_where_bad(loss, None if bad is None else jnp.any(bad, axes))
+    config = _Config(terms, axes, jnp.result_type(log_p, t))
+    loss: Array = _evaluate(config, *broadcast_alike((log_p, t), shape), mask, bad)
+    return loss
+
+
+class _Config(NamedTuple):
+    """The static arguments."""
+
+    terms: Terms
+    axes: Axes
+    dtype: Any  # of the result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
+    row_axes = axes_of_row(config.axes, log_p.ndim)
+
+    def of_rows(log_p: Array, t: Array, mask: Array | None) -> tuple[Array, tuple[()]]:
+        terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
+        return jnp.sum(selected(terms, mask), row_axes), ()
+
+    loss: Array = by_row_blocks(of_rows, leading_axes(config.axes), log_p, t, mask)[0]
+    return nan_where_bad(loss.astype(config.dtype), None if bad is None else jnp.any(bad, config.axes))
 
 
 def _read_layout(
@@ -213,10 +236,18 @@ def _kl_terms(log_p: Array, t: Array) -> Array:
     return jnp.where(is_zero, _zero_times_log(log_p), positive * (jnp.log(positive) - jnp.where(is_zero, 0, log_p)))
 
 
+@jax.custom_jvp
 def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
-    is_zero = log_t == -jnp.inf
-    difference = jnp.where(is_zero, 0, log_t) - jnp.where(is_zero & (log_p == -jnp.inf), 0, log_p)
-    return jnp.exp(log_t) * difference
+    t = jnp.exp(log_t)
+    return jnp.where(t == 0, _zero_times_log(log_p), t * (log_t - log_p))
+
+
+@_kl_terms_of_logs.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (_, log_t), (d_log_p, d_log_t) = primals, tangents
+    terms, t = _kl_terms_of_logs(*primals), jnp.exp(log_t)
+    # Without products of an infinite logarithm and 0, which JAX's own rules make.
+    return terms, (terms + t) * d_log_t - t * d_log_p
 
 
 def _zero_times_log(log_p: Array) -> Array:

@@ -2,12 +2,17 @@
 
 Masked elements are replaced by 0 before the arithmetic, which is done in at least float32, and their results are
 replaced by 0 after it. JAX's own derivatives for masked elements are then exactly 0.
+
+The arithmetic is jitted: in eager code it is then one call rather than one for each operation, and the NaN of masked
+elements stay hidden even from jax_debug_nans. The functions in it are static arguments, by which the compiled code is
+found again, so they must not be made anew in each call.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +36,30 @@ def elementwise_loss(
 ) -> Array:
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where `bad`.
 
-    The result has the dtype to which JAX promotes `types`: arrays, numbers or dtypes.
+    The result has the dtype to which JAX promotes `types`: arrays, numbers or dtypes. `loss` gets the arguments by
+    name.
     """
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = as_mask_of_elements_or_rows(op, where, shape, ())
-    arrays = (wide_selected(x, mask) for x in broadcast_alike(arguments.values(), shape))
-    return cast_to_promoted(types, nan_where_bad(selected(loss(*arrays), mask), bad))
+    config = _Config(loss, tuple(arguments), shape, promoted(types))
+    result: Array = _evaluate(config, tuple(arguments.values()), mask, bad)
+    return result
+
+
+class _Config(NamedTuple):
+    """The static arguments."""
+
+    loss: Callable[..., Array]
+    names: tuple[str, ...]  # of its arguments
+    shape: tuple[int, ...]
+    type: Promoted
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
+    arrays = [wide_selected(x, mask) for x in broadcast_alike(arguments, config.shape)]
+    loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
+    return config.type.cast(nan_where_bad(loss, bad))
 
 
 def bad_elements(
@@ -58,18 +81,29 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
     return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
 
 
-def cast_to_promoted(types: Sequence[Any], x: Array) -> Array:
-    """`x` in the dtype to which JAX promotes `types`; weakly typed, like a Python number, if the promoted type is."""
+class Promoted(NamedTuple):
+    """A promoted type; weak, like that of a Python number, if a narrow dtype takes precedence over it."""
+
+    dtype: Any
+    is_weak: bool
+
+    def cast(self, x: Array) -> Array:
+        """`x` in this type."""
+        if not self.is_weak:
+            return x.astype(self.dtype)
+        number = 0.0 if jnp.issubdtype(self.dtype, jnp.floating) else 0
+        weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
+        return weak
+
+
+def promoted(types: Sequence[Any]) -> Promoted:
+    """The type to which JAX promotes `types`: arrays, numbers or dtypes."""
     dtype = jnp.result_type(*types)
-    if not _is_weak(types, dtype):
-        return x.astype(dtype)
-    number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
-    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-    return weak
+    return Promoted(dtype, _is_weak(types, dtype))
 
 
 def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
-    """Whether `dtype`, the promoted dtype of `types`, is weak: a narrow dtype takes precedence over it."""
+    """Whether `dtype`, the promoted dtype of `types`, is weak."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):
         return False

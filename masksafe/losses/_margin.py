@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,12 +12,12 @@ from jax import lax
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
-from masksafe._core.labels import at_label, is_class, nan_unless
+from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
-from masksafe._core.precision import widened
+from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import bad_elements, elementwise_loss
-from masksafe.losses._layout import as_mask_of_elements_or_rows, common_rows
+from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
 # Losses of binary targets, element by element.
 
@@ -123,11 +125,7 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
     op = "sparsemax_loss"
     arrays = {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
     bad = _bad_targets(op, where, (0, 1), **arrays)
-
-    def loss(x: Array, y: Array) -> Array:
-        return jax.nn.sparse_plus(jnp.where(jnp.isnan(y), jnp.nan, jnp.where(y != 0, -x, x)))
-
-    return elementwise_loss(op, where, [arrays["logits"]], loss, bad=bad, **arrays)
+    return elementwise_loss(op, where, [arrays["logits"]], _sparsemax_plus, bad=bad, **arrays)
 
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
@@ -137,8 +135,21 @@ def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: A
         "targets": as_real_array(op, "targets", targets),
     }
     bad = _bad_targets(op, where, (-1, 1), **arrays)
-    loss = lambda s, t: jnp.maximum(0, margin - s * t)  # noqa: E731
+    loss = _hinge if margin else _perceptron
     return elementwise_loss(op, where, [*arrays.values(), margin], loss, bad=bad, **arrays)
+
+
+def _hinge(predictor_outputs: Array, targets: Array) -> Array:
+    return jnp.maximum(0, 1 - predictor_outputs * targets)
+
+
+def _perceptron(predictor_outputs: Array, targets: Array) -> Array:
+    return jnp.maximum(0, -predictor_outputs * targets)
+
+
+def _sparsemax_plus(logits: Array, labels: Array) -> Array:
+    signed = jnp.where(labels != 0, -logits, logits)
+    return jax.nn.sparse_plus(jnp.where(jnp.isnan(labels), jnp.nan, signed))
 
 
 def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
@@ -182,12 +193,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
       `optax.losses.multiclass_hinge_loss
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_hinge_loss>`_.
     """
-
-    def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        margin = (~is_label).astype(scores.dtype)
-        return jnp.max(jnp.where(live, scores + margin, -jnp.inf), -1) - _label_score(scores, is_label)
-
-    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _multiclass_hinge)
 
 
 def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -224,11 +230,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
       Collins, "Discriminative training methods for Hidden Markov Models", 2002.
     """
-
-    def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        return jnp.max(jnp.where(live, scores, -jnp.inf), -1) - _label_score(scores, is_label)
-
-    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _largest)
 
 
 def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -268,78 +270,120 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
       Martins and Astudillo, "From Softmax to Sparsemax", 2016.
     """
-
-    def loss(scores: Array, is_label: Array, live: Array) -> Array:
-        # The loss is invariant under this shift, which preserves digits.
-        largest = lax.stop_gradient(jnp.max(jnp.where(live, scores, -jnp.inf), -1, keepdims=True))
-        scores -= jnp.where(jnp.isfinite(largest), largest, 0)
-        return _regularized_max(scores, live) - _label_score(scores, is_label)
-
-    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, loss)
+    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, _multiclass_sparsemax)
 
 
-def _multiclass_loss(op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Any) -> Array:
+def _multiclass_loss(
+    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Callable[..., Array]
+) -> Array:
     """`loss(scores, is_label, live)` of every row, 0 if nothing is left; its arguments are `[..., num_classes]`."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
     rows = common_rows(op, labels, (scores.ndim - 1,), scores=scores)
-    shape, axes, num_classes = (*rows, scores.shape[-1]), (len(rows),), scores.shape[-1]
+    shape, axes = (*rows, scores.shape[-1]), (len(rows),)
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
+    losses: Array = _evaluate(loss, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
+    return losses
 
-    live = jnp.broadcast_to(True if mask is None else mask, shape)
-    live_rows = jnp.any(live, axes)
-    scores, labels = widened(selected(jnp.broadcast_to(scores, shape), live)), selected(labels, live_rows)
-    # A product makes the whole row NaN, and its gradient too, if the label is out of range or a score is NaN: what the
-    # gradient of a maximum is then depends on what XLA makes of it.
-    is_sound = is_class(labels, num_classes) & ~jnp.any(jnp.isnan(scores), -1)
-    scores *= nan_unless(is_sound, scores.dtype)[..., None]
-    is_label = at_label(labels, num_classes)
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(
+    loss: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad_rows: Array | None
+) -> Array:
+    losses = map_row_blocks(functools.partial(_row_losses, loss), scores, labels[..., None], mask)
+    return nan_where_bad(losses.squeeze(-1).astype(dtype), bad_rows)
+
+
+def _row_losses(loss: Callable[..., Array], scores: Array, labels: Array, mask: Array | None) -> Array:
+    """The losses `[..., 1]` of labels `[..., 1]`."""
+    num_classes = scores.shape[-1]
+    scores, live_rows = wide_selected(scores, mask), None if mask is None else jnp.any(mask, -1, keepdims=True)
+    labels = selected(labels, live_rows)
+    is_label = class_index(scores.shape).astype(labels.dtype) == labels
+    # The maximum of a row with a NaN is not always NaN: that depends on what XLA makes of it.
+    is_sound = is_class(labels, num_classes) & ~jnp.any(jnp.isnan(scores), -1, keepdims=True)
+    scores = _with_nan_gradient_unless(is_sound, scores)
     # A row with nothing left is computed as a row of zeros, whose result is not used.
-    losses = loss(scores, is_label, live | ~live_rows[..., None])
+    live = None if mask is None or live_rows is None else mask | ~live_rows
+    losses = loss(scores, is_label, live)
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     is_ruled_out = _raw_label_score(scores, is_label) == -jnp.inf
     if mask is not None:
-        is_ruled_out |= jnp.any(is_label & ~live, -1)
+        is_ruled_out |= jnp.any(is_label & ~mask, -1, keepdims=True)
     losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
-    return nan_where_bad(selected(losses, live_rows).astype(dtype), bad_rows)
+    return selected(losses * nan_unless(is_sound, losses.dtype), live_rows)
+
+
+@jax.custom_jvp
+def _with_nan_gradient_unless(is_sound: Array, scores: Array) -> Array:
+    """The scores, with NaN as the gradients of rows that are not sound."""
+    return scores
+
+
+@_with_nan_gradient_unless.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
+    is_sound, scores = primals
+    return scores, tangents[1] * nan_unless(is_sound, scores.dtype)
+
+
+def _largest(scores: Array, is_label: Array, live: Array | None) -> Array:
+    """The largest score, less that of the label."""
+    return jnp.max(selected(scores, live, -jnp.inf), -1, keepdims=True) - _label_score(scores, is_label)
+
+
+def _multiclass_hinge(scores: Array, is_label: Array, live: Array | None) -> Array:
+    margins = scores + (~is_label).astype(scores.dtype)
+    return jnp.max(selected(margins, live, -jnp.inf), -1, keepdims=True) - _label_score(scores, is_label)
+
+
+def _multiclass_sparsemax(scores: Array, is_label: Array, live: Array | None) -> Array:
+    # The loss is invariant under this shift, which preserves digits.
+    largest = lax.stop_gradient(jnp.max(selected(scores, live, -jnp.inf), -1, keepdims=True))
+    scores -= jnp.where(jnp.isfinite(largest), largest, 0)
+    return _regularized_max(scores, live) - _label_score(scores, is_label)
 
 
 def _label_score(scores: Array, is_label: Array) -> Array:
-    """The score of the label; 0 if it is -inf, in which case `_multiclass_loss` makes the loss +inf."""
+    """The score of the label; 0 if it is -inf, in which case `_row_losses` makes the loss +inf."""
     score = _raw_label_score(scores, is_label)
     return jnp.where(score == -jnp.inf, 0, score)
 
 
 def _raw_label_score(scores: Array, is_label: Array) -> Array:
-    return jnp.sum(jnp.where(is_label, scores, 0), -1)
+    return _sum(jnp.where(is_label, scores, 0))
 
 
 @jax.custom_jvp
-def _regularized_max(scores: Array, live: Array) -> Array:
+def _regularized_max(scores: Array, live: Array | None) -> Array:
     """The maximum over the points p of the simplex of p s + (1 - p p) / 2; its gradient is the maximizing p."""
     p = _sparsemax(scores, live)
-    return jnp.sum(jnp.where(p == 0, 0, p * scores), -1) + 0.5 * (1 - jnp.sum(jnp.square(p), -1))
+    return _sum(jnp.where(p == 0, 0, p * scores)) + 0.5 * (1 - _sum(jnp.square(p)))
 
 
 @_regularized_max.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _(primals: tuple[Array, Array | None], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
     p = _sparsemax(*primals)
-    return _regularized_max(*primals), jnp.sum(jnp.where(p == 0, 0, p * tangents[0]), -1)
+    return _regularized_max(*primals), _sum(jnp.where(p == 0, 0, p * tangents[0]))
 
 
-def _sparsemax(scores: Array, live: Array) -> Array:
+def _sparsemax(scores: Array, live: Array | None) -> Array:
     """The point nearest to the scores on the simplex of the live classes."""
-    descending = -jnp.sort(jnp.where(live, -lax.stop_gradient(scores), jnp.inf), -1)
+    descending = -jnp.sort(selected(-lax.stop_gradient(scores), live, jnp.inf), -1)
     count = 1 + lax.broadcasted_iota(scores.dtype, scores.shape, scores.ndim - 1)
     is_finite = descending > -jnp.inf
     above = is_finite & (1 + count * descending > jnp.cumsum(jnp.where(is_finite, descending, 0), -1))
-    size = jnp.maximum(jnp.sum(above, -1, keepdims=True), 1)
+    size = jnp.maximum(_sum(above), 1)
     least = jnp.take_along_axis(descending, size - 1, -1)
     # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
-    support = live & ~(scores < least)  # includes a NaN, which must not be hidden
-    number = jnp.sum(support, -1, keepdims=True).astype(scores.dtype)
-    threshold = (jnp.sum(jnp.where(support, scores, 0), -1, keepdims=True) - 1) / number
+    support = ~(scores < least)  # includes a NaN, which must not be hidden
+    support = support if live is None else support & live
+    number = _sum(support).astype(scores.dtype)
+    threshold = (_sum(jnp.where(support, scores, 0)) - 1) / number
     return jnp.where(support, scores - threshold, 0)
+
+
+def _sum(x: Array) -> Array:
+    return jnp.sum(x, -1, keepdims=True)

@@ -45,7 +45,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
     op = "squared_error"
     predictions, targets = _read_operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, jnp.square)
+    return _error_loss(op, predictions, targets, where, _squared_error)
 
 
 def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -77,7 +77,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     op = "l2_loss"
     predictions, targets = _read_operands(op, predictions, targets)
     _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, lambda error: 0.5 * jnp.square(error))
+    return _error_loss(op, predictions, targets, where, _l2)
 
 
 def huber_loss(
@@ -117,13 +117,7 @@ def huber_loss(
     """
     op = "huber_loss"
     predictions, targets = _read_operands(op, predictions, targets)
-
-    def loss(error: Array, delta: Array) -> Array:
-        size = jnp.abs(error)
-        quadratic = jnp.minimum(size, delta)
-        return 0.5 * jnp.square(quadratic) + delta * (size - quadratic)
-
-    return _error_loss(op, predictions, targets, where, loss, delta=as_real_array(op, "delta", delta))
+    return _error_loss(op, predictions, targets, where, _huber, delta=as_real_array(op, "delta", delta))
 
 
 def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -157,7 +151,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     """
     op = "log_cosh"
     predictions, targets = _read_operands(op, predictions, targets)
-    loss = _error_loss(op, predictions, targets, where, lambda error: jnp.logaddexp(error, -error) - jnp.log(2.0))
+    loss = _error_loss(op, predictions, targets, where, _log_cosh)
     return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
 
@@ -269,15 +263,32 @@ def _error_loss(
     loss: Callable[..., Array],
     **others: Array,
 ) -> Array:
-    """`loss` of each error `predictions - targets` and of the other arguments."""
-    if targets is None:
-        return elementwise_loss(op, where, [predictions, *others.values()], loss, predictions=predictions, **others)
+    """`loss` of each prediction, of its target if there are any, and of the other arguments."""
+    arrays = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
+    return elementwise_loss(op, where, list(arrays.values()), loss, **arrays)
 
-    def loss_of_both(predictions: Array, targets: Array, *others: Array) -> Array:
-        return loss(predictions - targets, *others)
 
-    types = [predictions, targets, *others.values()]
-    return elementwise_loss(op, where, types, loss_of_both, predictions=predictions, targets=targets, **others)
+def _error(predictions: Array, targets: Array | None) -> Array:
+    return predictions if targets is None else predictions - targets
+
+
+def _squared_error(predictions: Array, targets: Array | None = None) -> Array:
+    return jnp.square(_error(predictions, targets))
+
+
+def _l2(predictions: Array, targets: Array | None = None) -> Array:
+    return 0.5 * _squared_error(predictions, targets)
+
+
+def _huber(predictions: Array, targets: Array | None = None, *, delta: Array) -> Array:
+    size = jnp.abs(_error(predictions, targets))
+    quadratic = jnp.minimum(size, delta)
+    return 0.5 * jnp.square(quadratic) + delta * (size - quadratic)
+
+
+def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
+    error = _error(predictions, targets)
+    return jnp.logaddexp(error, -error) - jnp.log(2.0)
 
 
 def _cosine(

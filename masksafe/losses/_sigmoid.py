@@ -104,12 +104,8 @@ def sigmoid_focal_loss(
     if alpha is not None:
         factors["alpha"] = as_real_array(op, "alpha", alpha)
 
-    def focal(x: Array, t: Array, gamma: Array, alpha: Array | None = None) -> Array:
-        loss: Array = _focal(x, t, gamma)
-        return loss if alpha is None else loss * (alpha * t + (1 - alpha) * (1 - t))
-
     types = [logits.dtype, *factors.values()]
-    return elementwise_loss(op, where, types, focal, bad=bad, logits=logits, labels=labels, **factors)
+    return elementwise_loss(op, where, types, _weighted_focal, bad=bad, logits=logits, labels=labels, **factors)
 
 
 def _read_operands(
@@ -121,9 +117,14 @@ def _read_operands(
     return logits, labels, bad_elements(op, where, is_valid, "outside [0, 1]", logits=logits, labels=labels)
 
 
-@jax.jit
-def _binary_cross_entropy(x: Array, t: Array) -> Array:
-    return _cross_entropy(*_less_likely_label(x, t))
+def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
+    loss: Array = _cross_entropy(*_less_likely_label(logits, labels))
+    return loss
+
+
+def _weighted_focal(logits: Array, labels: Array, gamma: Array, alpha: Array | None = None) -> Array:
+    loss = _focal(logits, labels, gamma)
+    return loss if alpha is None else loss * (alpha * labels + (1 - alpha) * (1 - labels))
 
 
 def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
@@ -131,7 +132,6 @@ def _less_likely_label(x: Array, t: Array) -> tuple[Array, Array]:
     return jnp.where(t > 0.5, -x, x), jnp.where(t > 0.5, 1 - t, t)
 
 
-@jax.jit
 def _focal(x: Array, t: Array, gamma: Array) -> Array:
     z, u = _less_likely_label(x, t)
     # The part of infinite logits is added after the product, in which its derivatives would be infinity times 0.

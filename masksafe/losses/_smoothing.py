@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, canonical_axes
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.losses._elementwise import cast_to_promoted
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._elementwise import Promoted, promoted
 from masksafe.losses._layout import wide_selected
 
 
@@ -53,12 +55,17 @@ def smooth_labels(
     op = "smooth_labels"
     labels, alpha = as_float_array(op, "labels", labels), as_real_array(op, "alpha", alpha)
     axes = canonical_axes(op, axis, labels.ndim)
-    types = [labels, alpha / 1]
     mask = as_mask_of(op, where, labels.shape, "labels")
+    smoothed: Array = _smooth(axes, promoted([labels, alpha / 1]), labels, alpha, mask)
+    return smoothed
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _smooth(axes: Axes, result: Promoted, labels: Array, alpha: Array, mask: Array | None) -> Array:
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, alpha = wide_selected(labels, mask), widened(alpha)
     smoothed = (1 - alpha) * wide + alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return cast_to_promoted(types, selected(smoothed, mask))
+    return result.cast(selected(smoothed, mask))
