@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -238,8 +239,10 @@ def _kl_terms(log_p: Array, t: Array) -> Array:
 
 @jax.custom_jvp
 def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
-    t = jnp.exp(log_t)
-    return jnp.where(t == 0, _zero_times_log(log_p), t * (log_t - log_p))
+    # Where t is too small for a float, it is 0. Of log t this can be told without the exponential, which XLA would then
+    # compute in a kernel of its own on a GPU.
+    is_zero = log_t < math.log(jnp.finfo(log_t.dtype).tiny)
+    return jnp.where(is_zero, _zero_times_log(log_p), jnp.exp(log_t) * (log_t - log_p))
 
 
 @_kl_terms_of_logs.defjvp

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
+from masksafe._core.precision import widened
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import bad_elements, elementwise_loss
@@ -193,7 +195,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
       `optax.losses.multiclass_hinge_loss
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.multiclass_hinge_loss>`_.
     """
-    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _multiclass_hinge)
+    return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _hinge_losses)
 
 
 def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -230,7 +232,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
       Collins, "Discriminative training methods for Hidden Markov Models", 2002.
     """
-    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _largest)
+    return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _perceptron_losses)
 
 
 def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -270,13 +272,13 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
       Martins and Astudillo, "From Softmax to Sparsemax", 2016.
     """
-    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, _multiclass_sparsemax)
+    return _multiclass_loss("multiclass_sparsemax_loss", scores, labels, where, _sparsemax_losses)
 
 
 def _multiclass_loss(
-    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, loss: Callable[..., Array]
+    op: str, scores: ArrayLike, labels: ArrayLike, where: ArrayLike | None, losses_of: Callable[..., Array]
 ) -> Array:
-    """`loss(scores, is_label, live)` of every row, 0 if nothing is left; its arguments are `[..., num_classes]`."""
+    """`losses_of(scores, labels, mask)`, where labels, like the losses, are `[..., 1]`."""
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
@@ -285,104 +287,139 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
-    losses: Array = _evaluate(loss, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
+    losses: Array = _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
     return losses
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
-    loss: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad_rows: Array | None
+    losses_of: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
-    losses = map_row_blocks(functools.partial(_row_losses, loss), scores, labels[..., None], mask)
-    return nan_where_bad(losses.squeeze(-1).astype(dtype), bad_rows)
+    losses = losses_of(scores, labels[..., None], mask)
+    return nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
 
 
-def _row_losses(loss: Callable[..., Array], scores: Array, labels: Array, mask: Array | None) -> Array:
-    """The losses `[..., 1]` of labels `[..., 1]`."""
-    num_classes = scores.shape[-1]
-    scores, live_rows = wide_selected(scores, mask), None if mask is None else jnp.any(mask, -1, keepdims=True)
-    labels = selected(labels, live_rows)
-    is_label = class_index(scores.shape).astype(labels.dtype) == labels
-    # The maximum of a row with a NaN is not always NaN: that depends on what XLA makes of it.
-    is_sound = is_class(labels, num_classes) & ~jnp.any(jnp.isnan(scores), -1, keepdims=True)
-    scores = _with_nan_gradient_unless(is_sound, scores)
-    # A row with nothing left is computed as a row of zeros, whose result is not used.
-    live = None if mask is None or live_rows is None else mask | ~live_rows
-    losses = loss(scores, is_label, live)
-    # Infinity is added as a constant, which leaves the derivatives to the other scores.
-    is_ruled_out = _raw_label_score(scores, is_label) == -jnp.inf
-    if mask is not None:
+def _hinge_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    return _evaluate_rows(1, scores, labels, mask).loss
+
+
+def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    return _evaluate_rows(0, scores, labels, mask).loss
+
+
+def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    losses: Array = map_row_blocks(_sparsemax_of_rows, scores, labels, mask)
+    return losses
+
+
+class _Rows(NamedTuple):
+    """The hinge or perceptron loss of each row, and what its derivative needs; every array is `[..., 1]`."""
+
+    loss: Array
+    largest: Array  # the largest score, with the margin of its class
+    number: Array  # of the classes that share it
+    is_sound: Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+    return map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)  # type: ignore[no-any-return]
+
+
+@_evaluate_rows.defjvp
+def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Rows, _Rows]:
+    scores, labels, mask = primals
+    rows = _evaluate_rows(margin, scores, labels, mask)
+    x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
+    share = jnp.where(_with_margin(margin, x, is_label, mask) == rows.largest, 1 / rows.number, 0)
+    slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)), jnp.nan)
+    d_loss = _sum(slope * wide_selected(tangents[0], mask))
+    zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
+    return rows, _Rows(d_loss, *zeros)
+
+
+def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+    x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
+    margins = _with_margin(margin, x, is_label, mask)
+    largest = jnp.max(margins, -1, keepdims=True)
+    number = _sum(margins == largest).astype(x.dtype)
+    return _Rows(_less_label_score(largest, x, is_label, mask, is_sound), largest, number, is_sound)
+
+
+def _with_margin(margin: int, x: Array, is_label: Array, mask: Array | None) -> Array:
+    """The scores plus the margin, except for the label; -inf under the mask."""
+    return selected(x + margin * (~is_label).astype(x.dtype) if margin else x, mask, -jnp.inf)
+
+
+def _is_label(scores: Array, labels: Array) -> Array:
+    return class_index(scores.shape).astype(labels.dtype) == labels
+
+
+def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
+    """Whether a row has a label in range and no NaN. The maximum of NaN may be another number: XLA decides."""
+    has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
+    return is_class(labels, scores.shape[-1]) & ~has_nan
+
+
+def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | None, is_sound: Array) -> Array:
+    """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
+    score = _sum(jnp.where(is_label, x, 0))
+    is_ruled_out = score == -jnp.inf
+    if mask is not None and mask.shape[-1] > 1:
         is_ruled_out |= jnp.any(is_label & ~mask, -1, keepdims=True)
-    losses += jnp.where(is_ruled_out, jnp.inf, 0).astype(losses.dtype)
-    return selected(losses * nan_unless(is_sound, losses.dtype), live_rows)
+    # Infinity is added as a constant, which leaves the derivatives to the other scores.
+    losses = highest - jnp.where(score == -jnp.inf, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(x.dtype)
+    return selected(losses * nan_unless(is_sound, x.dtype), None if mask is None else jnp.any(mask, -1, keepdims=True))
+
+
+def _sparsemax_of_rows(scores: Array, labels: Array, mask: Array | None) -> Array:
+    is_label, is_sound = _is_label(scores, labels), _is_sound(scores, labels, mask)
+    x = _with_nan_gradient_unless(is_sound, wide_selected(scores, mask))
+    # The loss is invariant under this shift, which preserves digits.
+    descending = widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
+    shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
+    x -= shift
+    return _less_label_score(_regularized_max(x, descending - shift, mask), x, is_label, mask, is_sound)
 
 
 @jax.custom_jvp
-def _with_nan_gradient_unless(is_sound: Array, scores: Array) -> Array:
-    """The scores, with NaN as the gradients of rows that are not sound."""
-    return scores
+def _with_nan_gradient_unless(is_sound: Array, x: Array) -> Array:
+    """`x`, with NaN as the gradients of rows that are not sound."""
+    return x
 
 
 @_with_nan_gradient_unless.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
-    is_sound, scores = primals
-    return scores, tangents[1] * nan_unless(is_sound, scores.dtype)
-
-
-def _largest(scores: Array, is_label: Array, live: Array | None) -> Array:
-    """The largest score, less that of the label."""
-    return jnp.max(selected(scores, live, -jnp.inf), -1, keepdims=True) - _label_score(scores, is_label)
-
-
-def _multiclass_hinge(scores: Array, is_label: Array, live: Array | None) -> Array:
-    margins = scores + (~is_label).astype(scores.dtype)
-    return jnp.max(selected(margins, live, -jnp.inf), -1, keepdims=True) - _label_score(scores, is_label)
-
-
-def _multiclass_sparsemax(scores: Array, is_label: Array, live: Array | None) -> Array:
-    # The loss is invariant under this shift, which preserves digits.
-    largest = lax.stop_gradient(jnp.max(selected(scores, live, -jnp.inf), -1, keepdims=True))
-    scores -= jnp.where(jnp.isfinite(largest), largest, 0)
-    return _regularized_max(scores, live) - _label_score(scores, is_label)
-
-
-def _label_score(scores: Array, is_label: Array) -> Array:
-    """The score of the label; 0 if it is -inf, in which case `_row_losses` makes the loss +inf."""
-    score = _raw_label_score(scores, is_label)
-    return jnp.where(score == -jnp.inf, 0, score)
-
-
-def _raw_label_score(scores: Array, is_label: Array) -> Array:
-    return _sum(jnp.where(is_label, scores, 0))
+    is_sound, x = primals
+    return x, tangents[1] * nan_unless(is_sound, x.dtype)
 
 
 @jax.custom_jvp
-def _regularized_max(scores: Array, live: Array | None) -> Array:
-    """The maximum over the points p of the simplex of p s + (1 - p p) / 2; its gradient is the maximizing p."""
-    p = _sparsemax(scores, live)
-    return _sum(jnp.where(p == 0, 0, p * scores)) + 0.5 * (1 - _sum(jnp.square(p)))
+def _regularized_max(x: Array, descending: Array, live: Array | None) -> Array:
+    """The maximum over the points p of the simplex of p x + (1 - p p) / 2; its gradient is the maximizing p."""
+    p = _sparsemax(x, descending, live)
+    return _sum(jnp.where(p == 0, 0, p * x)) + 0.5 * (1 - _sum(jnp.square(p)))
 
 
 @_regularized_max.defjvp
-def _(primals: tuple[Array, Array | None], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _(primals: tuple[Array, Array, Array | None], tangents: tuple[Array, Any, Any]) -> tuple[Array, Array]:
     p = _sparsemax(*primals)
     return _regularized_max(*primals), _sum(jnp.where(p == 0, 0, p * tangents[0]))
 
 
-def _sparsemax(scores: Array, live: Array | None) -> Array:
-    """The point nearest to the scores on the simplex of the live classes."""
-    descending = -jnp.sort(selected(-lax.stop_gradient(scores), live, jnp.inf), -1)
-    count = 1 + lax.broadcasted_iota(scores.dtype, scores.shape, scores.ndim - 1)
+def _sparsemax(x: Array, descending: Array, live: Array | None) -> Array:
+    """The point nearest to `x` on the simplex of the live classes; `descending` are the elements of `x`, sorted."""
+    count = 1 + lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1)
     is_finite = descending > -jnp.inf
     above = is_finite & (1 + count * descending > jnp.cumsum(jnp.where(is_finite, descending, 0), -1))
     size = jnp.maximum(_sum(above), 1)
     least = jnp.take_along_axis(descending, size - 1, -1)
     # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
-    support = ~(scores < least)  # includes a NaN, which must not be hidden
+    support = ~(x < least)  # includes a NaN, which must not be hidden
     support = support if live is None else support & live
-    number = _sum(support).astype(scores.dtype)
-    threshold = (_sum(jnp.where(support, scores, 0)) - 1) / number
-    return jnp.where(support, scores - threshold, 0)
+    number = _sum(support).astype(x.dtype)
+    threshold = (_sum(jnp.where(support, x, 0)) - 1) / number
+    return jnp.where(support, x - threshold, 0)
 
 
 def _sum(x: Array) -> Array:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
-from masksafe.losses._layout import find_live_rows, wide_selected
+from masksafe.losses._layout import wide_selected
 
 
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -196,8 +199,7 @@ def cosine_similarity(
       `optax.losses.cosine_similarity
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_similarity>`_.
     """
-    similarity, _, dtype = _cosine("cosine_similarity", predictions, targets, epsilon, axis, where)
-    return similarity.astype(dtype)
+    return _cosine("cosine_similarity", False, predictions, targets, epsilon, axis, where)
 
 
 def cosine_distance(
@@ -238,8 +240,7 @@ def cosine_distance(
       `optax.losses.cosine_distance
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_distance>`_.
     """
-    similarity, live_rows, dtype = _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
-    return selected(1 - similarity, live_rows).astype(dtype)
+    return _cosine("cosine_distance", True, predictions, targets, epsilon, axis, where)
 
 
 def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
@@ -292,22 +293,78 @@ def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
 
 
 def _cosine(
-    op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
-) -> tuple[Array, Array | None, Any]:
-    """The similarity, in the wide dtype; which rows have an unmasked element; and the dtype of the result."""
+    op: str,
+    as_distance: bool,
+    predictions: ArrayLike,
+    targets: ArrayLike,
+    epsilon: ArrayLike,
+    axis: Axis | None,
+    where: ArrayLike | None,
+) -> Array:
     a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
     shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
-    a, b, dtype = *broadcast_alike((a, b), shape), jnp.result_type(a.dtype, b.dtype, epsilon)
-    if where is not None:  # in a row with nothing left, epsilon must have no effect either
-        epsilon = jnp.where(jnp.any(where, axes, keepdims=True), epsilon, 1)
-    units = unit_vector(wide_selected(a, where), axes, epsilon) * unit_vector(wide_selected(b, where), axes, epsilon)
-    return jnp.sum(units, axes), find_live_rows(where, axes), dtype
+    config = _CosineConfig(as_distance, shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
+    result: Array = _evaluate_cosine(config, a, b, epsilon, where)
+    return result
+
+
+class _CosineConfig(NamedTuple):
+    """The static arguments."""
+
+    as_distance: bool
+    shape: tuple[int, ...]
+    axes: Axes
+    dtype: Any  # of the result
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
+    axes, row_axes = config.axes, axes_of_row(config.axes, len(config.shape))
+
+    # All three sums read the vectors at once; dividing the vectors by their norms first would take a second pass.
+    def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[tuple[Array, ...], tuple[()]]:
+        a, b = wide_selected(a, where), wide_selected(b, where)
+        return tuple(jnp.sum(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b))), ()
+
+    a, b = broadcast_alike((a, b), config.shape)
+    live_rows = None
+    if where is None:  # nothing to select: XLA fuses everything on a CPU as well
+        (similarity, *squares), _ = sums_of_rows(a, b, None)
+    else:
+        (similarity, *squares), _ = by_row_blocks(sums_of_rows, leading_axes(axes), a, b, where)
+        live_rows = jnp.any(where, axes, keepdims=True)
+        epsilon = jnp.where(live_rows, epsilon, 1)  # in a row with nothing left, epsilon must have no effect either
+    for square in squares:
+        similarity = _divided_by_norm(similarity, square, jnp.asarray(epsilon, square.dtype))
+    result = selected(1 - similarity, live_rows) if config.as_distance else similarity
+    return jnp.squeeze(result, axes).astype(config.dtype)
 
 
 def unit_vector(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
     """`x` divided by its norm; 0, with a gradient of 0, where the norm is 0."""
-    square = jnp.maximum(jnp.sum(jnp.square(x), axes, keepdims=True), jnp.asarray(epsilon, x.dtype))
+    square = jnp.sum(jnp.square(x), axes, keepdims=True)
+    return x / _norm(square, jnp.asarray(epsilon, x.dtype))
+
+
+@jax.custom_jvp
+def _divided_by_norm(x: Array, square: Array, epsilon: Array) -> Array:
+    """`x`, a scalar product with a vector of the norm; 0, with a gradient of 0, where the norm is 0."""
+    # The product with a vector of zeros is 0, so no case needs to be told apart: XLA's CPU compiler would take the
+    # sums before a selection in passes of their own.
+    least = jnp.maximum(epsilon, jnp.finfo(x.dtype).tiny)
+    return x / jnp.sqrt(jnp.maximum(square, least))
+
+
+@_divided_by_norm.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    by_cases = lambda x, square, epsilon: x / _norm(square, epsilon)  # noqa: E731
+    return _divided_by_norm(*primals), jax.jvp(by_cases, primals, tangents)[1]
+
+
+def _norm(square: Array, epsilon: Array) -> Array:
+    """The norm, whose square is at least `epsilon`; infinite, with a derivative of 0, where that is 0."""
+    square = jnp.maximum(square, epsilon)
     is_zero = square == 0
-    return x / jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, square)))
+    return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, square)))

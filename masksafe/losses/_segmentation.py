@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -260,19 +261,50 @@ def _class_losses(
     apply_softmax: bool,
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
-    # None rather than a constant True of that size, which XLA would reduce when it compiles, in many seconds.
     live = None if mask is None else jnp.broadcast_to(mask, p.shape)
     bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
-    p, t = wide_selected(p, live), wide_selected(t, live)
-    if apply_softmax:
-        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else softmax(p, -1, live)
-    p = selected(p, live)
-    overlap, sum_p, sum_t = (jnp.sum(x, axes) for x in (p * t, p, t))
-    union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
-    live_rows = jnp.ones(union.shape, bool) if live is None else jnp.any(live, axes)
-    losses = 1 - (overlap + smooth) / jnp.where(live_rows, union, 1)
+    config = _ClassLosses(axes, apply_softmax)
+    losses, live_rows = _evaluate(config, p, t, mask, smooth, alpha, beta)
     bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
     return selected(nan_where_bad(losses, bad), live_rows), live_rows
+
+
+class _ClassLosses(NamedTuple):
+    """The static arguments."""
+
+    axes: Axes
+    apply_softmax: bool
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate(
+    config: _ClassLosses,
+    p: Array,
+    t: Array,
+    mask: Array | None,
+    smooth: ArrayLike,
+    alpha: ArrayLike,
+    beta: ArrayLike,
+) -> tuple[Array, Array]:
+    p, t = wide_selected(p, mask), wide_selected(t, mask)
+    if config.apply_softmax:
+        p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
+    p = selected(p, mask)
+    overlap, sum_p, sum_t = (jnp.sum(x, config.axes) for x in (p * t, p, t))
+    union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
+    # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
+    live_rows = jnp.ones((), bool) if mask is None else jnp.any(mask, config.axes)
+    live_rows = jnp.broadcast_to(live_rows, union.shape)
+    return 1 - (overlap + smooth) / jnp.where(live_rows, union, 1), live_rows
+
+
+def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
+    """The softmax over the unmasked classes; anything for the masked ones. Masked elements of `p` are 0."""
+    if mask is None or mask.shape[-1] == 1:
+        return softmax(p, -1)
+    # A pixel with nothing left is computed as one of zeros.
+    live = mask | ~jnp.any(mask, -1, keepdims=True)
+    return softmax(jnp.where(live, p, -jnp.inf), -1)
 
 
 def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
