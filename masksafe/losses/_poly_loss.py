@@ -16,7 +16,14 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._layout import as_mask_of_classes_or_rows, as_rows, broadcast_widened, find_live_rows, from_rows
+from masksafe.losses._layout import (
+    as_mask_of_classes_or_rows,
+    as_rows,
+    broadcast_widened,
+    find_live_rows,
+    from_rows,
+    shape_without,
+)
 
 
 def poly_loss_cross_entropy(
@@ -80,120 +87,132 @@ def poly_loss_cross_entropy(
 def _combine(
     axes: Axes, dtype: Any, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad: Array | None
 ) -> Array:
-    cross_entropy, missing = _sums(axes, logits, labels, mask)
-    loss = selected(cross_entropy + epsilon * missing, find_live_rows(mask, axes)).astype(dtype)
-    return nan_where_bad(loss, bad)
+    rows, b = shape_without(axes, logits.shape), epsilon.astype(_wide_dtype(logits, labels))
+    if jnp.broadcast_shapes(rows, b.shape) == rows:
+        loss = _weighted_sum(_Config(axes, 1), logits, labels, jnp.broadcast_to(b, rows), mask)
+    else:  # several weights for one row
+        cross_entropy = _weighted_sum(_Config(axes, 1), logits, labels, jnp.zeros(rows, b.dtype), mask)
+        missing = _weighted_sum(_Config(axes, 0), logits, labels, jnp.ones(rows, b.dtype), mask)
+        loss = cross_entropy + b * missing
+    return nan_where_bad(selected(loss, find_live_rows(mask, axes)).astype(dtype), bad)
 
 
-# The two sums share one pass. With the cost c = -log p of a class they are sums of t c and t (1 - p), and 1 - p is
-# -expm1(-c). For cotangents a and b of the sums, with w = t (a + b p) and W the sum of w,
-#     d_x = p W - w        d_t = a c + b (1 - p).
-# Where the largest logit has nearly all of the probability, its c is tiny; it keeps its digits because the largest
-# logits are counted rather than added to the exponentials of the others, and so does p W - w, as W (p - 1) + (W - w).
+# With the cost c = -log p of a class, and e and b for the weights of the two sums, the loss is the sum of
+# t (e c - b expm1(-c)), so that one pass is enough for both. For a cotangent d, and W for the sum of w = t (e + b p),
+#     d_x = d (p W - w)        d_t = d (e c - b expm1(-c))        d_b = d sum(t (1 - p)).
+# Where the largest logit has nearly all of the probability, its c is tiny. It keeps its digits, since nothing is added
+# to the exponential of the largest logit; and so does p W - w, computed as W (p - 1) + (W - w).
+
+
+class _Config(NamedTuple):
+    """The static arguments."""
+
+    axes: Axes
+    e: int  # the weight of the cross-entropy
 
 
 class _Rows(NamedTuple):
     """The results of the forward pass for each row; every array is `[..., 1]`."""
 
-    cross_entropy: Array
-    missing: Array  # the sum of t (1 - p)
+    loss: Array  # NaN if empty
     shift: Array  # the largest unmasked logit
     log_sum: Array  # of exp(logits - shift)
+    total: Array | None  # W, for the reverse pass
 
 
-_Residuals = tuple[Array, Array, Array | None, _Rows]
+_Residuals = tuple[Array, Array, Array, Array | None, _Rows]
 
 
-def _forward(axes: Axes, logits: Array, labels: Array, mask: Array | None) -> tuple[tuple[Array, Array], _Residuals]:
-    rows = map_row_blocks(_row_values, *as_rows(axes, logits, labels, mask))
-    return _sums_of(rows), (logits, labels, mask, rows)
+def _forward(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> tuple[Array, _Residuals]:
+    rows = _evaluate_rows(config, True, logits, labels, b, mask)
+    return rows.loss.squeeze(-1), (logits, labels, b, mask, rows)
 
 
-def _reverse(axes: Axes, residuals: _Residuals, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    logits, labels, mask, rows = residuals
-    x, t, live = as_rows(axes, logits, labels, mask)
-    d_rows = tuple(d[..., None] for d in cotangents)
-    d_x, d_t = map_row_blocks(_pull_back, x, t, live, rows, d_rows)
-    return from_rows(axes, logits, d_x), from_rows(axes, labels, d_t), None
+def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array, Array, None]:
+    logits, labels, b, mask, rows = residuals
+    x, t, live = as_rows(config.axes, logits, labels, mask)
+    pull_back = functools.partial(_pull_back, config.e)
+    d_x, d_t, d_b = map_row_blocks(pull_back, x, t, b[..., None], live, rows, d_loss[..., None])
+    d_labels = from_rows(config.axes, labels, d_t)
+    return from_rows(config.axes, logits, d_x), d_labels, d_b.squeeze(-1).astype(b.dtype), None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _sums(axes: Axes, logits: Array, labels: Array, mask: Array | None) -> tuple[Array, Array]:
-    """The cross-entropy and the sum of t (1 - p) of every row, in the wide dtype."""
-    return _sums_of(map_row_blocks(_row_values, *as_rows(axes, logits, labels, mask)))
+def _weighted_sum(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> Array:
+    """The loss of every row, in the wide dtype."""
+    return _evaluate_rows(config, False, logits, labels, b, mask).loss.squeeze(-1)
 
 
-def _sums_of(rows: _Rows) -> tuple[Array, Array]:
-    return rows.cross_entropy.squeeze(-1), rows.missing.squeeze(-1)
+def _evaluate_rows(
+    config: _Config, with_total: bool, logits: Array, labels: Array, b: Array, mask: Array | None
+) -> _Rows:
+    x, t, live = as_rows(config.axes, logits, labels, mask)
+    rows: _Rows = map_row_blocks(functools.partial(_row_values, config.e, with_total), x, t, b[..., None], live)
+    return rows
 
 
-def _row_values(x: Array, t: Array, mask: Array | None) -> _Rows:
+def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Array | None) -> _Rows:
+    # No case is told apart row by row: on a GPU, XLA would then not fuse the row's sums into one kernel. A row that is
+    # empty, or whose largest logit is infinite, gets a log_sum of NaN.
     x, t = _wide(x, t, mask)
-    largest = lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
-    shift = jnp.where(jnp.isfinite(largest), largest, 0)
-    is_empty = x.shape[-1] == 0 if mask is None else ~jnp.any(mask, -1, keepdims=True)
-    log_sum = _log_sum(x - shift, is_empty)
+    shift = lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
+    log_sum = _log_sum(x - shift)
     costs = log_sum - (x - shift)
-    return _Rows(
-        _unless_hidden(_sum(_product(t, costs)), log_sum),
-        _unless_hidden(_sum(_product(t, -jnp.expm1(-costs))), log_sum),
-        shift,
-        log_sum,
-    )
+    missing = -b * jnp.expm1(-costs)
+    loss = _sum(_product(t, costs + missing if e else missing, log_sum))
+    return _Rows(loss, shift, log_sum, _sum(t * (e + b * jnp.exp(-costs))) if with_total else None)
 
 
 def _pull_back(
-    x: Array, t: Array, mask: Array | None, rows: _Rows, cotangents: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    (x, t), (a, b) = _wide(x, t, mask), cotangents
-    z, is_sound = x - rows.shift, jnp.isfinite(rows.log_sum)
+    e: int, x: Array, t: Array, b: Array, mask: Array | None, rows: _Rows, d: Array
+) -> tuple[Array, Array, Array]:
+    x, t = _wide(x, t, mask)
+    z = x - rows.shift
     costs = rows.log_sum - z
-    p = jnp.exp(-costs)
-    w = t * (a + b * p)
-    total = _sum(w)
-    d_x = jnp.where(z == 0, total * jnp.expm1(-costs) + (total - w), total * p - w)
-    absent = (t == 0) & (x == -jnp.inf)
-    d_t = a * jnp.where(absent, 0, costs) - b * jnp.expm1(-costs)
+    p, less_than_1 = jnp.exp(-costs), jnp.expm1(-costs)
+    w = t * (e + b * p)
+    d_x = d * jnp.where(z == 0, rows.total * less_than_1 + (rows.total - w), rows.total * p - w)
+    finite_costs = jnp.where((t == 0) & (costs == jnp.inf), 0, costs)
+    d_t = d * (e * finite_costs - b * less_than_1)
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
-    is_used = (a != 0) | (b != 0)
-    d_x = jnp.where(is_used, jnp.where(is_sound, d_x, jnp.nan), 0)
-    return selected(d_x, mask), selected(jnp.where(is_used, d_t, 0), mask)
+    is_used = d != 0
+    d_x = jnp.where(is_used, jnp.where(jnp.isfinite(rows.log_sum), d_x, jnp.nan), 0)
+    d_b = jnp.where(is_used, -d * _sum(t * less_than_1), 0)
+    return selected(d_x, mask), selected(jnp.where(is_used, d_t, 0), mask), d_b
+
+
+def _wide_dtype(x: Array, t: Array) -> Any:
+    return wide_dtype(jnp.promote_types(x.dtype, t.dtype))
 
 
 def _wide(x: Array, t: Array, mask: Array | None) -> tuple[Array, Array]:
-    dtype = wide_dtype(jnp.promote_types(x.dtype, t.dtype))
+    dtype = _wide_dtype(x, t)
     return selected(x.astype(dtype), mask, -jnp.inf), selected(t.astype(dtype), mask)
 
 
 @jax.custom_jvp
-def _log_sum(z: Array, is_empty: Array | bool) -> Array:
-    """The logarithm of the sum of exp(z), the largest of which are 0; 0 for an empty row."""
+def _log_sum(z: Array) -> Array:
+    """The logarithm of the sum of exp(z), the largest of which are 1."""
     others = _sum(jnp.where(z == 0, 0, jnp.exp(z)))
-    number = jnp.where(is_empty, 1, _sum(z == 0))
-    return jnp.log1p(others + (number - 1).astype(z.dtype))
+    return jnp.log1p(others + (_sum((z == 0).astype(z.dtype)) - 1))
 
 
 @_log_sum.defjvp
-def _(primals: tuple[Array, Any], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     log_sum = _log_sum(*primals)
     return log_sum, _sum(jnp.exp(primals[0] - log_sum) * tangents[0])
 
 
 @jax.custom_jvp
-def _product(t: Array, costs: Array) -> Array:
-    """The product, where 0 times infinity is 0."""
-    return jnp.where(t == 0, 0, t * costs)
+def _product(t: Array, costs: Array, log_sum: Array) -> Array:
+    """The product of `t` and `costs`, where 0 times infinity is 0, unless the row has a NaN or an infinite logit."""
+    return jnp.where(t == 0, 0 * log_sum, t * costs)
 
 
 @_product.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    (t, costs), (d_t, d_costs) = primals, tangents
-    return _product(t, costs), jnp.where((t == 0) & (costs == jnp.inf), 0, costs) * d_t + t * d_costs
-
-
-def _unless_hidden(total: Array, log_sum: Array) -> Array:
-    """The total; NaN where targets of 0 hide a logit that is NaN or infinite."""
-    return jnp.where(jnp.isfinite(log_sum) | (total == jnp.inf), total, jnp.nan)
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+    (t, costs, _), (d_t, d_costs, _) = primals, tangents
+    return _product(*primals), jnp.where((t == 0) & (costs == jnp.inf), 0, costs) * d_t + t * d_costs
 
 
 def _sum(x: Array) -> Array:
