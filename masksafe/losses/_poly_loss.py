@@ -166,12 +166,13 @@ def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Ar
 def _pull_back(
     e: int, x: Array, t: Array, b: Array, mask: Array | None, rows: _Rows, d: Array
 ) -> tuple[Array, Array, Array]:
-    x, t = _wide(x, t, mask)
+    (x, t), total = _wide(x, t, mask), rows.total
+    assert total is not None
     z = x - rows.shift
     costs = rows.log_sum - z
     p, less_than_1 = jnp.exp(-costs), jnp.expm1(-costs)
     w = t * (e + b * p)
-    d_x = d * jnp.where(z == 0, rows.total * less_than_1 + (rows.total - w), rows.total * p - w)
+    d_x = d * jnp.where(z == 0, total * less_than_1 + (total - w), total * p - w)
     finite_costs = jnp.where((t == 0) & (costs == jnp.inf), 0, costs)
     d_t = d * (e * finite_costs - b * less_than_1)
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
