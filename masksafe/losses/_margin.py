@@ -332,7 +332,7 @@ def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
     rows = _evaluate_rows(margin, scores, labels, mask)
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
     share = jnp.where(_with_margin(margin, x, is_label, mask) == rows.largest, 1 / rows.number, 0)
-    slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)), jnp.nan)
+    slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
     d_loss = _sum(slope * wide_selected(tangents[0], mask))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
     return rows, _Rows(d_loss, *zeros)
@@ -356,9 +356,10 @@ def _is_label(scores: Array, labels: Array) -> Array:
 
 
 def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
-    """Whether a row has a label in range and no NaN. The maximum of NaN may be another number: XLA decides."""
+    """Whether a row has a label in range and no NaN, or is empty; XLA's maximum of a NaN may be another number."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
-    return is_class(labels, scores.shape[-1]) & ~has_nan
+    is_sound = is_class(labels, scores.shape[-1]) & ~has_nan
+    return is_sound if mask is None else is_sound | ~jnp.any(mask, -1, keepdims=True)
 
 
 def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | None, is_sound: Array) -> Array:
