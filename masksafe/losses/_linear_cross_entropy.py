@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
+from masksafe._core import platforms, sharding
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
@@ -23,12 +23,16 @@ from masksafe.losses._linear_cross_entropy_blocks import (
     Config,
     Gradients,
     Layer,
+    RowSums,
+    Sizes,
     Tokens,
     default_class_tile,
     default_token_block,
     losses_and_gradients,
     losses_of_logits,
 )
+from masksafe.losses._linear_cross_entropy_tiles import default_sizes, losses_and_sums
+from masksafe.losses._linear_cross_entropy_tiles import gradients as gradients_in_tiles
 
 _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -182,41 +186,48 @@ def _configure(
         raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
-    token_block = class_tile = 1
+    sizes = Sizes(1, 1), Sizes(1, 1), Sizes(1, 1)
     if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
-        chosen = default_token_block(kernel.shape[1]) if block_size is None else int(block_size)
-        token_block = max(1, min(chosen, math.prod(features.shape[:-1])))
-        class_tile = default_class_tile(kernel.shape[0], token_block)
-    return Config(soft_cap, label_smoothing, z_loss, token_block, class_tile, axis_name)
+        size = None if block_size is None else int(block_size)
+        sizes = _choose_sizes(math.prod(features.shape[:-1]), kernel.shape, size)
+    return Config(soft_cap, label_smoothing, z_loss, *sizes, axis_name)
+
+
+def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | None) -> tuple[Sizes, Sizes, Sizes]:
+    """On a CPU, elsewhere, and elsewhere with a mask."""
+    tokens, (width, classes) = max(1, tokens), of_kernel
+    block = min(default_token_block(classes) if block_size is None else block_size, tokens)
+    elsewhere, if_masked = (default_sizes(tokens, classes, block_size, masked) for masked in (False, True))
+    return Sizes(block, default_class_tile(width, block)), elsewhere, if_masked
 
 
 # The two forms of the loss: a sum, computed together with its gradients, and one loss for each token. Both take the
 # arguments in the user's layout, since a copy could show a masked NaN to jax_debug_nans.
 
 
+class _Saved(NamedTuple):
+    """What the forward pass of a sum keeps: on a CPU the gradients, elsewhere the sums of the rows; the other is 0."""
+
+    gradients: Gradients
+    sums: RowSums | None  # None in one pass, on any platform
+
+
 def _summed_loss_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    features, labels, live, kernel, bias = args
-    d_losses = jnp.full(labels.shape, _cotangent_scale(features, kernel), _sum_dtype(features, kernel))
-    losses, gradients = _evaluate_gradients(config, *args, d_losses)
-    empty = [None if x is None else jnp.zeros(0, x.dtype) for x in (features, kernel, bias)]
-    return jnp.sum(losses), (gradients, live, empty)
+    if _needs_one_pass(args):
+        losses, gradients = _differentiable_gradients(config, *args, _cotangents_of_sum(*args))
+        saved = _Saved(gradients, None)
+    else:
+        losses, saved = _losses_and_saved(config, *args)
+    return jnp.sum(losses), (args, saved)
 
 
 def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
-    gradients, live, empty = residuals  # the empty arrays carry the dtypes of the arguments
-    d_features, d_kernel, _ = empty
-    d_total = sharding.whole_cotangent(config.axis_name, d_total) / _cotangent_scale(d_features, d_kernel)
-    is_wanted = d_total != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
-
-    def scaled(gradient: Array | None, like: Array | None, where: Array) -> Array | None:
-        if gradient is None or like is None:
-            return None
-        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
-
-    live_tokens = is_wanted if live is None else is_wanted & live[..., None]
-    any_live = is_wanted if live is None else is_wanted & jnp.any(live)
-    d_features, d_kernel, d_bias = map(scaled, gradients, empty, (live_tokens, any_live, any_live))
+    args, saved = residuals
+    d_total = sharding.whole_cotangent(config.axis_name, d_total)
+    if saved.sums is None:
+        d_features, d_kernel, d_bias = _multiplied(config, args, saved, d_total)
+    else:
+        d_features, d_kernel, d_bias = _multiplied_or_computed(config, *args, saved, d_total)
     return d_features, None, None, d_kernel, d_bias
 
 
@@ -228,6 +239,10 @@ def _cotangent_scale(features: Array, kernel: Array) -> float:
     return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
 
 
+def _cotangents_of_sum(features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None) -> Array:
+    return jnp.full(labels.shape, _cotangent_scale(features, kernel), _sum_dtype(features, kernel))
+
+
 @with_reverse_rule(_summed_loss_forward, _summed_loss_reverse, static_argnums=(0,))
 def _summed_loss(
     config: Config, features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
@@ -236,19 +251,22 @@ def _summed_loss(
 
 
 def _token_losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    return _evaluate_losses(config, *args), args
+    if _needs_one_pass(args):
+        return _differentiable_losses(config, *args), (args, None)
+    losses, sums = _losses_and_sums(config, *args)
+    return losses, (args, sums)
 
 
-def _token_losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
-    features, labels, live, kernel, bias = args
+def _token_losses_reverse(config: Config, residuals: Any, d_losses: Array) -> tuple[Any, ...]:
+    (features, labels, live, kernel, bias), sums = residuals
     d_losses = sharding.whole_cotangent(config.axis_name, d_losses)
     is_wanted = d_losses != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
     live = is_wanted if live is None else is_wanted & live
-    args = (features, labels, live, kernel, bias)
-    d_losses = jnp.where(live, d_losses, 0)
-    _, gradients = _evaluate_gradients(config, *args, d_losses)
-    d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
-    return gradients.features.astype(features.dtype), None, None, gradients.kernel.astype(kernel.dtype), d_bias
+    gradients = _gradients_of_one_pass if sums is None else _gradients
+    d_features, d_kernel, d_bias = gradients(
+        config, features, labels, live, kernel, bias, sums, jnp.where(live, d_losses, 0)
+    )
+    return d_features, None, None, d_kernel, d_bias
 
 
 @with_reverse_rule(_token_losses_forward, _token_losses_reverse, static_argnums=(0,))
@@ -300,18 +318,37 @@ def _differentiable_losses(
     if _needs_one_pass(args):
         losses = losses_of_tokens(tokens)
     else:
-        losses = lax.map(jax.checkpoint(losses_of_tokens), tokens, batch_size=config.token_block)
+        losses = lax.map(jax.checkpoint(losses_of_tokens), tokens, batch_size=config.on_cpu.token_block)
     return cast(Array, vary_with(losses.reshape(labels.shape), args))
 
 
-@with_derivatives_of(_differentiable_losses)
+def _differentiable_losses_and_sums(config: Config, *args: Any) -> tuple[Array, RowSums]:
+    return _differentiable_losses(config, *args), _no_sums(*args)
+
+
+@with_derivatives_of(_differentiable_losses_and_sums)
 @functools.partial(jax.jit, static_argnums=0)
-def _losses_in_blocks(config: Config, *args: Any) -> Array:
-    return losses_and_gradients(config, *_flatten(*args), None)[0].reshape(args[1].shape)
+def _losses_and_sums(config: Config, *args: Any) -> tuple[Array, RowSums]:
+    """The losses, and what their reverse pass wants to know of the rows."""
+
+    def on_cpu(*args: Any) -> tuple[Array, RowSums]:
+        return losses_and_gradients(config, *_flatten(*args), None)[0].reshape(args[1].shape), _no_sums(*args)
+
+    def elsewhere(*args: Any) -> tuple[Array, RowSums]:
+        losses, sums = losses_and_sums(config, *_flatten(*args))
+        return cast(tuple[Array, RowSums], vary_with((losses.reshape(args[1].shape), sums), args))
+
+    return cast(tuple[Array, RowSums], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args))
+
+
+def _no_sums(*args: Any) -> RowSums:
+    features, labels, _, kernel, _ = args
+    zero = jnp.zeros((labels.size, 1), _sum_dtype(features, kernel))
+    return cast(RowSums, vary_with(RowSums(*[zero] * 5), args))
 
 
 def _evaluate_losses(config: Config, *args: Any) -> Array:
-    return (_differentiable_losses if _needs_one_pass(args) else _losses_in_blocks)(config, *args)
+    return _differentiable_losses(config, *args) if _needs_one_pass(args) else _losses_and_sums(config, *args)[0]
 
 
 def _differentiable_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
@@ -333,17 +370,113 @@ def _differentiable_gradients(config: Config, *args_and_d_losses: Any) -> tuple[
     return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
 
 
-@with_derivatives_of(_differentiable_gradients)
+def _gradients_of_one_pass(config: Config, *args_sums_and_d_losses: Any) -> Gradients:
+    *args, _, d_losses = args_sums_and_d_losses
+    return _cast(_differentiable_gradients(config, *args, d_losses)[1], args)
+
+
+def _cast(gradients: Gradients, args: Any) -> Gradients:
+    """Gradients in the dtypes of the arguments."""
+    features, _, _, kernel, bias = args
+    d_bias = None if bias is None or gradients.bias is None else gradients.bias.astype(bias.dtype)
+    return Gradients(gradients.features.astype(features.dtype), gradients.kernel.astype(kernel.dtype), d_bias)
+
+
+@with_derivatives_of(_gradients_of_one_pass)
 @functools.partial(jax.jit, static_argnums=0)
-def _gradients_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    *args, d_losses = args_and_d_losses
+def _gradients(config: Config, *args_sums_and_d_losses: Any) -> Gradients:
+    """The gradients of the sum of the losses weighted with `d_losses`, in the dtypes of the arguments."""
+
+    def on_cpu(args: Any, _: Any, d_losses: Array) -> Gradients:
+        return _cast(_gradients_in_blocks(config, args, d_losses)[1], args)
+
+    def elsewhere(args: Any, sums: RowSums, d_losses: Array) -> Gradients:
+        return _gradients_in_tiles(config, args, sums, d_losses, jnp.ones((), d_losses.dtype))
+
+    *args, sums, d_losses = args_sums_and_d_losses
+    return cast(Gradients, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, args, sums, d_losses))
+
+
+def _gradients_in_blocks(config: Config, args: Any, d_losses: Array) -> tuple[Array, Gradients]:
+    features, labels, *_ = args
     losses, gradients = losses_and_gradients(config, *_flatten(*args), d_losses.reshape(-1))
     assert gradients is not None
-    features, labels, *_ = args
     return losses.reshape(labels.shape), gradients._replace(features=gradients.features.reshape(features.shape))
 
 
-def _evaluate_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    """The losses, and the gradients of their sum weighted with `d_losses`."""
-    evaluate = _differentiable_gradients if _needs_one_pass(args_and_d_losses) else _gradients_in_blocks
-    return evaluate(config, *args_and_d_losses)
+def _gradients_in_tiles(config: Config, args: Any, sums: RowSums, d_losses: Array, factor: Array) -> Gradients:
+    features, _, _, kernel, bias = args
+    dtypes = Gradients(features.dtype, kernel.dtype, None if bias is None else bias.dtype)
+    gradients = gradients_in_tiles(config, *_flatten(*args), sums, d_losses.reshape(-1), factor, dtypes)
+    return gradients._replace(features=gradients.features.reshape(features.shape))
+
+
+# The gradients of a sum. On a CPU the forward pass computes them, and the reverse pass multiplies them by the cotangent
+# of the loss; elsewhere the reverse pass computes them.
+
+
+def _differentiable_losses_and_saved(config: Config, *args: Any) -> tuple[Array, _Saved]:
+    return _differentiable_losses(config, *args), _Saved(_no_gradients(*args), _no_sums(*args))
+
+
+@with_derivatives_of(_differentiable_losses_and_saved)
+@functools.partial(jax.jit, static_argnums=0)
+def _losses_and_saved(config: Config, *args: Any) -> tuple[Array, _Saved]:
+    def on_cpu(*args: Any) -> tuple[Array, _Saved]:
+        losses, gradients = _gradients_in_blocks(config, args, _cotangents_of_sum(*args))
+        return losses, _Saved(gradients, _no_sums(*args))
+
+    def elsewhere(*args: Any) -> tuple[Array, _Saved]:
+        losses, sums = losses_and_sums(config, *_flatten(*args))
+        losses, sums = vary_with((losses.reshape(args[1].shape), sums), args)
+        return losses, _Saved(_no_gradients(*args), sums)
+
+    return cast(tuple[Array, _Saved], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args))
+
+
+def _no_gradients(*args: Any) -> Gradients:
+    features, _, _, kernel, bias = args
+    dtype = _sum_dtype(features, kernel)
+    d_bias = None if bias is None else jnp.zeros(bias.shape, dtype)
+    zeros = Gradients(jnp.zeros(features.shape, dtype), jnp.zeros(kernel.shape, dtype), d_bias)
+    return cast(Gradients, vary_with(zeros, args))
+
+
+def _multiplied(config: Config, args: Any, saved: _Saved, d_total: Array) -> Gradients:
+    """The gradients of the forward pass times the actual cotangent of the sum."""
+    features, _, live, kernel, bias = args
+    d_total = d_total / _cotangent_scale(features, kernel)
+    is_wanted = d_total != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
+
+    def multiplied(gradient: Array, like: Array, where: Array) -> Array:
+        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
+        return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
+
+    live_tokens = is_wanted if live is None else is_wanted & live[..., None]
+    any_live = is_wanted if live is None else is_wanted & jnp.any(live)
+    of_features, of_kernel, of_bias = saved.gradients
+    return Gradients(
+        multiplied(of_features, features, live_tokens),
+        multiplied(of_kernel, kernel, any_live),
+        None if of_bias is None or bias is None else multiplied(of_bias, bias, any_live),
+    )
+
+
+def _differentiable_multiplied(config: Config, *args_saved_and_d_total: Any) -> Gradients:
+    *args, _, d_total = args_saved_and_d_total
+    _, gradients = _differentiable_gradients(config, *args, _cotangents_of_sum(*args))
+    return _multiplied(config, args, _Saved(gradients, None), d_total)
+
+
+@with_derivatives_of(_differentiable_multiplied)
+@functools.partial(jax.jit, static_argnums=0)
+def _multiplied_or_computed(config: Config, *args_saved_and_d_total: Any) -> Gradients:
+    def elsewhere(args: Any, saved: _Saved, d_total: Array) -> Gradients:
+        assert saved.sums is not None
+        d_losses = _cotangents_of_sum(*args)
+        factor = d_total.astype(d_losses.dtype) / _cotangent_scale(args[0], args[3])
+        return _gradients_in_tiles(config, args, saved.sums, d_losses, factor)
+
+    *args, saved, d_total = args_saved_and_d_total
+    on_cpu = functools.partial(_multiplied, config)
+    return cast(Gradients, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, args, saved, d_total))

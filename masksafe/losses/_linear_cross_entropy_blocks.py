@@ -39,14 +39,22 @@ from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
 
 
+class Sizes(NamedTuple):
+    """How many tokens make a block, and how many classes a tile."""
+
+    token_block: int
+    class_tile: int
+
+
 class Config(NamedTuple):
     """The static arguments."""
 
     soft_cap: float | None
     label_smoothing: float
     z_loss: float
-    token_block: int
-    class_tile: int
+    on_cpu: Sizes
+    elsewhere: Sizes
+    elsewhere_if_masked: Sizes
     axis_name: str | None  # the mesh axis over which the classes are split
 
 
@@ -65,6 +73,14 @@ class Layer(NamedTuple):
     bias: Array | None
 
 
+class Tokens(NamedTuple):
+    """Features `[N, D]`, labels `[N]`, and which tokens are unmasked `[N]`; None means all."""
+
+    features: Array
+    labels: Array
+    live: Array | None
+
+
 def default_token_block(classes: int) -> int:
     return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS // max(1, classes)))
 
@@ -76,7 +92,7 @@ def default_class_tile(width: int, token_block: int) -> int:
 # The losses of some tokens, given their logits `[..., V]`.
 
 
-class _RowSums(NamedTuple):
+class RowSums(NamedTuple):
     """Sums over the classes of each row `[..., 1]`."""
 
     largest: Array
@@ -89,11 +105,11 @@ class _RowSums(NamedTuple):
 def losses_of_logits(config: Config, layer: Layer, logits: Array, labels: Array) -> Array:
     """The losses `[..., 1]`, NaN with NaN derivatives for a label out of range; differentiable by JAX."""
     all_classes = divide(logits.shape[-1], logits.shape[-1]).tile(0)
-    sums = _combine_devices(config, _sums_of_tile(config, layer, logits, labels, all_classes))
-    return _row_losses(config, layer, sums, labels)
+    sums = combine_devices(config, _sums_of_tile(config, layer, logits, labels, all_classes))
+    return row_losses(config, layer, sums, labels)
 
 
-def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, classes: Tile) -> _RowSums:
+def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, classes: Tile) -> RowSums:
     """The sums over a tile of the classes."""
     x = soft_capped(take(logits, logits.ndim - 1, classes), config.soft_cap)
     index = classes.start + class_index(x.shape)
@@ -104,7 +120,7 @@ def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, cl
     shift = _finite_shift(largest)
     is_other = ~is_label if live is None else ~is_label & live
     number = jnp.zeros_like(largest) + (x.shape[-1] if live is None else jnp.sum(live))
-    return _RowSums(
+    return RowSums(
         largest,
         jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
         jnp.sum(jnp.where(is_label, x, 0), -1, keepdims=True),
@@ -113,13 +129,13 @@ def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, cl
     )
 
 
-def _add_sums(a: _RowSums, b: _RowSums) -> _RowSums:
+def add_sums(a: RowSums, b: RowSums) -> RowSums:
     largest = jnp.maximum(a.largest, b.largest)
     a, b = _rebase_sums(largest, a), _rebase_sums(largest, b)
-    return _RowSums(largest, a.others + b.others, a.label + b.label, a.number + b.number, a.total + b.total)
+    return RowSums(largest, a.others + b.others, a.label + b.label, a.number + b.number, a.total + b.total)
 
 
-def _rebase_sums(largest: Array, rows: _RowSums) -> _RowSums:
+def _rebase_sums(largest: Array, rows: RowSums) -> RowSums:
     """The same sums relative to another largest logit."""
     step = _finite_shift(rows.largest) - _finite_shift(largest)
     others = jnp.where(rows.largest == -jnp.inf, 0, rows.others * jnp.exp(step))
@@ -131,22 +147,22 @@ def _finite_shift(largest: Array) -> Array:
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def _combine_devices(config: Config, rows: _RowSums) -> _RowSums:
+def combine_devices(config: Config, rows: RowSums) -> RowSums:
     """The sums over the classes of all devices."""
     if config.axis_name is None:
         return rows
     total = functools.partial(sharding.sum_over_devices, config.axis_name)
     largest = sharding.max_over_devices(config.axis_name, lax.stop_gradient(rows.largest))
     rows = _rebase_sums(largest, rows)
-    return _RowSums(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
+    return RowSums(largest, total(rows.others), total(rows.label), total(rows.number), total(rows.total))
 
 
-def _logsumexp(rows: _RowSums) -> Array:
+def _logsumexp(rows: RowSums) -> Array:
     shift = _finite_shift(rows.largest)
     return shift + jnp.log(rows.others + jnp.exp(rows.label - shift))
 
 
-def _row_losses(config: Config, layer: Layer, rows: _RowSums, labels: Array) -> Array:
+def row_losses(config: Config, layer: Layer, rows: RowSums, labels: Array) -> Array:
     smoothing, classes = config.label_smoothing, sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
     label = rows.label - _finite_shift(rows.largest)
     loss = jnp.log1p(rows.others + jnp.expm1(label))
@@ -160,34 +176,38 @@ def _row_losses(config: Config, layer: Layer, rows: _RowSums, labels: Array) -> 
     return loss * nan_unless(is_class(labels, classes), loss.dtype)
 
 
-def _logit_cotangents(
-    config: Config, layer: Layer, logits: Array, labels: Array, rows: _RowSums, d_loss: Array
-) -> Array:
-    """The cotangents of the logits of a block."""
+class RowCotangents(NamedTuple):
+    """What the cotangents of a row's logits have in common `[..., 1]`."""
+
+    shift: Array
+    of_exp: Array  # times exp(x - shift): the cotangent at classes other than the label
+    of_all: Array | None  # subtracted from it
+    at_label: Array
+
+
+def row_cotangents(config: Config, layer: Layer, rows: RowSums, labels: Array, d_loss: Array) -> RowCotangents:
     classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    x, shift = soft_capped(logits, config.soft_cap), _finite_shift(rows.largest)
+    shift = _finite_shift(rows.largest)
     exp_label = jnp.exp(rows.label - shift)
     exp_total = rows.others + exp_label
     smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0
     # The probability of the label minus 1 is computed as -others / total, not as a difference.
     at_label = z_term * exp_label / exp_total - rows.others / exp_total + smoothing - smoothing / classes
     d_loss = d_loss * nan_unless(is_class(labels, classes), d_loss.dtype)
-    local = sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
-    is_label = class_index(x.shape) == local
-    d_others = jnp.exp(x - shift) * ((1 + z_term) / exp_total * d_loss) - smoothing / classes * d_loss
-    d_x = jnp.where(is_label, at_label * d_loss, d_others)
-    return pulled_back(d_x, x, config.soft_cap)
+    of_all = smoothing / classes * d_loss if smoothing else None
+    return RowCotangents(shift, (1 + z_term) / exp_total * d_loss, of_all, at_label * d_loss)
+
+
+def logit_cotangents(config: Config, logits: Array, is_label: Array, rows: RowCotangents) -> Array:
+    """The cotangents of some logits of some rows."""
+    x = soft_capped(logits, config.soft_cap)
+    d_x = jnp.exp(x - rows.shift) * rows.of_exp
+    if rows.of_all is not None:
+        d_x -= rows.of_all
+    return pulled_back(jnp.where(is_label, rows.at_label, d_x), x, config.soft_cap)
 
 
 # All tokens, block by block.
-
-
-class Tokens(NamedTuple):
-    """Features `[N, D]`, labels `[N]`, and which tokens are unmasked `[N]`; None means all."""
-
-    features: Array
-    labels: Array
-    live: Array | None
 
 
 def losses_and_gradients(
@@ -202,16 +222,17 @@ def losses_and_gradients(
         live = start + jnp.arange(size) < count
         features = jnp.where(live[:, None], tokens.features[chosen], 0)
         labels = jnp.where(live, tokens.labels[chosen], 0)[:, None]
-        logits = _matmul(features, layer.kernel, 1, 0)
+        logits = matmul(features, layer.kernel, 1, 0)
         if layer.bias is not None:
             logits += layer.bias[None].astype(logits.dtype)
         rows = _sums_of_block(config, layer, logits, labels)
-        new = jnp.where(live, _row_losses(config, layer, rows, labels)[:, 0], 0)
+        new = jnp.where(live, row_losses(config, layer, rows, labels)[:, 0], 0)
         losses = lax.dynamic_update_slice_in_dim(state.losses, new, start, 0)
         if d_losses is None or state.gradients is None:
             return _State(losses, None)
         d_loss = jnp.where(live, d_losses[chosen].astype(losses.dtype), 0)[:, None]
-        d_logits = _logit_cotangents(config, layer, logits, labels, rows, d_loss)
+        is_label = class_index(logits.shape) == sharding.local_class(config.axis_name, labels, logits.shape[1])
+        d_logits = logit_cotangents(config, logits, is_label, row_cotangents(config, layer, rows, labels, d_loss))
         return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, start))
 
     done: Any = 0
@@ -252,14 +273,18 @@ def _initial_state(tokens: Tokens, layer: Layer, d_losses: Array | None, length:
 
 def _block_sizes(config: Config) -> tuple[int, ...]:
     """The size of most blocks, and a smaller one for the remaining tokens, which reduces padding."""
-    small = -(-config.token_block // 4)
-    return (config.token_block, small) if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK else (config.token_block,)
+    small = -(-config.on_cpu.token_block // 4)
+    return (
+        (config.on_cpu.token_block, small)
+        if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK
+        else (config.on_cpu.token_block,)
+    )
 
 
 def _pack(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
     """The order of the tokens with unmasked ones first, padded for the last block; their places; the unmasked count."""
     number = tokens.features.shape[0]
-    length = -(-number // config.token_block) * config.token_block + _block_sizes(config)[-1]
+    length = -(-number // config.on_cpu.token_block) * config.on_cpu.token_block + _block_sizes(config)[-1]
     if tokens.live is None:
         order = jnp.arange(number, dtype=jnp.int32)
         return jnp.pad(order, (0, length - number)), order, number
@@ -273,25 +298,25 @@ def _unpack(packed: Array, place: Array, live: Array | None) -> Array:
     return selected(result, None if live is None else live.reshape(-1, *[1] * (result.ndim - 1)))
 
 
-def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> _RowSums:
-    classes = divide(logits.shape[-1], config.class_tile)
+def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> RowSums:
+    classes = divide(logits.shape[-1], config.on_cpu.class_tile)
     zero = jnp.zeros_like(logits[:, :1])
 
-    def add(j: Any, rows: _RowSums) -> _RowSums:
-        return _add_sums(rows, _sums_of_tile(config, layer, logits, labels, classes.tile(j)))
+    def add(j: Any, rows: RowSums) -> RowSums:
+        return add_sums(rows, _sums_of_tile(config, layer, logits, labels, classes.tile(j)))
 
-    return _combine_devices(config, lax.fori_loop(0, classes.number, add, _RowSums(zero - jnp.inf, *[zero] * 4)))
+    return combine_devices(config, lax.fori_loop(0, classes.number, add, RowSums(zero - jnp.inf, *[zero] * 4)))
 
 
 def _add_gradients(
     config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, start: Array
 ) -> Gradients:
-    classes = divide(d_logits.shape[-1], config.class_tile)
+    classes = divide(d_logits.shape[-1], config.on_cpu.class_tile)
     d_bias = gradients.bias
     if d_bias is not None:
         d_bias += jnp.sum(d_logits, 0)
     d_logits = d_logits.astype(layer.kernel.dtype)
-    d_features = _matmul(d_logits, layer.kernel, 1, 1)
+    d_features = matmul(d_logits, layer.kernel, 1, 1)
     # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
     features_by_column = lax.optimization_barrier(features.T)
 
@@ -300,7 +325,7 @@ def _add_gradients(
         part = take(d_logits, 1, tile)
         if tile.is_ragged:
             part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
-        added = take(d_kernel, 1, tile) + _matmul(features_by_column, part, 1, 0)
+        added = take(d_kernel, 1, tile) + matmul(features_by_column, part, 1, 0)
         return lax.dynamic_update_slice_in_dim(d_kernel, added, tile.start, 1)
 
     return Gradients(
@@ -310,7 +335,7 @@ def _add_gradients(
     )
 
 
-def _matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
+def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product, accumulated in the wide dtype."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
     return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))

@@ -1,0 +1,283 @@
+"""The cross-entropy of a linear layer elsewhere than on a CPU: large tiles, each a few matrix products and reductions.
+
+The formulas are those of the blocks for a CPU. A GPU reads and writes main memory for everything that its matrix
+products and reductions exchange, so what counts is how often the logits, the kernel and its gradient pass through it:
+
+* The forward pass keeps the sums of each row. The reverse pass computes the logits again, tile by tile, with the actual
+  cotangent of the loss. A tile of the kernel's gradient is then complete at once, and no float32 array of the size of
+  the kernel is needed.
+* One reduction finds the largest logit and the sum of exponentials together, and reads the logits once.
+* XLA computes the cotangents of a tile of logits inside the matrix product that gives the logits.
+
+Unmasked tokens are moved to the front, and only blocks that contain any are computed. The first is always computed, and
+outside of the loop over the others: most calls have no other, and for the first there is no sum to add to.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import platforms, sharding
+from masksafe._core.labels import class_index
+from masksafe._core.masks import selected
+from masksafe._core.precision import wide_dtype
+from masksafe._core.sharding import varying_zero
+from masksafe._core.soft_cap import soft_capped
+from masksafe._core.typing import Array
+from masksafe.losses._linear_cross_entropy_blocks import (
+    Config,
+    Gradients,
+    Layer,
+    RowCotangents,
+    RowSums,
+    Sizes,
+    Tokens,
+    add_sums,
+    combine_devices,
+    logit_cotangents,
+    matmul,
+    row_cotangents,
+    row_losses,
+)
+
+State = TypeVar("State")
+
+
+def default_sizes(tokens: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
+    """The sizes for so many tokens; a block size given by the user is kept."""
+    most_logits = platforms.MOST_LOGITS_IF_MASKED if masked else platforms.MOST_LOGITS
+    most_tokens = platforms.MOST_TOKENS_IF_MASKED if masked else platforms.MOST_TOKENS_AT_ONCE
+    fewest_blocks = 2 if masked and tokens > platforms.FEWEST_TOKENS_AT_ONCE else 1
+    number = max(fewest_blocks, -(-tokens // most_tokens))
+    block = max(1, -(-tokens // number) if block_size is None else min(block_size, tokens))
+    tiles = -(-classes * block // most_logits)
+    if tiles == 1:
+        return Sizes(block, classes)
+    even = -(-classes // tiles)
+    aligned = even if classes % even == 0 or even < 128 else -(-even // 128) * 128
+    return Sizes(block, min(classes, aligned))
+
+
+def losses_and_sums(config: Config, tokens: Tokens, layer: Layer) -> tuple[Array, RowSums]:
+    """The losses `[N]`, 0 where masked, and the sums of each row `[N, 1]`, of use where unmasked."""
+    sizes = _sizes(config, tokens)
+    packed = _Packed.of(tokens, sizes.token_block)
+    features, labels = packed.take(tokens.features), packed.take(_local_labels(config, tokens, layer))
+    zero = _zeros((packed.length, 1), wide_dtype(layer.kernel.dtype), (tokens, layer))
+
+    def of_tile(start: Any, tile: Layer, rows: RowSums) -> RowSums:
+        def of_block(i: Any, rows: RowSums) -> RowSums:
+            logits = _logits(packed.block(features, i), tile)
+            new = _sums_in_one_pass(config, logits, _is_label(logits.shape, packed.block(labels, i), start))
+            old = RowSums(*(packed.block(x, i) for x in rows))
+            pairs = zip(rows, add_sums(old, new), strict=True)
+            return RowSums(*(packed.with_block(x, i, part) for x, part in pairs))
+
+        return packed.over_blocks(of_block, rows)
+
+    rows = _over_tiles(layer, sizes.class_tile, of_tile, RowSums(zero - jnp.inf, *[zero] * 4))
+    rows = jax.tree.map(packed.put_back, combine_devices(config, rows))
+    losses = row_losses(config, layer, rows, tokens.labels[:, None])[:, 0]
+    return selected(losses, tokens.live), rows
+
+
+def gradients(
+    config: Config, tokens: Tokens, layer: Layer, rows: RowSums, d_losses: Array, factor: Array, dtypes: Gradients
+) -> Gradients:
+    """The gradients of the sum of `losses * d_losses * factor`, in the given dtypes; 0 where masked or `factor` is 0.
+
+    The cotangents of the logits are rounded before they are multiplied by the factor.
+    """
+    sizes = _sizes(config, tokens)
+    packed = _Packed.of(tokens, sizes.token_block)
+    features, labels = packed.take(tokens.features), packed.take(_local_labels(config, tokens, layer))
+    rows_of_all = row_cotangents(config, layer, rows, tokens.labels[:, None], d_losses[:, None])
+    cotangents = _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
+    any_live = factor != 0 if tokens.live is None else (factor != 0) & jnp.any(tokens.live)
+
+    def finished(gradient: Array, dtype: Any) -> Array:
+        return selected((gradient * factor.astype(gradient.dtype)).astype(dtype), any_live)
+
+    def of_tile(start: Any, tile: Layer, state: _State, is_label: Array | None = None) -> _State:
+        def of_block(i: Any, sums: _Sums) -> _Sums:
+            block, rows = packed.block(features, i), jax.tree.map(lambda x: packed.block(x, i), cotangents)
+            logits = _logits(block, tile)
+            at = is_label if isinstance(i, int) and is_label is not None else None
+            at = _is_label(logits.shape, packed.block(labels, i), start) if at is None else at
+            d_logits = logit_cotangents(config, logits, at, rows)
+            d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
+            d_logits = d_logits.astype(layer.kernel.dtype)
+            d_features = packed.block(sums.features, i) + matmul(d_logits, tile.kernel, 1, 1)
+            d_kernel = _added(sums.kernel, matmul(block, d_logits, 0, 0))
+            return _Sums(packed.with_block(sums.features, i, d_features), d_kernel, d_bias)
+
+        sums = packed.over_blocks(of_block, _Sums(state.features, None, None))
+        assert sums.kernel is not None
+        d_kernel = _put_tile(state.kernel, start, finished(sums.kernel, dtypes.kernel))
+        d_bias = None
+        if state.bias is not None and sums.bias is not None:
+            d_bias = _put_tile(state.bias, start, finished(sums.bias, dtypes.bias))
+        return _State(sums.features, d_kernel, d_bias)
+
+    def labels_of_first_block(start: Any) -> Array:
+        return _is_label((packed.size, sizes.class_tile), packed.block(labels, 0), start)
+
+    every = tokens, layer, rows, d_losses, factor
+    d_features = _zeros((packed.length, layer.kernel.shape[0]), wide_dtype(layer.kernel.dtype), every)
+    d_kernel = _zeros(layer.kernel.shape, dtypes.kernel, every)
+    d_bias = None if layer.bias is None else _zeros(layer.bias.shape, dtypes.bias, every)
+    state = _over_tiles(layer, sizes.class_tile, of_tile, _State(d_features, d_kernel, d_bias), labels_of_first_block)
+    d_features = packed.put_back(state.features) * factor.astype(d_features.dtype)
+    is_wanted = factor != 0 if tokens.live is None else (factor != 0) & tokens.live[:, None]
+    return Gradients(selected(d_features.astype(dtypes.features), is_wanted), state.kernel, state.bias)
+
+
+class _State(NamedTuple):
+    """Gradients after some tiles: of the features in packed order, and of the classes of these tiles."""
+
+    features: Array
+    kernel: Array
+    bias: Array | None
+
+
+class _Sums(NamedTuple):
+    """Gradients after some blocks of one tile; None before the first."""
+
+    features: Array
+    kernel: Array | None
+    bias: Array | None
+
+
+def _added(a: Array | None, b: Array) -> Array:
+    return b if a is None else a + b
+
+
+def _put_tile(whole: Array, start: Any, tile: Array) -> Array:
+    if whole.shape == tile.shape:
+        return tile
+    return lax.dynamic_update_slice_in_dim(whole, tile, start, whole.ndim - 1)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, others: Any) -> Array:
+    """Zeros that inside `jax.shard_map` vary like the others."""
+    zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
+    return jnp.zeros(shape, dtype) + zero.astype(dtype)
+
+
+def _sizes(config: Config, tokens: Tokens) -> Sizes:
+    return config.elsewhere if tokens.live is None else config.elsewhere_if_masked
+
+
+# A tile of logits.
+
+
+def _logits(features: Array, tile: Layer) -> Array:
+    logits = matmul(features, tile.kernel, 1, 0)
+    return logits if tile.bias is None else logits + tile.bias[None].astype(logits.dtype)
+
+
+def _local_labels(config: Config, tokens: Tokens, layer: Layer) -> Array:
+    """The labels `[N, 1]`, counted from the first class of this device."""
+    return sharding.local_class(config.axis_name, tokens.labels[:, None], layer.kernel.shape[1])
+
+
+def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
+    return jnp.equal(start + class_index(shape), labels)
+
+
+def _sums_in_one_pass(config: Config, logits: Array, is_label: Array) -> RowSums:
+    """The sums of each row: every logit is a sum of its own, and these are added."""
+    x = soft_capped(logits, config.soft_cap)
+    zero = jnp.zeros_like(x)
+    of_each = RowSums(x, jnp.where(is_label, 0, zero + 1), jnp.where(is_label, x, 0), zero + 1, zero)
+    nothing = RowSums(*(jnp.asarray(value, x.dtype) for value in (-jnp.inf, 0, 0, 0, 0)))
+    sums = lax.reduce(of_each, nothing, add_sums, (1,))
+    return RowSums(*(x[:, None] for x in sums))
+
+
+# Tokens in blocks, unmasked ones first, and classes in tiles.
+
+
+class _Packed(NamedTuple):
+    """The order of `length` tokens in blocks of `size`, or None if they stay as they are."""
+
+    order: Array | None
+    place: Array  # where each of the tokens is, if unmasked
+    live: Array | None  # [length, 1]
+    blocks: Array | int  # how many to compute
+    size: int
+    length: int
+
+    @classmethod
+    def of(cls, tokens: Tokens, size: int) -> "_Packed":
+        number = tokens.labels.size
+        length = -(-number // size) * size
+        position = jnp.arange(length, dtype=jnp.int32)
+        if tokens.live is None:
+            order = None if length == number else jnp.minimum(position, number - 1)
+            live = None if length == number else position[:, None] < number
+            return cls(order, position[:number], live, length // size, size, length)
+        place = jnp.cumsum(tokens.live, dtype=jnp.int32) - 1
+        count = place[-1] + 1
+        order = (
+            jnp.zeros(length, jnp.int32).at[jnp.where(tokens.live, place, length)].set(position[:number], mode="drop")
+        )
+        # Dead places repeat an unmasked token rather than hold zeros: 0 times an infinite weight would be NaN.
+        live = position < count
+        return cls(jnp.where(live, order, order[0]), place, live[:, None], -(-count // size), size, length)
+
+    def take(self, x: Array) -> Array:
+        return x if self.order is None else x[self.order]
+
+    def put_back(self, x: Array) -> Array:
+        return x if self.order is None else x[jnp.maximum(self.place, 0)]
+
+    def block(self, x: Array, i: Any) -> Array:
+        return x if self.size == self.length else lax.dynamic_slice_in_dim(x, i * self.size, self.size, 0)
+
+    def with_block(self, x: Array, i: Any, part: Array) -> Array:
+        return part if self.size == self.length else lax.dynamic_update_slice_in_dim(x, part, i * self.size, 0)
+
+    def over_blocks(self, body: Callable[[Any, State], State], state: State) -> State:
+        state = body(0, state)
+        return state if self.size == self.length else lax.fori_loop(1, self.blocks, body, state)
+
+
+def _without_dead(rows: RowCotangents, live: Array | None) -> RowCotangents:
+    of_all = None if rows.of_all is None else selected(rows.of_all, live)
+    return RowCotangents(rows.shift, selected(rows.of_exp, live), of_all, selected(rows.at_label, live))
+
+
+def _over_tiles(
+    layer: Layer,
+    size: int,
+    body: Callable[..., State],
+    state: State,
+    prepare: Callable[[Any], Array] | None = None,
+) -> State:
+    """`body(start, tile, state)` for each tile of the classes, the last of which may be smaller.
+
+    In the loop, `body` also gets what `prepare(start)` returns. It is computed a step ahead and carried along: XLA
+    computes the cotangents of logits inside the matrix product only if the other operands are in memory.
+    """
+    whole, rest = divmod(layer.kernel.shape[1], size)
+
+    def tile(start: Any, size: int) -> Layer:
+        part: Layer = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), layer)
+        return part
+
+    def step(j: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
+        state, prepared = carry
+        start = j * size
+        if prepare is None:
+            return body(start, tile(start, size), state), None
+        return body(start, tile(start, size), state, prepared), prepare(start + size)
+
+    if whole == 1:
+        state = body(0, tile(0, size), state)
+    else:
+        state, _ = lax.fori_loop(0, whole, step, (state, None if prepare is None else prepare(0)))
+    return state if rest == 0 else body(whole * size, tile(whole * size, rest), state)
