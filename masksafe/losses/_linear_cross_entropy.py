@@ -60,9 +60,10 @@ def linear_softmax_cross_entropy(
       \ell_t = \lambda_t - (1 - \varepsilon) x_{t y_t} - \frac{\varepsilon}{V} \sum_c x_{tc} + \zeta \lambda_t^2
 
     The logits exist for one block of tokens at a time. The unmasked tokens are gathered first, and only blocks that
-    contain any are computed: the time depends on the number of unmasked tokens, not on that of all tokens. With "mean"
-    and "sum" the gradients are computed together with the loss, in three matrix products in total; with "none" the
-    reverse pass computes the logits again and omits tokens whose cotangent is 0.
+    contain any are computed: the time depends on the number of unmasked tokens, not on that of all tokens. On a CPU the
+    gradients of "mean" and "sum" are computed together with the loss, in three matrix products in total. Elsewhere, and
+    with "none", the reverse pass computes the logits again, in four products; if they fit into one tile, XLA keeps
+    them. With "none" it omits tokens whose cotangent is 0.
 
     Args:
       features: floats `[..., D]`, one row for each token.
@@ -74,8 +75,8 @@ def linear_softmax_cross_entropy(
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
-      block_size: the number of tokens in a block; None chooses it. Larger blocks are faster, and need memory for
-        `block_size * V` floats.
+      block_size: the number of tokens in a block; None chooses it. Larger blocks are faster, and on a CPU need memory
+        for `block_size * V` floats. Elsewhere the classes are divided too, into tiles of at most 256 MiB of logits.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
 

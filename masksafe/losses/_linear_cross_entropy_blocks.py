@@ -117,7 +117,7 @@ def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, cl
     is_label = index == sharding.local_class(config.axis_name, labels, layer.kernel.shape[1])
     is_label = is_label if live is None else is_label & live
     largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
-    shift = _finite_shift(largest)
+    shift = finite_shift(largest)
     is_other = ~is_label if live is None else ~is_label & live
     number = jnp.zeros_like(largest) + (x.shape[-1] if live is None else jnp.sum(live))
     return RowSums(
@@ -137,12 +137,12 @@ def add_sums(a: RowSums, b: RowSums) -> RowSums:
 
 def _rebase_sums(largest: Array, rows: RowSums) -> RowSums:
     """The same sums relative to another largest logit."""
-    step = _finite_shift(rows.largest) - _finite_shift(largest)
+    step = finite_shift(rows.largest) - finite_shift(largest)
     others = jnp.where(rows.largest == -jnp.inf, 0, rows.others * jnp.exp(step))
     return rows._replace(largest=largest, others=others, total=rows.total + rows.number * step)
 
 
-def _finite_shift(largest: Array) -> Array:
+def finite_shift(largest: Array) -> Array:
     """The amount subtracted from the logits: the largest logit, or 0 if that is -inf."""
     return jnp.where(largest == -jnp.inf, 0, largest)
 
@@ -158,13 +158,13 @@ def combine_devices(config: Config, rows: RowSums) -> RowSums:
 
 
 def _logsumexp(rows: RowSums) -> Array:
-    shift = _finite_shift(rows.largest)
+    shift = finite_shift(rows.largest)
     return shift + jnp.log(rows.others + jnp.exp(rows.label - shift))
 
 
 def row_losses(config: Config, layer: Layer, rows: RowSums, labels: Array) -> Array:
     smoothing, classes = config.label_smoothing, sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    label = rows.label - _finite_shift(rows.largest)
+    label = rows.label - finite_shift(rows.largest)
     loss = jnp.log1p(rows.others + jnp.expm1(label))
     if smoothing < 1:
         loss -= (1 - smoothing) * label
@@ -187,7 +187,7 @@ class RowCotangents(NamedTuple):
 
 def row_cotangents(config: Config, layer: Layer, rows: RowSums, labels: Array, d_loss: Array) -> RowCotangents:
     classes = sharding.size_over_devices(config.axis_name, layer.kernel.shape[1])
-    shift = _finite_shift(rows.largest)
+    shift = finite_shift(rows.largest)
     exp_label = jnp.exp(rows.label - shift)
     exp_total = rows.others + exp_label
     smoothing, z_term = config.label_smoothing, 2 * config.z_loss * _logsumexp(rows) if config.z_loss else 0

@@ -37,6 +37,7 @@ from masksafe.losses._linear_cross_entropy_blocks import (
     Tokens,
     add_sums,
     combine_devices,
+    finite_shift,
     logit_cotangents,
     matmul,
     row_cotangents,
@@ -192,7 +193,8 @@ def _sums_in_one_pass(config: Config, logits: Array, is_label: Array) -> RowSums
     """The sums of each row: every logit is a sum of its own, and these are added."""
     x = soft_capped(logits, config.soft_cap)
     zero = jnp.zeros_like(x)
-    of_each = RowSums(x, jnp.where(is_label, 0, zero + 1), jnp.where(is_label, x, 0), zero + 1, zero)
+    total = x - finite_shift(x) if config.label_smoothing else zero
+    of_each = RowSums(x, jnp.where(is_label, 0, zero + 1), jnp.where(is_label, x, 0), zero + 1, total)
     nothing = RowSums(*(jnp.asarray(value, x.dtype) for value in (-jnp.inf, 0, 0, 0, 0)))
     sums = lax.reduce(of_each, nothing, add_sums, (1,))
     return RowSums(*(x[:, None] for x in sums))

@@ -11,7 +11,9 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
+from masksafe._core import platforms
 from masksafe.losses import _linear_cross_entropy, linear_softmax_cross_entropy
+from masksafe.losses._linear_cross_entropy_tiles import default_sizes
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24
@@ -498,6 +500,145 @@ def test_memory_is_that_of_a_block_of_tokens():
     program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*args).compile()
     of_kernel, of_logits = 4 * 64 * 32768, 4 * 4096 * 32768
     assert program.memory_analysis().temp_size_in_bytes - of_kernel < of_logits / 8
+
+
+# Elsewhere than on a CPU. The form for accelerators also runs on a CPU, with tiles so small that there are several.
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
+    monkeypatch.setattr(platforms, "FEWEST_TOKENS_AT_ONCE", 8)
+    for name, tokens, logits in (("", 16, 120), ("_IF_MASKED", 12, 70)):
+        monkeypatch.setattr(platforms, f"MOST_TOKENS{name or '_AT_ONCE'}", tokens)
+        monkeypatch.setattr(platforms, f"MOST_LOGITS{name}", logits)
+
+
+def test_sizes_elsewhere(elsewhere):
+    """Blocks and tiles that divide tokens and classes, and others."""
+    sizes = [default_sizes(TOKENS, CLASSES, block, masked) for block in (None, 9) for masked in (False, True)]
+    assert sizes == [(14, 8), (10, 6), (9, 12), (9, 6)]
+    assert default_sizes(TOKENS, 23, 10, masked=True) == (10, 6)
+    assert default_sizes(TOKENS, CLASSES, 200, masked=False) == (TOKENS, 3)
+
+
+def test_sizes_of_large_problems():
+    of = functools.partial(default_sizes, 4096, block_size=None)
+    assert [of(32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
+    assert of(50257, masked=False) == (4096, 7296)
+    assert default_sizes(300, 1000, None, masked=True) == (300, 1000)
+
+
+@pytest.mark.parametrize(("reduction", "where", "with_bias", "options", "block_size"), FIRST_CASES)
+def test_equals_the_unfused_formula_elsewhere(elsewhere, reduction, where, with_bias, options, block_size):
+    args = (FEATURES, KERNEL, BIAS) if with_bias else (FEATURES, KERNEL)
+    assert_equals_the_unfused_formula(args, block_size, where=where, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("classes", [23, slow(1)])
+def test_a_last_tile_that_is_smaller(elsewhere, classes):
+    args, labels = (FEATURES, KERNEL[:, :classes], BIAS[:classes]), LABELS % classes
+    losses = [scalar(fn, where=MASK, reduction="sum") for fn in (linear_softmax_cross_entropy, unfused)]
+    both = jax.jit(lambda *args: [jax.value_and_grad(loss, (0, 1, 2))(*args, labels=labels) for loss in losses])
+    with jax.enable_x64(True):
+        assert_trees_close(*both(*args), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", slow("none")])
+def test_every_other_derivative_elsewhere(elsewhere, reduction):
+    test_every_other_derivative(reduction)
+
+
+@pytest.mark.parametrize("reduction", ["sum", slow("none")])
+def test_masked_tokens_are_gone_elsewhere(elsewhere, reduction):
+    test_masked_tokens_are_gone(reduction)
+
+
+@pytest.mark.parametrize("bad", ["features", slow("kernel"), "all"])
+def test_nothing_unmasked_is_zero_elsewhere(elsewhere, bad):
+    features, kernel = (
+        x * np.nan if bad in (name, "all") else x for name, x in (("features", FEATURES), ("kernel", KERNEL))
+    )
+
+    @jax.jit
+    def gradients(*args):
+        where = jnp.zeros(TOKENS, bool)
+        of = functools.partial(linear_softmax_cross_entropy, labels=LABELS, where=where)
+        loss = lambda reduction, *args: jnp.sum(jnp.sqrt(of(*args, reduction=reduction)))  # noqa: E731
+        return [jax.value_and_grad(functools.partial(loss, r), (0, 1))(*args) for r in ("sum", "none")]
+
+    out = gradients(np.float32(features), np.float32(kernel))  # the cotangents of the losses are infinite
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), out)
+
+
+def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(elsewhere):
+    """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
+    features, kernel = -np.abs(FEATURES[:, :1]), np.array([[np.inf, 0.5, 0.3]])
+    labels = 1 + LABELS % 2
+    step = jax.jit(jax.value_and_grad(lambda f, k, y, w: linear_softmax_cross_entropy(f, k, y, where=w), (0, 1)))
+    value, (d_features, d_kernel) = step(features, kernel, labels, MASK)
+    assert np.isfinite(value)
+    np.testing.assert_array_equal(d_kernel[0, 0], 0)
+    assert np.isfinite(d_kernel).all()
+    assert np.isfinite(np.asarray(d_features)[~MASK]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", slow("bfloat16"), slow("float32")])
+def test_dtypes_elsewhere(elsewhere, dtype):
+    test_dtypes(dtype)
+
+
+def test_digits_elsewhere(elsewhere):
+    test_keeps_its_digits_where_the_model_is_sure()
+    test_float16_gradients_survive_a_scaled_loss()
+    test_a_loss_that_is_selected_away_has_no_gradient()
+
+
+@pytest.mark.parametrize("offset", [1e5, slow(1e7)])
+def test_a_common_offset_elsewhere(elsewhere, offset):
+    step = jax.jit(
+        jax.value_and_grad(scalar(linear_softmax_cross_entropy, reduction="none", label_smoothing=0.1), (0, 1, 2))
+    )
+    args = [np.float32(a) for a in (np.round(FEATURES), np.round(KERNEL) * 2)]  # logits that are exact with the offset
+    outs = [step(*args, np.full(CLASSES, x, np.float32)) for x in (0, offset)]
+    assert_trees_close(*outs, rtol=1e-4, atol=2e-5)
+
+
+def test_bad_rows_elsewhere(elsewhere):
+    test_label_out_of_range_is_nan_in_its_own_row()
+    test_what_is_selected_away_behind_the_loss_takes_no_part()
+
+
+def test_a_label_at_a_forbidden_class_elsewhere(elsewhere):
+    for options in ({}, {"label_smoothing": 1.0}):
+        test_a_label_at_a_forbidden_class_costs_infinity(options)
+
+
+def test_a_nan_stays_in_its_own_row_elsewhere(elsewhere):
+    features = np.where(np.arange(TOKENS)[:, None] == 5, np.nan, FEATURES)
+    loss = lambda f: linear_softmax_cross_entropy(f, KERNEL, LABELS, reduction="none")  # noqa: E731
+    losses, gradient = jax.jit(lambda f: (loss(f), jax.grad(lambda f: loss(f).sum())(f)))(features)
+    assert np.isnan(losses).nonzero()[0].tolist() == [5]
+    assert np.isnan(gradient).all(-1).nonzero()[0].tolist() == [5]
+    assert np.isnan(gradient).any(-1).nonzero()[0].tolist() == [5]
+
+
+def test_one_answer_elsewhere(elsewhere):
+    def losses(features, where):
+        of = functools.partial(linear_softmax_cross_entropy, labels=LABELS, where=where)
+        return jax.value_and_grad(lambda *args: of(*args), (0, 1))(features, np.float32(KERNEL))
+
+    features = np.stack([FEATURES, FEATURES[::-1], np.cos(FEATURES)]).astype("float32")
+    where = np.stack([MASK, ~MASK, np.zeros_like(MASK)])  # blocks differ in number
+    each = [jax.jit(losses)(f, w) for f, w in zip(features, where, strict=True)]
+    assert_trees_close(
+        jax.jit(jax.vmap(losses))(features, where), jax.tree.map(lambda *x: np.stack(x), *each), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("reduction", "outside"), [("sum", True), slow("none", True), slow("none", False)])
+def test_classes_split_in_a_shard_map_elsewhere(elsewhere, reduction, outside):
+    test_classes_split_in_a_shard_map(reduction, outside)
 
 
 # Bad input.
