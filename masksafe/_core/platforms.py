@@ -36,12 +36,14 @@ FEWEST_TOKENS, MOST_TOKENS = 160, 512
 FEWEST_TOKENS_OF_A_SMALL_BLOCK = 32  # with fewer, a second block size is not worth the compile time
 CLASS_TILE_ELEMENTS = 2**20  # of the kernel or the logits, whichever is larger: these pass through the cache
 
-# The same elsewhere. Each block of tokens passes over the kernel and its gradient, each tile of classes over the
-# features and theirs: blocks of 4096 tokens by tiles of 8192 classes are near a square. A tile of float32 logits has
-# 128 MiB. With a mask at least two blocks are needed to skip one, and larger tiles make up for the smaller blocks.
-MOST_LOGITS, MOST_TOKENS_AT_ONCE = 2**25, 4096
-MOST_LOGITS_IF_MASKED, MOST_TOKENS_IF_MASKED = 2**26, 2048
-FEWEST_TOKENS_AT_ONCE = 512  # are computed in one block, masked or not
+# The same elsewhere. Each tile of classes passes over the features and their gradient, each block of tokens over the
+# kernel and its own; with eight logits for each feature they add about a tenth to what the logits move. A tile of
+# float32 logits has 128 to 512 MiB, or fewer if that is less than a quarter of them all. With a mask at least two
+# blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
+LOGITS_PER_FEATURE = 8
+LEAST_LOGITS, MOST_LOGITS = 2**25, 2**27
+LEAST_TOKENS_IF_MASKED = 2048  # in the largest block
+MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or not
 
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:

@@ -76,7 +76,7 @@ def linear_softmax_cross_entropy(
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
       block_size: the number of tokens in a block; None chooses it. Larger blocks are faster, and on a CPU need memory
-        for `block_size * V` floats. Elsewhere the classes are divided too, into tiles of at most 256 MiB of logits.
+        for `block_size * V` floats. Elsewhere the classes are divided too, into tiles of 128 MiB of logits or more.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
 
@@ -198,7 +198,7 @@ def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | Non
     """On a CPU, elsewhere, and elsewhere with a mask."""
     tokens, (width, classes) = max(1, tokens), of_kernel
     block = min(default_token_block(classes) if block_size is None else block_size, tokens)
-    elsewhere, if_masked = (default_sizes(tokens, classes, block_size, masked) for masked in (False, True))
+    elsewhere, if_masked = (default_sizes(tokens, width, classes, block_size, m) for m in (False, True))
     return Sizes(block, default_class_tile(width, block)), elsewhere, if_masked
 
 

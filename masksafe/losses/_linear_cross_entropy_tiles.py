@@ -13,6 +13,7 @@ Unmasked tokens are moved to the front, and only blocks that contain any are com
 outside of the loop over the others: most calls have no other, and for the first there is no sum to add to.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,16 +48,14 @@ from masksafe.losses._linear_cross_entropy_blocks import (
 State = TypeVar("State")
 
 
-def default_sizes(tokens: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
-    """The sizes for so many tokens; a block size given by the user is kept."""
-    most_logits = platforms.MOST_LOGITS_IF_MASKED if masked else platforms.MOST_LOGITS
-    most_tokens = platforms.MOST_TOKENS_IF_MASKED if masked else platforms.MOST_TOKENS_AT_ONCE
-    fewest_blocks = 2 if masked and tokens > platforms.FEWEST_TOKENS_AT_ONCE else 1
-    number = max(fewest_blocks, -(-tokens // most_tokens))
-    block = max(1, -(-tokens // number) if block_size is None else min(block_size, tokens))
-    tiles = -(-classes * block // most_logits)
-    if tiles == 1:
-        return Sizes(block, classes)
+def default_sizes(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
+    """The sizes for so many tokens of so many features; a block size given by the user is kept."""
+    logits = max(platforms.LEAST_LOGITS, min(platforms.LOGITS_PER_FEATURE * tokens * width, tokens * classes // 4))
+    logits = min(logits, platforms.MOST_LOGITS) * (2 if masked else 1)
+    most = max(platforms.LEAST_TOKENS_IF_MASKED, 2 * width) if masked else math.isqrt(2 * logits)
+    blocks = max(2 if masked and tokens > platforms.MOST_TOKENS_OF_ONE_BLOCK else 1, -(-tokens // most))
+    block = -(-tokens // blocks) if block_size is None else min(block_size, tokens)
+    tiles = -(-classes * block // logits)
     even = -(-classes // tiles)
     aligned = even if classes % even == 0 or even < 128 else -(-even // 128) * 128
     return Sizes(block, min(classes, aligned))

@@ -508,25 +508,29 @@ def test_memory_is_that_of_a_block_of_tokens():
 @pytest.fixture
 def elsewhere(monkeypatch):
     monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(platforms, "FEWEST_TOKENS_AT_ONCE", 8)
-    for name, tokens, logits in (("", 16, 120), ("_IF_MASKED", 12, 70)):
-        monkeypatch.setattr(platforms, f"MOST_TOKENS{name or '_AT_ONCE'}", tokens)
-        monkeypatch.setattr(platforms, f"MOST_LOGITS{name}", logits)
+    sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
+    for name, size in sizes.items():
+        monkeypatch.setattr(platforms, name, size)
 
 
 def test_sizes_elsewhere(elsewhere):
     """Blocks and tiles that divide tokens and classes, and others."""
-    sizes = [default_sizes(TOKENS, CLASSES, block, masked) for block in (None, 9) for masked in (False, True)]
-    assert sizes == [(14, 8), (10, 6), (9, 12), (9, 6)]
-    assert default_sizes(TOKENS, 23, 10, masked=True) == (10, 6)
-    assert default_sizes(TOKENS, CLASSES, 200, masked=False) == (TOKENS, 3)
+    of = functools.partial(default_sizes, TOKENS, WIDTH)
+    assert [of(24, block, masked) for block in (None, 9) for masked in (False, True)] == [
+        (14, 6),
+        (10, 12),
+        (9, 8),
+        (9, 12),
+    ]
+    assert [of(23, block, masked=True) for block in (None, 200)] == [(10, 12), (40, 5)]
 
 
 def test_sizes_of_large_problems():
-    of = functools.partial(default_sizes, 4096, block_size=None)
-    assert [of(32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
-    assert of(50257, masked=False) == (4096, 7296)
-    assert default_sizes(300, 1000, None, masked=True) == (300, 1000)
+    of = functools.partial(default_sizes, block_size=None)
+    assert [of(4096, 1024, 32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
+    assert [of(16384, 4096, 2**17, masked=masked) for masked in (False, True)] == [(16384, 8192), (8192, 32768)]
+    assert of(4096, 1024, 50257, masked=False) == (4096, 7296)
+    assert of(300, 64, 1000, masked=True) == (300, 1000)
 
 
 @pytest.mark.parametrize(("reduction", "where", "with_bias", "options", "block_size"), FIRST_CASES)
