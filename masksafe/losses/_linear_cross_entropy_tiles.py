@@ -46,6 +46,7 @@ from masksafe.losses._linear_cross_entropy_blocks import (
 )
 
 State = TypeVar("State")
+Tree = TypeVar("Tree")
 
 
 def default_sizes(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
@@ -72,8 +73,7 @@ def losses_and_sums(config: Config, tokens: Tokens, layer: Layer) -> tuple[Array
         def of_block(i: Any, rows: RowSums) -> RowSums:
             logits = _logits(packed.block(features, i), tile)
             new = _sums_in_one_pass(config, logits, _is_label(logits.shape, packed.block(labels, i), start))
-            old = RowSums(*(packed.block(x, i) for x in rows))
-            pairs = zip(rows, add_sums(old, new), strict=True)
+            pairs = zip(rows, add_sums(packed.block(rows, i), new), strict=True)
             return RowSums(*(packed.with_block(x, i, part) for x, part in pairs))
 
         return packed.over_blocks(of_block, rows)
@@ -95,7 +95,8 @@ def gradients(
     packed = _Packed.of(tokens, sizes.token_block)
     features, labels = packed.take(tokens.features), packed.take(_local_labels(config, tokens, layer))
     rows_of_all = row_cotangents(config, layer, rows, tokens.labels[:, None], d_losses[:, None])
-    cotangents = _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
+    operands = features, labels, _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
+    first = packed.block(operands, 0)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if tokens.live is None else (factor != 0) & jnp.any(tokens.live)
 
     def finished(gradient: Array, dtype: Any) -> Array:
@@ -103,10 +104,10 @@ def gradients(
 
     def of_tile(start: Any, tile: Layer, state: _State, is_label: Array | None = None) -> _State:
         def of_block(i: Any, sums: _Sums) -> _Sums:
-            block, rows = packed.block(features, i), jax.tree.map(lambda x: packed.block(x, i), cotangents)
+            block, labels, rows = first if isinstance(i, int) else packed.block(operands, i)
             logits = _logits(block, tile)
-            at = is_label if isinstance(i, int) and is_label is not None else None
-            at = _is_label(logits.shape, packed.block(labels, i), start) if at is None else at
+            known = is_label if isinstance(i, int) else None
+            at = _is_label(logits.shape, labels, start) if known is None else known
             d_logits = logit_cotangents(config, logits, at, rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
             d_logits = d_logits.astype(layer.kernel.dtype)
@@ -123,7 +124,7 @@ def gradients(
         return _State(sums.features, d_kernel, d_bias)
 
     def labels_of_first_block(start: Any) -> Array:
-        return _is_label((packed.size, sizes.class_tile), packed.block(labels, 0), start)
+        return _is_label((packed.size, sizes.class_tile), first[1], start)
 
     every = tokens, layer, rows, d_losses, factor
     d_features = _zeros((packed.length, layer.kernel.shape[0]), wide_dtype(layer.kernel.dtype), every)
@@ -236,8 +237,11 @@ class _Packed(NamedTuple):
     def put_back(self, x: Array) -> Array:
         return x if self.order is None else x[jnp.maximum(self.place, 0)]
 
-    def block(self, x: Array, i: Any) -> Array:
-        return x if self.size == self.length else lax.dynamic_slice_in_dim(x, i * self.size, self.size, 0)
+    def block(self, tree: Tree, i: Any) -> Tree:
+        if self.size == self.length:
+            return tree
+        part: Tree = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * self.size, self.size, 0), tree)
+        return part
 
     def with_block(self, x: Array, i: Any, part: Array) -> Array:
         return part if self.size == self.length else lax.dynamic_update_slice_in_dim(x, part, i * self.size, 0)
