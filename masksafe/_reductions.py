@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import moments
+from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_array, as_number, canonical_axes
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
@@ -224,21 +224,39 @@ def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None
 def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:
-    axes, correction = config
-    row_axes = axes_of_row(axes, x.ndim)
+    leading = leading_axes(config[0])
+    config = axes_of_row(config[0], x.ndim), config[1]
 
-    def reduce_rows(x: Array, where: Array | None) -> tuple[tuple[Array, moments.Mean], tuple[()]]:
-        wide = selected(widened(x), where)
-        mean = moments.mean(wide, row_axes, where)
-        squares = moments.squares(moments.deviations(wide, mean, where), row_axes)
-        degrees_of_freedom = moments.count(wide, row_axes, where) - correction
-        variance = squares / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
-        # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
-        variance = jnp.where((degrees_of_freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
-        return (variance, mean), ()
+    def on_cpu(x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
+        (variance, mean), _ = by_row_blocks(lambda *args: (_reduce_rows(config, *args), ()), leading, x, where)
+        return variance, mean
 
-    (variance, mean), _ = by_row_blocks(reduce_rows, leading_axes(axes), x, where)
+    if jnp.iscomplexobj(x) or not moments.may_save_passes(config[0], x, where):
+        return on_cpu(x, where)
+    variance, mean = platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
     return variance, mean
+
+
+def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
+    axes, _ = config
+    wide = selected(widened(x), where)
+    mean = moments.mean(wide, axes, where)
+    square_sum = moments.squares(moments.deviations(wide, mean, where), axes)
+    return _variance(config, mean, square_sum, moments.count(wide, axes, where)), mean
+
+
+@with_derivatives_of(_reduce_rows)
+def _reduce_all_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
+    axes, _ = config
+    mean, square_sum = moments.mean_and_squares(x, axes, where)
+    return _variance(config, mean, square_sum, moments.count(widened(x), axes, where)), mean
+
+
+def _variance(config: _AxesAndCorrection, mean: moments.Mean, square_sum: Array, n: Array) -> Array:
+    degrees_of_freedom = n - config[1]
+    variance = square_sum / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
+    # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
+    return jnp.where((degrees_of_freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
 
 
 def _check_arguments(

@@ -9,14 +9,30 @@ remainder, is subtracted as well:
   r = \frac{1}{n} \sum_i (x_i - c), \qquad
   \mu = c + r, \qquad
   \sum_i (x_i - \mu)^2 = \sum_i ((x_i - c) - r)^2.
+
+A CPU makes these three passes over a block in its cache. An accelerator reads the array from memory in every pass, so
+`mean_and_squares` makes one: with a shift :math:`c` close to the mean, which a sample gives,
+
+.. math::
+  r = \frac{1}{n} \sum_i (x_i - c), \qquad
+  \sum_i (x_i - \mu)^2 = \sum_i (x_i - c)^2 - n r^2.
+
+The difference cancels by a factor of :math:`1 + r^2 / \sigma^2`. If a fraction :math:`f` of the row is the sample, that
+is at most :math:`1 + 1 / f`, since the squared distance of the sample from the mean is a part of the variance; it is
+close to 1 unless the sample differs from the rest. The textbook's :math:`c = 0` has no such bound.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.masks import selected
+from masksafe._core.precision import widened
+from masksafe._core.sharding import has_symbolic_size, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
 
 
@@ -73,3 +89,106 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
     """
     last = mean.centre if mean.remainder is None else mean.remainder
     return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
+
+
+# Few passes over an array, for accelerators.
+
+
+def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
+    """Whether it is worth a program of its own for accelerators, and possible.
+
+    Small arrays take no time there. Rows that are split over devices, or of symbolic size, cannot be sliced.
+    """
+    if has_symbolic_size(x) or x.size < platforms.FEWEST_ELEMENTS_OF_FEW_PASSES or not axes:
+        return False
+    spec = jax.typeof(x).sharding.spec
+    return all(spec[a] is None for a in axes) and all(is_split_like(o, x) for o in others if o is not None)
+
+
+def masks_rows(where: Array | None, axes: Axes) -> bool:
+    """Whether a mask has one value for all elements of a row, which lie along `axes`; None masks no row."""
+    return where is None or all(where.shape[a] == 1 for a in axes)
+
+
+def are_last(axes: Axes) -> bool:
+    """Whether `axes`, counted from the end, are the last ones."""
+    return sorted(axes) == list(range(-len(axes), 0))
+
+
+def mean_and_squares(x: Array, axes: Axes, where: Array | None) -> tuple[Mean, Array]:
+    """The mean, and the sum of squared deviations, of an array of real floats that may hold anything under the mask.
+
+    `axes` are counted from the end. It takes one pass, but two under a mask of elements if `axes` are not the last ones
+    or the floats are 64 bits wide: XLA's GPU compiler does not reduce several arrays together along other axes.
+    """
+    if masks_rows(where, axes):
+        shift = near_mean(x, axes)
+        shifted = widened(x) - shift
+        n = math.prod(x.shape[a] for a in axes)
+        mean, square_sum = about_mean(shift, sums(axes, None, shifted, shifted * shifted), n)
+        # Selected last: a selection before two sums would be written to memory.
+        return jax.tree.map(lambda a: selected(a, where), (mean, square_sum))  # type: ignore[no-any-return]
+    assert where is not None
+    wide = selected(widened(x), where)
+    if wide.dtype == jnp.float32 and are_last(axes):
+        return _merge_pairs(wide, axes, where)
+    shift = average(wide, axes, where)
+    shifted = widened(x) - shift
+    number = jnp.maximum(count(wide, axes, where), 1)
+    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), number)
+
+
+def near_mean(x: Array, axes: Axes) -> Array:
+    """A number close to the mean of each row, from a 64th of it; that of equal elements is their value exactly."""
+    axis = max(axes, key=lambda a: x.shape[a])
+    sample = lax.slice_in_dim(x, 0, -(-x.shape[axis] // 64), axis=axis)
+    first = widened(first_of_rows(x, axes))
+    return first + jnp.mean(widened(sample) - first, axes, keepdims=True)
+
+
+def first_of_rows(x: Array, axes: Axes) -> Array:
+    """The first element of each row; the reduced axes stay, with size 1."""
+    for axis in axes:
+        x = lax.slice_in_dim(x, 0, 1, axis=axis)
+    return x
+
+
+def sums(axes: Axes, where: Array | None, *arrays: Array) -> list[Array]:
+    """The sum of the unmasked elements of each array, which XLA computes in one pass; the reduced axes stay."""
+    return [jnp.sum(selected(a, where), axes, keepdims=True) for a in arrays]
+
+
+def about_mean(shift: Array, sums_about_shift: list[Array], n: Array | int) -> tuple[Mean, Array]:
+    """The mean, and the sum of squares about it, from the sums of `x - shift` and of its square; `n` is not 0."""
+    total, square_sum = sums_about_shift
+    remainder = total / n
+    excess = remainder * total
+    centred = square_sum - excess
+    centred = jnp.where(centred <= 8 * jnp.finfo(total.dtype).eps * excess, 0, centred)  # rounding, of equal elements
+    return Mean(shift, remainder), jnp.where(square_sum == jnp.inf, square_sum, centred)  # inf - inf would be NaN
+
+
+def _merge_pairs(x: Array, axes: Axes, where: Array) -> tuple[Mean, Array]:
+    """Mean and squares of the unmasked elements in one pass, merged from those of parts, as Chan et al. do."""
+
+    def merge(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        (n_a, centre_a, remainder_a, squares_a), (n_b, centre_b, remainder_b, squares_b) = a, b
+        weight = n_b / jnp.maximum(n_a + n_b, 1)
+        distance = (centre_b - centre_a) + (remainder_b - remainder_a)
+        centre, remainder = _exact_sum(centre_a, remainder_a + distance * weight)
+        squares = squares_a + squares_b + distance * (n_a * weight) * distance  # the square may overflow where n_a is 0
+        nothing = n_a == 0
+        return n_a + n_b, jnp.where(nothing, centre_b, centre), jnp.where(nothing, remainder_b, remainder), squares
+
+    parts: Any = (jnp.broadcast_to(where, x.shape).astype(x.dtype), x, jnp.zeros_like(x), jnp.zeros_like(x))
+    parts = vary_with(parts, (x, where))
+    _, *merged = lax.reduce(parts, (jnp.zeros((), x.dtype),) * 4, merge, [a % x.ndim for a in axes])
+    centre, remainder, square_sum = (jnp.expand_dims(m, axes) for m in merged)
+    return Mean(centre, remainder), square_sum
+
+
+def _exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded sum and its rounding error, as Knuth computes them."""
+    total = a + b
+    rounded_b = total - a
+    return total, (a - (total - rounded_b)) + (b - rounded_b)

@@ -45,6 +45,11 @@ LEAST_LOGITS, MOST_LOGITS = 2**25, 2**27
 LEAST_TOKENS_IF_MASKED = 2048  # in the largest block
 MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or not
 
+# Normalisation and variance on an accelerator. A program that saves passes over the memory is longer to compile. XLA's
+# GPU compiler keeps whole rows in registers up to the second number of elements; it finds no tiling for 2**15.
+FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
+MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS = 2**14
+
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""

@@ -7,6 +7,7 @@ on any axes without transposing.
 from __future__ import annotations
 
 import functools
+import math
 import numbers
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments
+from masksafe._core import moments, platforms
 from masksafe._core.arguments import (
     as_array,
     as_float_array,
@@ -24,11 +25,11 @@ from masksafe._core.arguments import (
     canonical_axes,
     message,
 )
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
@@ -225,7 +226,8 @@ def _normalize(
         raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
     scale = _along_axes(op, "scale", scale, x, axes)
     bias = _along_axes(op, "bias", bias, x, axes)
-    y: Array = _norm(_Config(axes, epsilon, centred), x, as_mask_of(op, where, x.shape), scale, bias)
+    config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
+    y: Array = _norm(config, x, as_mask_of(op, where, x.shape), scale, bias)
     return y
 
 
@@ -261,9 +263,10 @@ def _along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes:
 
 
 class _Config(NamedTuple):
-    axes: Axes
+    axes: Axes  # counted from the end
     epsilon: float
     centred: bool
+    has_bias: bool
 
 
 class _Statistics(NamedTuple):
@@ -300,27 +303,25 @@ def _evaluate(
 ) -> tuple[Array, _Statistics | None]:
     """The result, and the statistics if they cost nothing.
 
-    If XLA fuses the pass, a second result would prevent that. Then the reverse pass computes the statistics again, from
-    blocks in the cache.
+    If XLA fuses the pass, a second result would prevent that. Then the reverse pass computes the statistics again, on a
+    CPU from blocks in the cache.
     """
-    axes = axes_of_row(config.axes, x.ndim)
 
-    def evaluate_rows(
-        x: Array, where: Array | None, scale: Array | None, bias: Array | None
-    ) -> tuple[tuple[Array, _Statistics], tuple[()]]:
-        wide = selected(widened(x), where)
-        statistics = _compute_statistics(config, axes, wide, where, x.dtype)
-        y = _standardize(wide, statistics, where)
-        if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
-            y *= selected(scale.astype(y.dtype), where)
-        if bias is not None:
-            y += bias.astype(y.dtype)
-        return (selected(y, where).astype(x.dtype), statistics), ()
+    def on_cpu(*args: Any) -> tuple[Array, _Statistics | None]:
+        if _is_fused(x, where):
+            return _evaluate_rows(config, *args)[0], None
+        evaluate_rows = lambda *args: (_evaluate_rows(config, *args), ())  # noqa: E731
+        (y, statistics), _ = by_row_blocks(evaluate_rows, _leading_axes(config, x), *args)
+        return y, statistics
 
-    if _is_fused(x, where):
-        (y, _), _ = evaluate_rows(x, where, scale, bias)
-        return y, None
-    (y, statistics), _ = by_row_blocks(evaluate_rows, leading_axes(config.axes), x, where, scale, bias)
+    def elsewhere(*args: Any) -> tuple[Array, _Statistics | None]:
+        if not moments.masks_rows(where, config.axes):
+            return _evaluate_with_statistics(config, *args)
+        return _evaluate_alone(config, *args), None if _is_fused(x, where) else _zero_statistics(config, x)
+
+    if not moments.may_save_passes(config.axes, x, where, scale, bias):
+        return on_cpu(x, where, scale, bias)
+    y, statistics = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where, scale, bias)
     return y, statistics
 
 
@@ -334,26 +335,216 @@ def _pull_back(
     statistics: _Statistics | None,
     d_y: Array,
 ) -> tuple[Array, Array | None, Array | None]:
-    axes, row_ndim = axes_of_row(config.axes, x.ndim), x.ndim - leading_axes(config.axes)
+    def on_cpu(*args: Any) -> tuple[Array, tuple[Array | None, Array | None]]:
+        d_x, totals = by_row_blocks(functools.partial(_pull_back_rows, config), _leading_axes(config, x), *args)
+        return d_x, totals
 
-    def pull_back_rows(
+    def elsewhere(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
-        wide = selected(widened(x), where)
-        statistics = statistics or _compute_statistics(config, axes, wide, where, x.dtype)
-        normalized = _standardize(wide, statistics, where)
-        d_y = selected(d_y.astype(wide.dtype), where)
-        d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
-        d_deviations = d_normalized - normalized * moments.average(d_normalized * normalized, axes, where)
-        if config.centred:
-            d_deviations -= moments.average(d_normalized, axes, where)
-        d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
-        d_scale = None if scale is None else _sum_over_rows(d_y * normalized, axes, row_ndim)
-        d_bias = None if bias is None else _sum_over_rows(d_y, axes, row_ndim)
-        return d_x, (d_scale, d_bias)
+        are_zeros = moments.masks_rows(where, config.axes)
+        return _pull_back_all_rows(config, x, d_y, where, scale, None if are_zeros else statistics)
 
-    d_x, (d_scale, d_bias) = by_row_blocks(pull_back_rows, leading_axes(config.axes), x, d_y, where, scale, statistics)
+    args = x, d_y, where, scale, statistics
+    if moments.may_save_passes(config.axes, x, d_y, where, scale):
+        d_x, (d_scale, d_bias) = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    else:
+        d_x, (d_scale, d_bias) = on_cpu(*args)
     return d_x, _reshape_like(scale, d_scale), _reshape_like(bias, d_bias)
+
+
+# Some rows, or all of them.
+
+
+def _evaluate_rows(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+) -> tuple[Array, _Statistics]:
+    wide = selected(widened(x), where)
+    statistics = _compute_statistics(config, wide, where, x.dtype)
+    return _apply(wide, statistics, where, scale, bias).astype(x.dtype), statistics
+
+
+def _apply(wide: Array, statistics: _Statistics, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+    y = _standardize(wide, statistics, where)
+    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
+        y *= selected(scale.astype(y.dtype), where)
+    if bias is not None:
+        y += bias.astype(y.dtype)
+    return selected(y, where)
+
+
+def _pull_back_rows(
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+) -> tuple[Array, tuple[Array | None, Array | None]]:
+    wide = selected(widened(x), where)
+    statistics = statistics or _compute_statistics(config, wide, where, x.dtype)
+    normalized = _standardize(wide, statistics, where)
+    d_y = selected(d_y.astype(wide.dtype), where)
+    d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
+    d_deviations = d_normalized - normalized * moments.average(d_normalized * normalized, config.axes, where)
+    if config.centred:
+        d_deviations -= moments.average(d_normalized, config.axes, where)
+    d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
+    row_ndim = x.ndim - _leading_axes(config, x)
+    d_scale = None if scale is None else _sum_over_rows(d_y * normalized, config.axes, row_ndim)
+    d_bias = _sum_over_rows(d_y, config.axes, row_ndim) if config.has_bias else None
+    return d_x, (d_scale, d_bias)
+
+
+def _leading_axes(config: _Config, x: Array) -> int:
+    """How many axes precede the first one that is normalised."""
+    return x.ndim + min(config.axes) if config.axes else 0
+
+
+# All rows on an accelerator, in few passes over its memory. XLA writes an array that several sums share to memory if it
+# is expensive to compute, such as a selected one, and one that is used before and after the sums. So masks of rows are
+# applied to the sums, and a barrier hides what is computed twice.
+
+
+def _stays_in_registers(config: _Config, x: Array) -> bool:
+    """Whether XLA's GPU compiler makes one kernel of reductions of the rows and what follows, up to the result."""
+    n = math.prod(x.shape[a] for a in config.axes)
+    return moments.are_last(config.axes) and n <= platforms.MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS
+
+
+def _with_rows_merged(config: _Config, x: Array, *arrays: Array | None) -> list[Any]:
+    """The arrays with their last axes, those of a row of `x`, merged into one; XLA would split it again."""
+    number = len(config.axes)
+
+    def merged(a: Array) -> Array:
+        leading, row = a.shape[:-number], a.shape[-number:]
+        if math.prod(row) == 1:
+            return a.reshape(*leading, 1)
+        return jnp.broadcast_to(a, leading + x.shape[-number:]).reshape(*leading, -1)
+
+    if number == 1:
+        return list(arrays)
+    return list(lax.optimization_barrier([None if a is None else merged(a) for a in arrays]))
+
+
+def _evaluate_all_rows(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+) -> Array:
+    return _evaluate_rows(config, x, where, scale, bias)[0]
+
+
+@with_derivatives_of(_evaluate_all_rows)
+def _evaluate_alone(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+    """The result without the statistics, under a mask of rows."""
+    if not _stays_in_registers(config, x):
+        return _evaluate_with_statistics(config, x, where, scale, bias)[0]
+    rows, where, scale, bias = _with_rows_merged(config, x, x, where, scale, bias)
+    y, _ = _evaluate_rows(config._replace(axes=(-1,)), selected(rows, where), None, scale, bias)
+    return selected(y, where).reshape(x.shape)
+
+
+@with_derivatives_of(_evaluate_rows)
+def _evaluate_with_statistics(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+) -> tuple[Array, _Statistics]:
+    if config.centred:
+        n = _count(config, x, where)
+        statistics = _statistics_of(config, x.dtype, *moments.mean_and_squares(x, config.axes, where), n)
+    else:
+        statistics = _compute_statistics(config, selected(widened(x), where), where, x.dtype)
+    if not moments.masks_rows(where, config.axes):
+        x, where, scale, bias, statistics = lax.optimization_barrier((x, where, scale, bias, statistics))
+    return _apply(selected(widened(x), where), statistics, where, scale, bias).astype(x.dtype), statistics
+
+
+class _Averages(NamedTuple):
+    """Averages over each row, for the reverse pass."""
+
+    product: Array  # of the normalised elements with their cotangents
+    d_normalized: Array | None  # of the cotangents; None for the root mean square
+
+
+@with_derivatives_of(_pull_back_rows)
+def _pull_back_all_rows(
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+) -> tuple[Array, tuple[Array | None, Array | None]]:
+    """The cotangents, from statistics unless the mask is one of rows."""
+    if statistics is not None:
+        averages = _averages(config, x, d_y, where, scale, statistics)
+    elif scale is None and not config.has_bias and _stays_in_registers(config, x):
+        rows, d_rows, where = _with_rows_merged(config, x, x, d_y, where)
+        rows, d_rows = selected(rows, where), selected(d_rows, where)
+        d_x, totals = _pull_back_rows(config._replace(axes=(-1,)), rows, d_rows, None, None, None)
+        return selected(d_x, where).reshape(x.shape), totals
+    else:
+        statistics, averages = _statistics_and_averages(config, x, d_y, where, scale)
+    x, d_y, where, scale, statistics, averages = lax.optimization_barrier((x, d_y, where, scale, statistics, averages))
+    wide, d_y = selected(widened(x), where), selected(widened(d_y), where)
+    deviations = _deviations(wide, statistics.mean, None)
+    factor = statistics.reciprocal_std * averages.product
+    d_deviations = _scaled(d_y, scale) - deviations * factor
+    if averages.d_normalized is not None:
+        d_deviations -= averages.d_normalized
+    row_ndim = x.ndim - _leading_axes(config, x)
+    d_scale = None if scale is None else d_y * (deviations * statistics.reciprocal_std)
+    if not moments.masks_rows(where, config.axes):  # the statistics of a row may be NaN
+        d_scale = None if d_scale is None else selected(d_scale, where)
+    d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
+    totals = d_scale, d_y if config.has_bias else None
+    return d_x, jax.tree.map(lambda a: _sum_over_rows(a, config.axes, row_ndim), totals)
+
+
+def _averages(
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics
+) -> _Averages:
+    d_normalized = _scaled(widened(d_y), scale)
+    products = d_normalized * _standardize(widened(x), statistics, None)
+    if not config.centred:
+        return _Averages(moments.sums(config.axes, where, products)[0] / _count(config, x, where), None)
+    product, total = moments.sums(config.axes, where, products, d_normalized)
+    n = _count(config, x, where)
+    return _Averages(product / n, total / n)
+
+
+def _statistics_and_averages(
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None
+) -> tuple[_Statistics, _Averages]:
+    """Both in one pass, under a mask of rows."""
+    x = lax.optimization_barrier(x)  # else the forward pass shares a sum, and no longer stays in registers
+    n = math.prod(x.shape[a] for a in config.axes)
+    wide, d_normalized = widened(x), _scaled(widened(d_y), scale)
+    if config.centred:
+        shift = moments.near_mean(x, config.axes)
+        shifted = wide - shift
+        terms = shifted, shifted * shifted, d_normalized * shifted, d_normalized
+        *about_shift, product, d_total = moments.sums(config.axes, None, *terms)
+        statistics = _statistics_of(config, x.dtype, *moments.about_mean(shift, about_shift, n), n)
+        product, cotangent = product - d_total * (about_shift[0] / n), d_total / n
+    else:
+        square_sum, product = moments.sums(config.axes, None, wide * wide, d_normalized * wide)
+        statistics, cotangent = _Statistics(None, _reciprocal_root(square_sum / n, None, config.epsilon)), None
+    averages = _Averages(product * statistics.reciprocal_std / n, cotangent)
+    statistics, averages = jax.tree.map(lambda a: selected(a, where), (statistics, averages))
+    return statistics, averages
+
+
+def _scaled(d_y: Array, scale: Array | None) -> Array:
+    return d_y if scale is None else d_y * scale.astype(d_y.dtype)
+
+
+def _count(config: _Config, x: Array, where: Array | None) -> Array | int:
+    """The number of unmasked elements of each row in which there is one; else 1 or more."""
+    if moments.masks_rows(where, config.axes):
+        return math.prod(x.shape[a] for a in config.axes)
+    return jnp.maximum(moments.count(widened(x), config.axes, where), 1)
+
+
+def _statistics_of(config: _Config, narrow: Any, mean: Mean, square_sum: Array, n: Array | int) -> _Statistics:
+    if _has_one_part(narrow):
+        mean = Mean(moments.total(mean), None)
+    return _Statistics(mean, _reciprocal_root(square_sum / n, mean, config.epsilon))
+
+
+def _zero_statistics(config: _Config, x: Array) -> _Statistics:
+    """Zeros where a CPU keeps statistics for the reverse pass."""
+    zero = jnp.zeros_like(widened(moments.first_of_rows(x, config.axes)))
+    mean = Mean(zero, None if _has_one_part(x.dtype) else zero) if config.centred else None
+    return _Statistics(mean, zero)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -391,12 +582,20 @@ def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked
     return selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
 
 
-def _compute_statistics(config: _Config, axes: Axes, x: Array, where: Array | None, narrow: Any) -> _Statistics:
+def _compute_statistics(config: _Config, x: Array, where: Array | None, narrow: Any) -> _Statistics:
     """The statistics of a wide array with 0 under the mask, which had the dtype `narrow`."""
-    # bfloat16 is 2**16 times coarser than float32: a remainder of the mean is pointless, and takes a fifth of the time.
-    mean = moments.mean(x, axes, where, in_one_part=narrow == jnp.bfloat16) if config.centred else None
-    variance = moments.squares(_deviations(x, mean, where), axes) / jnp.maximum(moments.count(x, axes, where), 1)
+    mean = moments.mean(x, config.axes, where, in_one_part=_has_one_part(narrow)) if config.centred else None
+    square_sum = moments.squares(_deviations(x, mean, where), config.axes)
+    variance = square_sum / jnp.maximum(moments.count(x, config.axes, where), 1)
     return _Statistics(mean, _reciprocal_root(variance, mean, config.epsilon))
+
+
+def _has_one_part(dtype: Any) -> bool:
+    """Whether the mean of an array of `dtype` has no remainder.
+
+    bfloat16 is 2**16 times coarser than float32: a remainder is pointless, and takes a fifth of the time.
+    """
+    return bool(dtype == jnp.bfloat16)
 
 
 def _standardize(x: Array, statistics: _Statistics, where: Array | None) -> Array:
