@@ -15,8 +15,10 @@ from jax import lax
 
 from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
+from masksafe._core.platforms import on_cpu_or_elsewhere
 from masksafe._core.precision import widened
+from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
@@ -246,7 +248,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     probs, where = residuals
     dtype = probs.dtype
     probs, d_probs = widened(probs), selected(widened(d_probs), where, 0)
-    d_x = probs * (d_probs - jnp.sum(probs * d_probs, axes, keepdims=True))
+    d_x = probs * (d_probs - _sum_everywhere(axes, probs * d_probs))
     return selected(d_x, where, 0).astype(dtype), None
 
 
@@ -258,9 +260,7 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, _ = _subtract_largest(axes, x, where)
-    exps = jnp.exp(z)
-    total = _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+    _, exps, total = _relative_exps(axes, x, where)
     return selected(exps / total, where, 0).astype(x.dtype)
 
 
@@ -273,7 +273,7 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
     probs, d_wide = jnp.exp(widened(log_probs)), selected(widened(d_log_probs), where, 0)
-    d_x = d_wide - probs * jnp.sum(d_wide, axes, keepdims=True)
+    d_x = d_wide - probs * _sum_everywhere(axes, d_wide)
     return selected(d_x, where, 0).astype(log_probs.dtype), None
 
 
@@ -285,9 +285,21 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, _ = _subtract_largest(axes, x, where)
-    total = _select_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    z, _, total = _relative_exps(axes, x, where)
     return selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
+
+
+def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
+    """Widened `x` minus its largest unmasked element, the exponentials, 0 under the mask, and their sum; 1 if empty.
+
+    XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
+    found, with no selection in between.
+    """
+    x = lowest_under_mask(x, where)
+    largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
+    z = widened(x) - widened(largest)
+    exps = selected(jnp.exp(z), where, 0)
+    return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
 
 
 def _subtract_largest(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
@@ -303,3 +315,15 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
     if where is None:
         return reduced
     return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
+
+
+def _sum_everywhere(axes: Axes, x: Array) -> Array:
+    """The sum over `axes`, which are kept."""
+    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
+    if not may_loop(x):
+        return total(x)
+    # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
+    # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
+    on_cpu = lambda x: jnp.broadcast_to(total(x), x.shape)  # noqa: E731
+    spread: Array = on_cpu_or_elsewhere(on_cpu, lambda x: 0 * x + total(x), x)
+    return spread

@@ -14,6 +14,15 @@ def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
     return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
+def lowest_under_mask(x: Array, where: Array | None) -> Array:
+    """`x` with its dtype's lowest finite number under the mask.
+
+    For differences from the largest element: in a row with nothing left they are 0, while -inf - -inf would be NaN. So
+    the mask has to be applied to their exponentials too.
+    """
+    return selected(x, where, float(jnp.finfo(x.dtype).min))
+
+
 def first_of(found: Array) -> tuple[Array, Array]:
     """The flat index of the first True (the size if there is none), and an array that is True only there."""
     # A minimum of positions rather than argmax and indexing, which do not work on sharded arrays.

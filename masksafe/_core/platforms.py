@@ -50,6 +50,10 @@ MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or no
 FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
 MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS = 2**14
 
+# XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads the row once, up
+# to this size. Longer rows are read once for every sum that needs the one before.
+ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
+
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""

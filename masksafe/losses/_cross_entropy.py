@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from masksafe._core import sharding
+from masksafe._core import platforms, sharding
 from masksafe._core.arguments import (
     as_float_array,
     as_label_array,
@@ -328,6 +330,8 @@ def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
+    if is_soft(labels) and _fits_into_a_kernel(axes, logits):
+        rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     live = is_sound(rows) | (d_loss != 0)
@@ -337,5 +341,23 @@ def _pull_back(
     if not is_soft(labels):
         return d_logits, None
     costs = target_costs(x, t, mask, rows)
-    live &= jnp.isfinite(costs) | (d_loss != 0)
+    live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)
     return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))
+
+
+def _fits_into_a_kernel(axes: Axes, logits: Array) -> bool:
+    """Whether a kernel of a GPU can hold a whole row, so that it reads the row once for all sums and for the results."""
+    if not sharding.may_loop(logits) or axes != tuple(range(logits.ndim - len(axes), logits.ndim)):
+        return False
+    return math.prod(logits.shape[a] for a in axes) <= platforms.ELEMENTS_OF_ROW_IN_ONE_KERNEL
+
+
+def _keep_rows(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
+    return rows, x, t
+
+
+def _evaluate_again(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
+    # The kernel that writes the gradient reads the whole row anyway. Kept results of the forward pass would be computed
+    # by a kernel of their own, with one more pass over the logits, since XLA's kernels for rows have only one result.
+    x, t = lax.optimization_barrier((x, t))
+    return evaluate_rows(Plan(in_blocks=False), x, t, mask), x, t

@@ -14,11 +14,11 @@ Two measures preserve all digits.
 
 * :math:`L` is stored in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
   (`log_sum`). An offset common to all logits cancels before anything is rounded.
-* One class of each row, the anchor :math:`a`, is left out of the sum: the label, or the most likely class. With
-  :math:`z = x - \text{shift}` and the others :math:`O = \sum_{j \ne a} e^{z_j}`, `log_sum` is
-  :math:`\log(1 + (O + (e^{z_a} - 1)))`. This is tiny and exact where the anchor has nearly all of the probability,
-  whereas adding :math:`O` to 1 would lose its digits. For the same reason :math:`p_a - 1` is computed as
-  :math:`\operatorname{expm1}(\log p_a)`, not as a difference.
+* With :math:`z = x - \text{shift}`, each of the :math:`n` largest logits has :math:`e^z = 1`. They are counted apart
+  from the sum :math:`O` of the other exponentials, so `log_sum` is :math:`\log(1 + (O + (n - 1)))`. This is tiny and
+  exact where one class has nearly all of the probability, whereas adding :math:`O` to 1 would lose its digits. For
+  the same reason :math:`p - 1` of such a class is computed as :math:`\operatorname{expm1}(\log p)`, not as a
+  difference. No class is looked up by its number, which would take a further pass over the logits.
 """
 
 import functools
@@ -30,7 +30,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._core import sharding
 from masksafe._core.labels import class_index, is_class, is_soft, nan_unless
-from masksafe._core.masks import selected
+from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.sharding import is_sharded
@@ -49,10 +49,9 @@ class Rows(NamedTuple):
 
     loss: Array
     shift: Array  # the largest unmasked logit
-    log_sum: Array  # the log of the sum of exp(logits - shift)
-    total: Array  # the sum of the targets
-    anchor: Array  # the class left out of the sum; -1 for none
-    anchor_log_prob: Array
+    log_sum: Array  # the log of the sum of exp(logits - shift); 0 in a row with nothing left
+    total: Array  # the sum of the targets; NaN for a label out of range
+    label: Array | None  # as a class of this device, or outside [0, num_classes); None for targets
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -71,16 +70,18 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
     d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
-    d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
-    d_anchor_log_prob = _value_at_anchor(plan.axis_name, x_dot, rows.anchor) - d_log_sum
+    exps = _relative_exps(x, where, rows.shift)[1]
+    d_log_sum = total(_sum(exps * jnp.exp(-rows.log_sum) * x_dot))
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are not used: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
         labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
         d_total += _sum(labels_dot)
-    no_shift, no_anchor = (zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.anchor))
-    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_anchor, d_anchor_log_prob)
+    no_shift, no_label = (
+        None if a is None else zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label)
+    )
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label)  # type: ignore[arg-type]
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:
@@ -92,43 +93,45 @@ def _instantiate(tangent: Any, primal: Array) -> Array:
 
 def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype = _accumulation_dtype(x, labels)
+    label = None if is_soft(labels) else _label_here(axis_name, labels, x.shape[-1])
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
-        return Rows(zero, zero, zero, zero, jnp.full(zero.shape, -1, jnp.int32), zero)
-    x = selected(x, where, -jnp.inf)
-    largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
-    anchor = _first_class(x == largest) if is_soft(labels) else _anchor_of_labels(axis_name, labels, x.shape[-1])
-    # In a row with nothing left, give the anchor all of the probability, so all results are 0.
+        return Rows(zero, zero, zero, zero, label)
+    largest = sharding.max_over_devices(axis_name, jnp.max(lowest_under_mask(x, where), -1, keepdims=True))
+    shift = jnp.minimum(largest.astype(dtype), jnp.finfo(dtype).max)  # a logit of +inf has z = +inf, not NaN
+    z, exps = _relative_exps(x, where, shift)
+    others = sharding.sum_over_devices(axis_name, _sum(jnp.where(z == 0, 0, exps)))
+    number = sharding.sum_over_devices(axis_name, _sum(selected(z == 0, where, False)).astype(dtype))
+    # None is largest in a row with nothing left, whose sum is to be 1, and among logits of -inf, whose sum is to be 0.
     live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
-    anchor = selected(anchor, live_rows, 0)
-    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    anchor_z = selected(_value_at_anchor(axis_name, x, anchor).astype(dtype) - shift, live_rows, 0)
-    others = sharding.sum_over_devices(axis_name, _sum(_exp_of_others(x, shift, anchor)))
-    log_sum = jnp.log1p(others + jnp.expm1(anchor_z))
+    fewest = -1 if live_rows is None else -live_rows.astype(dtype)
+    log_sum = jnp.log1p(others + jnp.maximum(number - 1, fewest))
 
-    rows = Rows(log_sum - anchor_z, shift, log_sum, jnp.ones_like(shift), anchor, anchor_z - log_sum)
-    if not is_soft(labels):
-        return rows
+    if label is not None:
+        # In a row with nothing left the label does not matter: it is given all of the probability.
+        label_z = selected(_value_at_label(axis_name, x, where, label).astype(dtype) - shift, live_rows, 0)
+        valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
+        total = selected(nan_unless(valid, dtype), live_rows, 1)
+        return Rows(total * (log_sum - label_z), shift, log_sum, total, label)
     t = selected(labels.astype(dtype), where, 0)
-    costs = jnp.where(t == 0, 0, t * target_costs(x, t, where, rows))
-    # Targets that are all 0 must not hide a NaN or infinite logit.
-    loss = _sum(costs)
-    loss = jnp.where(jnp.isfinite(log_sum) | (loss == jnp.inf), loss, jnp.nan)
-    return rows._replace(loss=loss, total=_sum(t))
+    total = _sum(t)
+    return Rows(total * log_sum - _sum(jnp.where(t == 0, 0, t * z)), shift, log_sum, total, None)
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
     """The derivative of the loss with respect to the unmasked logits; NaN in a row for which `is_sound` is False."""
-    x = selected(x, where, -jnp.inf)
-    scale = jnp.where(is_sound(rows), rows.total * jnp.exp(-rows.log_sum), jnp.nan)
-    errors = _exp_of_others(x, rows.shift, rows.anchor) * scale
-    anchor_target: Array | float = 1.0
-    if is_soft(labels):
-        t = selected(labels.astype(rows.loss.dtype), where, 0)
-        errors, anchor_target = errors - t, _pick(t, rows.anchor)
-    anchor_error = rows.total * jnp.expm1(rows.anchor_log_prob) + (rows.total - anchor_target)
-    anchor_error = jnp.where(is_sound(rows), anchor_error, jnp.nan)
-    return jnp.where(class_index(x.shape) == rows.anchor, anchor_error, errors)
+    z, exps = _relative_exps(x, where, rows.shift)
+    sound = is_sound(rows)
+    scale = jnp.where(sound, rows.total * jnp.exp(-rows.log_sum), jnp.nan)
+    if rows.label is not None:
+        label_error = jnp.where(sound, jnp.expm1(-rows.loss), jnp.nan)
+        return jnp.where(class_index(x.shape) == rows.label, label_error, exps * scale)
+    t = selected(labels.astype(rows.loss.dtype), where, 0)
+    # Of a largest logit, whose exponential is 1, the error is total (p - 1) + (total - t). Factors of `exps` make the
+    # derivatives right as well.
+    scale_of_largest = jnp.where(sound, rows.total * jnp.expm1(-rows.log_sum), jnp.nan)
+    is_largest = z == 0
+    return exps * jnp.where(is_largest, scale_of_largest, scale) + (jnp.where(is_largest, exps * rows.total, 0) - t)
 
 
 def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
@@ -144,22 +147,17 @@ def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
 
 def is_sound(rows: Rows) -> Array:
     """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
-    return jnp.isfinite(rows.log_sum) & ~jnp.isnan(rows.loss)
+    # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
+    return (jnp.abs(rows.log_sum) < jnp.inf) & (jnp.abs(rows.total) < jnp.inf)
 
 
-def _exp_of_others(x: Array, shift: Array, anchor: Array) -> Array:
-    """exp(x - shift) of every class but the anchor."""
-    return jnp.where(class_index(x.shape) == anchor, 0, jnp.exp(x.astype(shift.dtype) - shift))
+def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, Array]:
+    """The logits minus the shift, and their exponentials, which are 0 under the mask."""
+    z = lowest_under_mask(x, where).astype(shift.dtype) - shift
+    return z, selected(jnp.exp(z), where, 0)
 
 
-def _first_class(found: Array) -> Array:
-    """The first class where `found` is True, -1 if there is none; on a CPU far faster than argmax."""
-    num_classes = found.shape[-1]
-    first = jnp.min(jnp.where(found, class_index(found.shape), num_classes), -1, keepdims=True)
-    return jnp.where(first == num_classes, -1, first)
-
-
-def _anchor_of_labels(axis_name: str | None, labels: Array, number: int) -> Array:
+def _label_here(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32 classes of this device: -1 if outside [0, num_classes), `number` if on another device."""
     valid = is_class(labels, sharding.size_over_devices(axis_name, number))
     local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
@@ -167,22 +165,23 @@ def _anchor_of_labels(axis_name: str | None, labels: Array, number: int) -> Arra
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
 
 
-def _value_at_anchor(axis_name: str | None, x: Array, anchor: Array) -> Array:
-    """x[..., anchor], from the device that holds the anchor."""
-    if axis_name is None:
-        return _pick(x, anchor)
+def _value_at_label(axis_name: str | None, x: Array, where: Array | None, label: Array) -> Array:
+    """x[..., label], -inf at a masked class, from the device that holds the label; any number for an invalid label."""
     last = x.shape[-1] - 1
-    return sharding.sum_over_devices(axis_name, jnp.where(anchor <= last, _pick(x, jnp.minimum(anchor, last)), 0))
+    index = jnp.clip(label, 0, last)
+    # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
+    live = where if where is None or where.shape[-1] == 1 else _pick(where, index)
+    value = selected(_pick(x, index), live, -jnp.inf)
+    return value if axis_name is None else sharding.sum_over_devices(axis_name, jnp.where(label <= last, value, 0))
 
 
 def _pick(x: Array, index: Array) -> Array:
-    """x[..., index], NaN where the index is -1."""
-    if is_sharded(x):  # JAX refuses to index along a sharded axis
-        picked = _sum(jnp.where(class_index(x.shape) == index, x, 0))
-    else:
-        picked = jnp.take_along_axis(x, jnp.maximum(index, 0), -1, mode="promise_in_bounds")
-    # A product, since selecting a constant NaN would make it a residual and trigger jax_debug_nans.
-    return picked * nan_unless(index >= 0, x.dtype)
+    """x[..., index]."""
+    if is_sharded(x) or is_sharded(index):  # JAX refuses to index along a sharded axis
+        shape = jnp.broadcast_shapes(x.shape, (*index.shape[:-1], 1))
+        picked = jnp.where(class_index(shape) == index, x, jnp.zeros((), x.dtype))
+        return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else _sum(picked)
+    return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")
 
 
 def _sum(x: Array) -> Array:
