@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
-from masksafe._core.platforms import on_cpu_or_elsewhere
 from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -247,7 +247,7 @@ def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, 
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
     dtype = probs.dtype
-    probs, d_probs = widened(probs), selected(widened(d_probs), where, 0)
+    probs, d_probs = widened(_as_kept(axes, probs)), selected(widened(d_probs), where, 0)
     d_x = probs * (d_probs - _sum_everywhere(axes, probs * d_probs))
     return selected(d_x, where, 0).astype(dtype), None
 
@@ -272,7 +272,7 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
 @functools.partial(jax.jit, static_argnums=0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
-    probs, d_wide = jnp.exp(widened(log_probs)), selected(widened(d_log_probs), where, 0)
+    probs, d_wide = jnp.exp(widened(_as_kept(axes, log_probs))), selected(widened(d_log_probs), where, 0)
     d_x = d_wide - probs * _sum_everywhere(axes, d_wide)
     return selected(d_x, where, 0).astype(log_probs.dtype), None
 
@@ -317,6 +317,14 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
     return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
 
 
+def _as_kept(axes: Axes, residual: Array) -> Array:
+    """`residual`; on a GPU it is read too, where XLA would compute a short row again in one more pass over `x`."""
+    if not (may_loop(residual) and platforms.fits_into_a_kernel(axes, residual.shape)):
+        return residual
+    kept: Array = platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)
+    return kept
+
+
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
     """The sum over `axes`, which are kept."""
     total = functools.partial(jnp.sum, axis=axes, keepdims=True)
@@ -325,5 +333,5 @@ def _sum_everywhere(axes: Axes, x: Array) -> Array:
     # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
     # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
     on_cpu = lambda x: jnp.broadcast_to(total(x), x.shape)  # noqa: E731
-    spread: Array = on_cpu_or_elsewhere(on_cpu, lambda x: 0 * x + total(x), x)
+    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, lambda x: 0 * x + total(x), x)
     return spread

@@ -5,6 +5,7 @@ where possible. The choice depends on the platform that a program is lowered for
 of the process.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,16 @@ MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS = 2**14
 
 # XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads the row once, up
 # to this size. Longer rows are read once for every sum that needs the one before.
+
+# Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads
+# the row once. Longer rows are read once for every sum that needs the one before.
 ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
+
+
+def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a kernel of a GPU can hold a row of an array, whose elements lie on `axes`."""
+    row = tuple(range(len(shape) - len(axes), len(shape)))
+    return tuple(sorted(axes)) == row and math.prod(shape[a] for a in axes) <= ELEMENTS_OF_ROW_IN_ONE_KERNEL
 
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -330,7 +329,7 @@ def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
-    if is_soft(labels) and _fits_into_a_kernel(axes, logits):
+    if is_soft(labels) and sharding.may_loop(logits) and platforms.fits_into_a_kernel(axes, logits.shape):
         rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
@@ -343,13 +342,6 @@ def _pull_back(
     costs = target_costs(x, t, mask, rows)
     live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)
     return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))
-
-
-def _fits_into_a_kernel(axes: Axes, logits: Array) -> bool:
-    """Whether a kernel of a GPU can hold a whole row, so that it reads the row once for all sums and for the results."""
-    if not sharding.may_loop(logits) or axes != tuple(range(logits.ndim - len(axes), logits.ndim)):
-        return False
-    return math.prod(logits.shape[a] for a in axes) <= platforms.ELEMENTS_OF_ROW_IN_ONE_KERNEL
 
 
 def _keep_rows(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
