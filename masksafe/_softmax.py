@@ -290,11 +290,23 @@ def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 
 def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    """Widened `x` minus its largest unmasked element, the exponentials, 0 under the mask, and their sum; 1 if empty.
+    """Widened `x` minus its largest unmasked element, the exponentials, 0 under the mask, and their sum; 1 if empty."""
+    on_cpu, elsewhere = (functools.partial(fn, axes) for fn in (_relative_exps_on_cpu, _relative_exps_elsewhere))
+    if not may_loop((x, where)):
+        return on_cpu(x, where)
+    z, exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
+    return z, exps, total
 
-    XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
-    found, with no selection in between.
-    """
+
+def _relative_exps_on_cpu(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
+    z, _ = _subtract_largest(axes, x, where)
+    exps = jnp.exp(z)
+    return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+
+
+def _relative_exps_elsewhere(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
+    # XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
+    # found, with no selection in between.
     x = lowest_under_mask(x, where)
     largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
     z = widened(x) - widened(largest)

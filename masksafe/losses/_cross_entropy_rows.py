@@ -14,11 +14,12 @@ Two measures preserve all digits.
 
 * :math:`L` is stored in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
   (`log_sum`). An offset common to all logits cancels before anything is rounded.
-* With :math:`z = x - \text{shift}`, each of the :math:`n` largest logits has :math:`e^z = 1`. They are counted apart
-  from the sum :math:`O` of the other exponentials, so `log_sum` is :math:`\log(1 + (O + (n - 1)))`. This is tiny and
-  exact where one class has nearly all of the probability, whereas adding :math:`O` to 1 would lose its digits. For
-  the same reason :math:`p - 1` of such a class is computed as :math:`\operatorname{expm1}(\log p)`, not as a
-  difference. No class is looked up by its number, which would take a further pass over the logits.
+* Classes of which one may have nearly all of the probability are left out of the sum, so that it does not lose its
+  digits by being added to 1. With :math:`z = x - \text{shift}` and a label :math:`a`, `log_sum` is
+  :math:`\log(1 + (O + (e^{z_a} - 1)))`, where :math:`O` is the sum of the others. With targets it is
+  :math:`\log(1 + (O + (n - 1)))`, where the :math:`n` largest logits, whose :math:`e^z` is 1, are counted: to look for
+  the number of one of them would take a further pass over the logits. For the same reason :math:`p - 1` is computed
+  as :math:`\operatorname{expm1}(\log p)`, not as a difference.
 """
 
 import functools
@@ -70,8 +71,7 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
     d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
-    exps = _relative_exps(x, where, rows.shift)[1]
-    d_log_sum = total(_sum(exps * jnp.exp(-rows.log_sum) * x_dot))
+    d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are not used: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
@@ -93,43 +93,58 @@ def _instantiate(tangent: Any, primal: Array) -> Array:
 
 def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype = _accumulation_dtype(x, labels)
-    label = None if is_soft(labels) else _label_here(axis_name, labels, x.shape[-1])
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
-        return Rows(zero, zero, zero, zero, label)
-    largest = sharding.max_over_devices(axis_name, jnp.max(lowest_under_mask(x, where), -1, keepdims=True))
+        return Rows(zero, zero, zero, zero, None if is_soft(labels) else jnp.full(zero.shape, -1, jnp.int32))
+    return (
+        _rows_of_targets(dtype, x, labels, where) if is_soft(labels) else _rows_of_labels(axis_name, x, labels, where)
+    )
+
+
+def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
+    dtype, label = wide_dtype(x.dtype), _label_here(axis_name, labels, x.shape[-1])
+    # In a row with nothing left the label does not matter: it is given all of the probability.
+    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
+    label_x = _value_at_label(axis_name, x, where, label).astype(dtype)
+    valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
+    total = selected(nan_unless(valid, dtype), live_rows, 1)
+
+    x = selected(x, where, -jnp.inf)
+    largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
+    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
+    label_z = selected(label_x - shift, live_rows, 0)
+    others = sharding.sum_over_devices(axis_name, _sum(_exps_of_others(x, shift, label)))
+    log_sum = jnp.log1p(others + jnp.expm1(label_z))
+    return Rows(total * (log_sum - label_z), shift, log_sum, total, label)
+
+
+def _rows_of_targets(dtype: Any, x: Array, targets: Array, where: Array | None) -> Rows:
+    largest = jnp.max(lowest_under_mask(x, where), -1, keepdims=True)
     shift = jnp.minimum(largest.astype(dtype), jnp.finfo(dtype).max)  # a logit of +inf has z = +inf, not NaN
     z, exps = _relative_exps(x, where, shift)
-    others = sharding.sum_over_devices(axis_name, _sum(jnp.where(z == 0, 0, exps)))
-    number = sharding.sum_over_devices(axis_name, _sum(selected(z == 0, where, False)).astype(dtype))
+    others = _sum(jnp.where(z == 0, 0, exps))
+    number = _sum(selected(z == 0, where, False)).astype(dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among logits of -inf, whose sum is to be 0.
-    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
-    fewest = -1 if live_rows is None else -live_rows.astype(dtype)
+    fewest = -1 if where is None else -jnp.any(where, -1, keepdims=True).astype(dtype)
     log_sum = jnp.log1p(others + jnp.maximum(number - 1, fewest))
-
-    if label is not None:
-        # In a row with nothing left the label does not matter: it is given all of the probability.
-        label_z = selected(_value_at_label(axis_name, x, where, label).astype(dtype) - shift, live_rows, 0)
-        valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
-        total = selected(nan_unless(valid, dtype), live_rows, 1)
-        return Rows(total * (log_sum - label_z), shift, log_sum, total, label)
-    t = selected(labels.astype(dtype), where, 0)
+    t = selected(targets.astype(dtype), where, 0)
     total = _sum(t)
     return Rows(total * log_sum - _sum(jnp.where(t == 0, 0, t * z)), shift, log_sum, total, None)
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
     """The derivative of the loss with respect to the unmasked logits; NaN in a row for which `is_sound` is False."""
-    z, exps = _relative_exps(x, where, rows.shift)
     sound = is_sound(rows)
     scale = jnp.where(sound, rows.total * jnp.exp(-rows.log_sum), jnp.nan)
     if rows.label is not None:
         label_error = jnp.where(sound, jnp.expm1(-rows.loss), jnp.nan)
-        return jnp.where(class_index(x.shape) == rows.label, label_error, exps * scale)
+        errors = _exps_of_others(selected(x, where, -jnp.inf), rows.shift, rows.label) * scale
+        return jnp.where(class_index(x.shape) == rows.label, label_error, errors)
     t = selected(labels.astype(rows.loss.dtype), where, 0)
     # Of a largest logit, whose exponential is 1, the error is total (p - 1) + (total - t). Factors of `exps` make the
     # derivatives right as well.
     scale_of_largest = jnp.where(sound, rows.total * jnp.expm1(-rows.log_sum), jnp.nan)
+    z, exps = _relative_exps(x, where, rows.shift)
     is_largest = z == 0
     return exps * jnp.where(is_largest, scale_of_largest, scale) + (jnp.where(is_largest, exps * rows.total, 0) - t)
 
@@ -149,6 +164,11 @@ def is_sound(rows: Rows) -> Array:
     """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (jnp.abs(rows.log_sum) < jnp.inf) & (jnp.abs(rows.total) < jnp.inf)
+
+
+def _exps_of_others(x: Array, shift: Array, label: Array) -> Array:
+    """exp(x - shift) of every class but the label."""
+    return jnp.where(class_index(x.shape) == label, 0, jnp.exp(x.astype(shift.dtype) - shift))
 
 
 def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, Array]:
