@@ -330,8 +330,9 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
 
 
 def _as_kept(axes: Axes, residual: Array) -> Array:
-    """`residual`; on a GPU it is read too, where XLA would compute a short row again in one more pass over `x`."""
-    if not (may_loop(residual) and platforms.fits_into_a_kernel(axes, residual.shape)):
+    """`residual`; in 16 bits on a GPU it is read too, where XLA would compute a short row again in one more pass."""
+    is_short = may_loop(residual) and platforms.fits_into_a_kernel(axes, residual.shape)
+    if residual.dtype.itemsize > 2 or not is_short:
         return residual
     kept: Array = platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)
     return kept
