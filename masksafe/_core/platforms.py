@@ -46,17 +46,12 @@ LEAST_LOGITS, MOST_LOGITS = 2**25, 2**27
 LEAST_TOKENS_IF_MASKED = 2048  # in the largest block
 MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or not
 
-# Normalisation and variance on an accelerator. A program that saves passes over the memory is longer to compile. XLA's
-# GPU compiler keeps whole rows in registers up to the second number of elements; it finds no tiling for 2**15.
-FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
-MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS = 2**14
-
-# XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads the row once, up
-# to this size. Longer rows are read once for every sum that needs the one before.
-
 # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads
 # the row once. Longer rows are read once for every sum that needs the one before.
 ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
+
+# Elsewhere than on a CPU normalisation and variance of fewer elements take the form for a CPU, which compiles faster.
+FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -404,7 +404,7 @@ def _leading_axes(config: _Config, x: Array) -> int:
 def _stays_in_registers(config: _Config, x: Array) -> bool:
     """Whether XLA's GPU compiler makes one kernel of reductions of the rows and what follows, up to the result."""
     n = math.prod(x.shape[a] for a in config.axes)
-    return moments.are_last(config.axes) and n <= platforms.MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS
+    return moments.are_last(config.axes) and n <= platforms.ELEMENTS_OF_ROW_IN_ONE_KERNEL
 
 
 def _with_rows_merged(config: _Config, x: Array, *arrays: Array | None) -> list[Any]:

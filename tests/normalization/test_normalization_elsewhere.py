@@ -40,7 +40,7 @@ def elsewhere(request, monkeypatch):
     monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
     monkeypatch.setattr(platforms, "FEWEST_ELEMENTS_OF_FEW_PASSES", 0)
     if request.param == "in passes":
-        monkeypatch.setattr(platforms, "MOST_ELEMENTS_OF_A_ROW_IN_REGISTERS", 0)
+        monkeypatch.setattr(platforms, "ELEMENTS_OF_ROW_IN_ONE_KERNEL", 0)
     jax.clear_caches()
     value_and_gradients.cache_clear()
     yield
