@@ -10,6 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from masksafe._core.typing import Array
 
 # Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the time
 # of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
@@ -63,3 +67,24 @@ def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
     return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+
+
+def on_cuda_or_elsewhere(on_cuda: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
+    """`on_cuda(*args)` if the program is lowered for CUDA, `elsewhere(*args)` for any other platform."""
+    return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)
+
+
+def refused_when_lowered(text: str, x: Array) -> Array:
+    """`x`; a program that holds this call is refused with a ValueError of this text when it is lowered."""
+    refused: Array = _refused.bind(lax.stop_gradient(x), text=text)
+    return refused
+
+
+def _refuse(_: Any, *operands: Any, text: str) -> None:
+    raise ValueError(text)
+
+
+_refused = Primitive("refused_when_lowered")
+_refused.def_abstract_eval(lambda x, *, text: x)
+mlir.register_lowering(_refused, _refuse)
+batching.primitive_batchers[_refused] = lambda args, axes, *, text: (refused_when_lowered(text, *args), axes[0])

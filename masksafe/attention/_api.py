@@ -17,9 +17,9 @@ from masksafe._core.masks import as_mask
 from masksafe._core.sharding import gathered_along
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
-from masksafe.attention._batch import attend_over_batch, scaled_queries
+from masksafe.attention._batch import attend_over_batch
 from masksafe.attention._blockwise import Config
-from masksafe.attention._mask import Pairs
+from masksafe.attention._mask import Pairs, seen_intervals
 
 _OP = "dot_product_attention"
 
@@ -196,42 +196,46 @@ def dot_product_attention(
     offset = _per_sample("causal_offset", causal_offset, batch)
     query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
-    intervals = _seen_intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
+    intervals = seen_intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
     segments = _as_segments(query_segment_ids, key_value_segment_ids, q, k)
     _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
     pairs = Pairs(*intervals, *segments)
     if dropout_key is not None and dropout_rate > 0:
         pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
 
-    if implementation == "cudnn":
-        has_offset = not (isinstance(causal_offset, int) and causal_offset == 0)
-        if scale is not None:
-            q = scaled_queries(q, scale)
-        reason = _cudnn.reason_against(
-            q, k, v, pairs, has_offset=has_offset, soft_cap=logit_soft_cap, return_residual=return_residual
-        )
-        if reason is not None:
-            raise ValueError(message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}."))
-        return _cudnn.attention(
-            q,
-            k,
-            v,
-            bias,
-            mask,
-            pairs,
-            scale=static_scale,
-            is_causal=is_causal,
-            window=window,
-            query_lengths=query_lengths,
-            key_lengths=key_lengths,
-        )
-    if implementation not in (None, "xla"):
-        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-
     can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
     config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
+    if implementation in (None, "cudnn"):
+        operands = _cudnn.Operands(q, k, v, bias)
+        masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
+        reason = _cudnn.reason_against(
+            operands,
+            masks,
+            pairs,
+            by_name=implementation == "cudnn",
+            is_causal=is_causal,
+            window=window,
+            has_array_scale=scale is not None,
+            has_offset=not (isinstance(causal_offset, int) and causal_offset == 0),
+            soft_cap=logit_soft_cap,
+            return_residual=return_residual,
+        )
+        if reason is None:
+            cudnn_config = _cudnn.Config(static_scale, is_causal or window is not None, window and window[0], config)
+            otherwise = (
+                None if implementation is None else _refusal_of_cudnn("the program is lowered for another platform")
+            )
+            return _cudnn.attention(cudnn_config, otherwise, operands, masks)
+        if implementation == "cudnn":
+            raise ValueError(_refusal_of_cudnn(reason))
+    elif implementation != "xla":
+        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
     out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs)
     return (out, lse) if return_residual else out
+
+
+def _refusal_of_cudnn(reason: str) -> str:
+    return message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}.")
 
 
 # Checks of the arguments.
@@ -349,35 +353,6 @@ def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_ke
         raise ValueError(message(_OP, "dropout_rate", f"value {dropout_rate}", "a number in [0, 1)"))
     if dropout_rate > 0 and dropout_key is None:
         raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
-
-
-def _seen_intervals(
-    num_queries: int,
-    num_keys: int,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    offset: Array | None,
-    query_lengths: Array | None,
-    key_lengths: Array | None,
-) -> tuple[Array | None, Array | None]:
-    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
-    if not is_causal and window is None and query_lengths is None and key_lengths is None:
-        return None, None
-    assert offset is not None  # the default is 0
-    query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
-    position = query_index + offset
-    first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
-    if is_causal:
-        end = jnp.minimum(end, position + 1)
-    if window is not None:
-        left, right = window
-        first, end = jnp.maximum(first, position - left), jnp.minimum(end, position + right + 1)
-    if key_lengths is not None:
-        end = jnp.minimum(end, key_lengths)
-    if query_lengths is not None:
-        end = jnp.where(query_index < query_lengths, end, 0)
-    first, end = jnp.broadcast_arrays(first, end)
-    return first, end
 
 
 def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:

@@ -1,101 +1,513 @@
-"""cuDNN's attention kernel, reached through `jax.nn`, with the contract kept around it.
+r"""cuDNN's attention kernel, reached through `jax.nn`, with the contract kept around it.
 
-cuDNN turns a mask into a finite bias: a query with no unmasked key gets an average over masked keys, and a NaN under
-the mask reaches everything. So keys that no query sees are set to 0 before the kernel, the outputs of queries that see
-no key to 0 after it, and the outputs of queries that see a NaN to NaN.
+cuDNN gives a masked pair the weight 0, but its products still contract over the pair, and 0 times NaN is NaN. A query
+that sees no key gets an average over masked keys, or a NaN. `jax.nn` turns an array that masks into a finite bias,
+which a huge number under the mask outweighs.
+
+Cleaning the arrays before the kernel would cost more than the kernel reads and writes. So it runs on the arrays as they
+are, and the results are looked at, which costs one pass over them. Garbage that is finite has done nothing: its weight
+is 0. Everything else shows:
+
+* A NaN in any array, and an infinity in a value, makes a result NaN or infinite.
+* An infinity in a query makes its logsumexp so, even if all its logits are :math:`-\infty`.
+* A key whose logit is :math:`-\infty` has weight 0, so infinities of keys are looked for in the keys themselves.
+* Where an array masks, a bound of the products and the logsumexp tell whether a masked pair could have a weight.
+
+Only then are the arrays cleaned and the kernel called again: what it makes of clean arrays is, bit for bit, what it
+makes of finite garbage. The blockwise form, which keeps the contract by itself, is run beside it and says which
+elements are NaN. Both are in a loop that runs at most once.
 """
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from masksafe._core import platforms
+from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.sharding import has_symbolic_size, is_sharded, vary_with
 from masksafe._core.tiles import Tiles
 from masksafe._core.typing import Array
-from masksafe.attention._heads import grouped_heads, keys_by_problem, keys_by_user, queries_by_user
-from masksafe.attention._mask import Pairs, unmasked
+from masksafe.attention._batch import attend_over_batch
+from masksafe.attention._blockwise import Config as BlockConfig
+from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
+from masksafe.attention._mask import Pairs, once_if, seen_intervals, unmasked
+
+Saved = list[Array]  # what the kernel keeps for its reverse pass; the last one is `is_bad`
+
+
+class Config(NamedTuple):
+    """The static parameters."""
+
+    scale: float
+    is_causal: bool
+    left: int | None  # how many keys before its own a query sees
+    in_blocks: BlockConfig
+
+
+class Masks(NamedTuple):
+    """The arrays that mask pairs. None masks nothing."""
+
+    mask: Array | None  # [B or 1, N or 1, T or 1, S or 1]
+    query_lengths: Array | None  # [B]
+    key_lengths: Array | None  # [B]
+
+
+class Operands(NamedTuple):
+    """The arrays that have gradients, or their gradients."""
+
+    query: Array  # [B, T, N, H]
+    key: Array  # [B, S, K, H]
+    value: Array  # [B, S, K, H]
+    bias: Array | None  # [B or 1, N or 1, T or 1, S or 1]
+
+
+def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array | None, q: Array, k: Array) -> Masks:
+    """From arrays in the public function's form, `[*batch or 1s, ...]`."""
+    lengths: list[Array | None] = [None, None]
+    if query_lengths is not None or key_lengths is not None:
+        for n, (given, x) in enumerate(((query_lengths, q), (key_lengths, k))):
+            size = x.shape[-3]
+            clipped = jnp.full((), size, jnp.int32) if given is None else jnp.clip(given[..., 0], 0, size)
+            lengths[n] = jnp.broadcast_to(clipped, x.shape[:-3])
+    return Masks(mask, *lengths)
+
+
+# When it can run.
 
 
 def reason_against(
-    q: Array, k: Array, v: Array, pairs: Pairs, *, has_offset: bool, soft_cap: float | None, return_residual: bool
-) -> str | None:
-    """Why cuDNN cannot run here with these arguments, or None. It checks the shapes itself."""
-    reasons = {
-        f"the default backend is {_backend()}, not a GPU": _backend() != "gpu",
-        f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
-        "the value's width is not the query's": v.shape[-1] != q.shape[-1],
-        f"there are {q.ndim - 3} batch dimensions, not one": q.ndim != 4,
-        "an array is empty": 0 in q.shape + k.shape,
-        "it has no segments": pairs.query_segments is not None,
-        "it has no causal_offset": has_offset,
-        "it has no logit_soft_cap": soft_cap is not None,
-        "its dropout takes no key": pairs.head_keys is not None,
-        "its logsumexp has no gradient": return_residual,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def _backend() -> str:
-    return jax.default_backend()
-
-
-def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: Array | None,
-    mask: Array | None,
+    operands: Operands,
+    masks: Masks,
     pairs: Pairs,
     *,
-    scale: float,
+    by_name: bool,
     is_causal: bool,
     window: tuple[int, int] | None,
-    query_lengths: Array | None,
-    key_lengths: Array | None,
-) -> Array:
-    """The output `[B, T, N, H]` for arguments that the public function has checked.
+    has_array_scale: bool,
+    has_offset: bool,
+    soft_cap: float | None,
+    return_residual: bool,
+) -> str | None:
+    """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
-    A NaN or infinity in an unmasked value makes all columns of the outputs that see it NaN.
+    If the user has not named it, it is not taken either where it only might fail: for arrays that the compiler splits
+    over devices as it likes, of which cuDNN's call takes few layouts.
     """
-    grouped_bias, allowed = (None if x is None else grouped_heads(x, k.shape[2]) for x in (bias, mask))
-    live = _live_pairs(q, k, pairs._replace(bias=grouped_bias, allowed=allowed))
-    sees_any = queries_by_user(jnp.any(live, -1)[..., None])
-    is_seen = keys_by_user(jnp.any(live, (2, 3))[..., None])
+    q, k, v, bias = operands
+    arrays = jax.tree.leaves((operands, masks))
+    has_arrays, has_lengths = _has_arrays(operands, masks), masks.key_lengths is not None
+    reasons = {
+        f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
+        "the value's width is not the query's": v.shape[-1] != q.shape[-1],
+        f"the width {q.shape[-1]} is not a multiple of 8": q.shape[-1] % 8 != 0,
+        f"there are {q.ndim - 3} batch dimensions, not at most one": q.ndim > 4,
+        "a size is symbolic": any(map(has_symbolic_size, arrays)),
+        "an array is empty": 0 in q.shape + k.shape,
+        "the number of queries or keys is odd": q.shape[-3] % 2 == 1 or k.shape[-3] % 2 == 1,
+        "the scale is not a number": has_array_scale,
+        "it has no causal_offset": has_offset,
+        "it has no segments": pairs.query_segments is not None,
+        "it has no logit_soft_cap": soft_cap is not None,
+        "its dropout takes no key": pairs.head_keys is not None,
+        "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
+        "its window has no right side, and holds the query": window is not None
+        and (window[0] < 0 or window[1] < 0 or (window[1] > 0 and not is_causal)),
+        "its window takes no mask, bias or lengths": window is not None and (has_arrays or has_lengths),
+        "its window takes no more queries than keys": window is not None and q.shape[-3] > k.shape[-3],
+        "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
+        "the bias is not for all queries and keys": bias is not None and bias.shape[-2:] != (q.shape[-3], k.shape[-3]),
+        "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
+        "the compiler may split the arrays over a mesh": not by_name and any(map(_is_on_automatic_mesh, arrays)),
+        "a GPU here is older than compute capability 8.0": _has_old_gpu(),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    return found or _refusal_of_jax(q.shape[-1], q.dtype)
 
-    bad_key = jnp.any(~jnp.isfinite(k) | ~jnp.isfinite(v), -1, keepdims=True)
-    bad_pair = keys_by_problem(bad_key)[:, :, None, None, :, 0]
-    if grouped_bias is not None:
-        bad_pair = bad_pair | ~jnp.isfinite(grouped_bias)
-    sees_bad = queries_by_user(jnp.any(live & bad_pair, -1)[..., None])
-    sees_bad |= jnp.any(~jnp.isfinite(q), -1, keepdims=True)
 
-    out = jax.nn.dot_product_attention(
-        jnp.where(sees_any & jnp.isfinite(q), q, 0),
-        jnp.where(is_seen & jnp.isfinite(k), k, 0),
-        jnp.where(is_seen & jnp.isfinite(v), v, 0),
-        None if bias is None else _finite_bias(bias),
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=_at_batch_size(query_lengths, q),
-        key_value_seq_lengths=_at_batch_size(key_lengths, q),
-        local_window_size=window,
+def _is_on_automatic_mesh(x: Array) -> bool:
+    meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    kinds = [zip(mesh.axis_types, mesh.axis_sizes, strict=True) for mesh in meshes if not mesh.empty]
+    return any(kind == jax.sharding.AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
+
+
+@functools.cache
+def _has_old_gpu() -> bool:
+    try:
+        gpus = jax.local_devices(backend="cuda")
+    except RuntimeError:  # there is none
+        return False
+    return any(float(gpu.compute_capability) < 8 for gpu in gpus)
+
+
+@functools.cache
+def _refusal_of_jax(width: int, dtype: Any) -> str | None:
+    """Why `jax.nn` does not trace cuDNN's kernel for this width: no cuDNN, or a GPU that it is too wide for."""
+    x = jax.ShapeDtypeStruct((1, 2, 1, width), dtype)
+    call = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    try:
+        jax.eval_shape(lambda x: jax.vjp(call, x, x, x)[1](x), x)
+    except RuntimeError as error:
+        return f"JAX reports: {error}".rstrip(".")
+    return None
+
+
+# The op.
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attention(config: Config, otherwise: str | None, operands: Operands, masks: Masks) -> Array:
+    """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA.
+
+    Elsewhere by the blockwise form; with `otherwise`, an error of this text when the program is lowered.
+    """
+    if operands.query.ndim == 3:
+        operands, masks = jax.tree.map(lambda x: x[None], (operands, masks))
+        return attention(config, otherwise, operands, masks)[0]
+
+    def elsewhere(operands: Operands, masks: Masks) -> Array:
+        if otherwise is not None:
+            return platforms.refused_when_lowered(otherwise, operands.query)
+        return _in_blocks(config, operands, masks)[0]
+
+    out: Array = platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
+    return out
+
+
+def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
+    q, k, v, bias = operands
+    return attend_over_batch(config.in_blocks, q, k, v, None, bias, masks.mask, _intervals(config, operands, masks))
+
+
+def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
+    out, saved = _evaluate(config, operands, masks)
+    return out, (operands, masks, out, saved)
+
+
+def _reverse(config: Config, residuals: Any, d_out: Array) -> tuple[Operands, None]:
+    return _pull_back(config, *residuals, d_out), None
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def _attention(config: Config, operands: Operands, masks: Masks) -> Array:
+    return _evaluate(config, operands, masks)[0]
+
+
+# Values and first derivatives in reverse mode come from cuDNN; every other derivative is that of the blockwise form.
+
+
+def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
+    _, saved = jax.eval_shape(functools.partial(_evaluate, config), operands, masks)
+    return _in_blocks(config, operands, masks)[0], [jnp.zeros(x.shape, x.dtype) for x in saved]
+
+
+@with_derivatives_of(_evaluate_in_blocks)
+def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
+    def whole_batch(operands: Operands, masks: Masks) -> Any:
+        out, lse, saved = _run_kernel(config, operands, masks)
+        sees_any = _queries_that_see_any(config, operands, masks)
+        if sees_any is not None:
+            out, lse = jnp.where(sees_any[..., None], out, 0), jnp.where(sees_any, lse, 0)
+        is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))[..., None]
+        is_sound = _all_true([is_query_sound, jnp.isfinite(operands.key)])
+        is_bad = ~(is_sound & _products_are_small(config, operands, masks))
+        out = _repaired_if(is_bad, functools.partial(_repair_output, config), out, (operands, masks))
+        return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
+
+    return _over_vmap(whole_batch, operands, masks)
+
+
+def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
+    operands, masks = args
+    exact, lse = _in_blocks(config, operands, masks)
+    clean = _cleaned(config, operands, masks)
+    again, again_lse, _ = _run_kernel(config, clean, masks)
+    is_usable = _is_usable(config, clean, masks, lse, again_lse) & jnp.isfinite(lse)[..., None]
+    return _preferred(is_usable, again, exact)
+
+
+def _is_usable(config: Config, clean: Operands, masks: Masks, lse: Array, again_lse: Array) -> Array:
+    """Whether no masked pair had a weight in the kernel's second run; `lse` is that of the blockwise form."""
+    seen_lse = jnp.where(jnp.isfinite(lse), again_lse, 0)
+    return jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
+
+
+def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
+    """The kernel's second result, unless the blockwise form knows better."""
+    return jnp.where(is_usable & jnp.isfinite(again) & jnp.isfinite(exact), again, exact)
+
+
+def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest: Any) -> Operands:
+    _, reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks)[0], operands)
+    (gradients,) = reverse(rest[-1])
+    return gradients
+
+
+@with_derivatives_of(_pull_back_in_blocks)
+def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
+    def whole_batch(operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
+        *saved, was_bad = saved
+        sees_any = _queries_that_see_any(config, operands, masks)
+        if sees_any is not None:
+            d_out = jnp.where(sees_any[..., None], d_out, 0)
+        gradients = _pull_back_kernel(config, operands, masks, out, saved, d_out)
+        is_bad = jnp.any(was_bad) | ~_all_true(jax.tree.leaves(jax.tree.map(jnp.isfinite, gradients)))
+        repair = functools.partial(_repair_gradients, config)
+        return _repaired_if(is_bad, repair, gradients, (operands, masks, d_out))
+
+    return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
+
+
+def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], _: Operands) -> Operands:
+    operands, masks, d_out = args
+    (_, lse), reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks), operands)
+    (exact,) = reverse((d_out, jnp.zeros_like(lse)))
+    clean = _cleaned(config, operands, masks)
+    again_out, again_lse, saved = _run_kernel(config, clean, masks)
+    clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
+    again = _pull_back_kernel(config, clean, masks, again_out, saved, clean_d_out)
+    is_usable = _is_usable(config, clean, masks, lse, again_lse)
+    return jax.tree.map(functools.partial(_preferred, is_usable), again, exact)
+
+
+def _repaired_if(is_bad: Array, repair: Callable[[Any, Any], Any], state: Any, args: Any) -> Any:
+    """`repair(args, state)` if the scalar `is_bad` holds, else `state`, at no cost."""
+
+    def again(state: Any) -> Any:
+        # XLA must not move work out of the loop, nor choose layouts outside for the sake of the loop.
+        held_args, held_state = lax.optimization_barrier((args, state))
+        return _in_row_major(repair(_in_row_major(held_args), held_state))
+
+    return once_if(is_bad, again, state)
+
+
+def _in_row_major(tree: Any) -> Any:
+    return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x, tree)
+
+
+def _over_vmap(fn: Callable[..., Any], operands: Operands, masks: Masks, *rest: Any) -> Any:
+    """`fn` of these arrays; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
+
+    `jax.nn`'s own rule for `jax.vmap` takes few kinds of batches. Arrays over pairs are not repeated for every element.
+    """
+    op = custom_vmap(fn)
+
+    @op.def_vmap
+    def rule(number: int, is_batched: Any, *args: Any) -> Any:
+        leaves, tree = jax.tree.flatten(args)
+        flags = jax.tree.leaves(is_batched)
+        operands, masks = args[:2]
+        if _has_arrays(operands, masks):
+
+            def one(elements: list[Array]) -> Any:
+                elements = iter(elements)
+                return op(
+                    *tree.unflatten([next(elements) if flag else x for x, flag in zip(leaves, flags, strict=True)])
+                )
+
+            results = lax.map(one, [x for x, flag in zip(leaves, flags, strict=True) if flag])
+        else:
+            batch = operands.query.shape[-4]
+
+            def merged(x: Array, flag: bool) -> Array:
+                x = x if flag else x[None]
+                return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
+
+            results = op(*tree.unflatten(map(merged, leaves, flags)))
+            results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return op(operands, masks, *rest)
+
+
+# The kernel.
+
+
+def _run_kernel(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array, Saved]:
+    """The output and the logsumexp `[B, T, N]` with cuDNN's faults, and what the reverse pass needs besides."""
+    operands, masks = _for_kernel(operands, masks)
+    (out, lse), pull_back = jax.vjp(lambda operands: _call(config, operands, masks), operands)
+    saved, _ = _split(pull_back, (operands, masks, out))
+    return vary_with((out, lse, saved), (operands, masks)) if _is_in_shard_map() else (out, lse, saved)
+
+
+def _pull_back_kernel(
+    config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array
+) -> Operands:
+    """The kernel's gradients; exactly 0 for what takes no part, which the kernel may leave unwritten."""
+    known = *_for_kernel(operands, masks), out
+    joins = []
+
+    def trace(operands: Operands, masks: Masks, _: Array) -> None:
+        (out, _), pull_back = jax.vjp(lambda operands: _call(config, operands, masks), operands)
+        joins.append(_split(pull_back, (operands, masks, out))[1])
+
+    jax.eval_shape(trace, *known)
+    pull_back = joins[0](saved, known)
+    (gradients,) = pull_back((d_out, jnp.zeros(d_out.shape[:3], d_out.dtype)))
+    if _is_in_shard_map():
+        gradients = vary_with(gradients, (operands, masks, d_out))
+    return _zero_where_masked(config, operands, masks, gradients)
+
+
+def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
+    return jax.nn.dot_product_attention(
+        *operands,
+        masks.mask,
+        scale=config.scale,
+        is_causal=config.is_causal,
+        query_seq_lengths=masks.query_lengths,
+        key_value_seq_lengths=masks.key_lengths,
+        local_window_size=None if config.left is None else (config.left, 0),
         implementation="cudnn",
+        return_residual=True,
     )
-    return jnp.where(sees_any, jnp.where(sees_bad, jnp.nan, out), 0)
 
 
-def _live_pairs(q: Array, k: Array, pairs: Pairs) -> Array:
-    """The unmasked pairs, `[B, K, G, T, S]`; XLA fuses this into the reductions over it."""
+def _for_kernel(operands: Operands, masks: Masks) -> tuple[Operands, Masks]:
+    """With the bias that masks as a mask; the mask for all queries and keys; and lengths that are not too long."""
+    q, k, v, bias = operands
+    mask = _allowed_by_arrays(operands, masks)
+    if mask is not None:
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
+    if bias is not None:
+        bias = jnp.where(mask, bias, 0)
+    return Operands(q, k, v, bias), masks._replace(mask=mask)
+
+
+def _split(pull_back: Any, known: Any) -> tuple[Saved, Callable[[Saved, Any], Any]]:
+    """The arrays that a pull-back holds besides those of `known`, and a function that puts it together again."""
+    leaves, tree = jax.tree.flatten(pull_back)
+    places = [next((n for n, x in enumerate(jax.tree.leaves(known)) if x is leaf), None) for leaf in leaves]
+    empty = {n: (leaf.shape, leaf.dtype) for n, leaf in enumerate(leaves) if leaf.size == 0}
+    saved = [leaf for n, leaf in enumerate(leaves) if places[n] is None and n not in empty]
+
+    def join(saved: Saved, known: Any) -> Any:
+        rest, known = iter(saved), jax.tree.leaves(known)
+        return tree.unflatten(
+            jnp.zeros(*empty[n]) if n in empty else next(rest) if place is None else known[place]
+            for n, place in enumerate(places)
+        )
+
+    return saved, join
+
+
+# What the results tell.
+
+
+def _all_true(conditions: list[Array]) -> Array:
+    """Whether all elements of all arrays hold; XLA makes one pass of it for arrays of the same shape."""
+    by_shape: dict[tuple[int, ...], Array] = {}
+    for x in conditions:
+        by_shape[x.shape] = x & by_shape[x.shape] if x.shape in by_shape else x
+    return functools.reduce(jnp.logical_and, map(jnp.all, by_shape.values()))
+
+
+def _limit(operands: Operands, masks: Masks) -> float:
+    """Logits below this cannot be outweighed by masked pairs, nor those below minus this be unmasked ones.
+
+    cuDNN's structural masks put -inf, or in older versions -2**30, in place of a logit; for arrays `jax.nn` adds -2**41
+    in bfloat16, -2**15 in float16.
+    """
+    return 2.0**13 if _has_arrays(operands, masks) and operands.query.dtype == jnp.float16 else 2.0**29
+
+
+def _products_are_small(config: Config, operands: Operands, masks: Masks) -> Array | bool:
+    """Whether no logit of a pair that an array masks can exceed the limit: it is at most the product of the norms."""
+    if not _has_arrays(operands, masks):
+        return True
+    largest_q, largest_k = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))) for x in operands[:2])
+    return abs(config.scale) * largest_q * largest_k < _limit(operands, masks)
+
+
+# What is masked.
+
+
+def _intervals(config: Config, operands: Operands, masks: Masks) -> Pairs:
+    """The structural masks; made again where they are needed, so that no loop has to carry them."""
+    window = None if config.left is None else (config.left, 0)
+    offset = jnp.zeros((1,) * (operands.query.ndim - 2), jnp.int32)
+    lengths = [None if x is None else x[..., None] for x in masks[1:]]
+    sizes = operands.query.shape[-3], operands.key.shape[-3]
+    return Pairs(*seen_intervals(*sizes, config.is_causal, window, offset, *lengths))
+
+
+def _allowed_by_arrays(operands: Operands, masks: Masks) -> Array | None:
+    """Where neither the mask nor a bias of -inf excludes a pair."""
+    is_live_bias = None if operands.bias is None else operands.bias != -jnp.inf
+    if masks.mask is None or is_live_bias is None:
+        return masks.mask if is_live_bias is None else is_live_bias
+    return masks.mask & is_live_bias
+
+
+def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
+    """`[B, K, G, T, S]` up to broadcasting; XLA fuses it into the reductions over it."""
+    q, k = operands[:2]
+    allowed = _allowed_by_arrays(operands, masks)
+    grouped = None if allowed is None else grouped_heads(allowed, k.shape[2])
     all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).tile(0) for x in (q, k))
-    live = unmasked(pairs, all_queries, all_keys)
-    shape = (q.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], k.shape[1])
-    return jnp.broadcast_to(True if live is None else live, shape)
+    pairs = unmasked(_intervals(config, operands, masks)._replace(allowed=grouped), all_queries, all_keys)
+    assert pairs is not None
+    return jnp.broadcast_to(pairs, (*pairs.shape[:3], q.shape[1], k.shape[1]))
 
 
-def _finite_bias(bias: Array) -> Array:
-    """The bias with a very low number for -inf, which still gives probability 0, and 0 for other bad values."""
-    lowest = 0.7 * jnp.finfo(bias.dtype).min
-    return jnp.where(bias == -jnp.inf, lowest.astype(bias.dtype), jnp.where(jnp.isfinite(bias), bias, 0))
+def _has_arrays(operands: Operands, masks: Masks) -> bool:
+    return operands.bias is not None or masks.mask is not None
 
 
-def _at_batch_size(lengths: Array | None, q: Array) -> Array | None:
-    return None if lengths is None else jnp.broadcast_to(lengths[:, 0], q.shape[:1]).astype(jnp.int32)
+def _queries_that_see_any(config: Config, operands: Operands, masks: Masks) -> Array | None:
+    """`[B or 1, T, N or 1]`; None if every query sees a key, as with no mask but the causal one or a window."""
+    if _has_arrays(operands, masks):
+        q, k = operands[:2]
+        sees_any = jnp.any(_unmasked_pairs(config, operands, masks), -1)[..., None]
+        sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], 1))
+        return queries_by_user(sees_any)[..., 0]
+    first, end = _intervals(config, operands, masks)[:2]
+    if masks.key_lengths is None or first is None or end is None:
+        return None
+    return (first < end)[..., None]
+
+
+def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Array | None:
+    """`[B or 1, S, K or 1]`; None if every key is."""
+    q, k = operands[:2]
+    if _has_arrays(operands, masks):
+        return keys_by_user(jnp.any(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
+    first, end = _intervals(config, operands, masks)[:2]
+    if first is None or end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
+        return None
+    end = jnp.max(jnp.where(first < end, end, 0), 1)  # the intervals overlap, from the first key on
+    return (jnp.arange(k.shape[1], dtype=jnp.int32) < end[:, None])[..., None]
+
+
+def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradients: Operands) -> Operands:
+    sees_any, is_seen = _queries_that_see_any(config, operands, masks), _keys_that_are_seen(config, operands, masks)
+
+    def selected(where: Array | None, x: Array) -> Array:
+        return x if where is None else jnp.where(where[..., None], x, 0)
+
+    d_q, d_k, d_v, d_bias = gradients
+    if d_bias is not None:
+        pairs = _unmasked_pairs(config, operands, masks)
+        pairs = pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:])
+        shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
+        d_bias = jnp.where(jnp.any(pairs, shared, keepdims=True), d_bias, 0)
+    return Operands(selected(sees_any, d_q), selected(is_seen, d_k), selected(is_seen, d_v), d_bias)
+
+
+def _cleaned(config: Config, operands: Operands, masks: Masks) -> Operands:
+    """With 0 for bad elements, for queries that see no key and for keys that no query sees."""
+    finite = Operands(*(None if x is None else jnp.where(jnp.isfinite(x), x, 0) for x in operands))
+    if operands.bias is not None:  # still masks where it did
+        finite = finite._replace(bias=jnp.where(operands.bias == -jnp.inf, operands.bias, finite.bias))
+    return _zero_where_masked(config, operands, masks, finite)._replace(bias=finite.bias)
+
+
+def _is_in_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)

@@ -63,6 +63,35 @@ class Pairs(NamedTuple):
         )
 
 
+def seen_intervals(
+    num_queries: int,
+    num_keys: int,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    offset: Array | None,
+    query_lengths: Array | None,
+    key_lengths: Array | None,
+) -> tuple[Array | None, Array | None]:
+    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
+    if not is_causal and window is None and query_lengths is None and key_lengths is None:
+        return None, None
+    assert offset is not None  # the default is 0
+    query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
+    position = query_index + offset
+    first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
+    if is_causal:
+        end = jnp.minimum(end, position + 1)
+    if window is not None:
+        left, right = window
+        first, end = jnp.maximum(first, position - left), jnp.minimum(end, position + right + 1)
+    if key_lengths is not None:
+        end = jnp.minimum(end, key_lengths)
+    if query_lengths is not None:
+        end = jnp.where(query_index < query_lengths, end, 0)
+    first, end = jnp.broadcast_arrays(first, end)
+    return first, end
+
+
 def cut(x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
     """A block of an array over pairs; axes of size 1 stay so."""
     starts, sizes = _block_bounds(x, problem, queries, keys)

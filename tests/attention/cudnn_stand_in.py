@@ -1,0 +1,126 @@
+"""A stand-in for cuDNN's attention kernel, with its faults, for machines that have none.
+
+Like the kernel it is called through `jax.nn.dot_product_attention`, and has a reverse rule of its own.
+
+* A masked pair has weight 0, but the products contract over it: 0 times NaN is NaN.
+* A query that sees no key gets an average over masked keys.
+* Queries and keys beyond the lengths are not written; what is found there is 7 here.
+* An array that masks becomes a finite bias, as in `jax.nn`.
+* Key heads are shared by groups of query heads, weights are rounded to the dtype of the values.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+UNWRITTEN = 7
+
+
+class Structure(NamedTuple):
+    scale: float
+    is_causal: bool
+    left: int | None
+
+
+def dot_product_attention(
+    query,
+    key,
+    value,
+    bias=None,
+    mask=None,
+    *,
+    scale,
+    is_causal,
+    query_seq_lengths,
+    key_value_seq_lengths,
+    local_window_size,
+    implementation,
+    return_residual,
+):
+    """In the form of `jax.nn.dot_product_attention`."""
+    assert implementation == "cudnn"
+    T, S = query.shape[1], key.shape[1]
+    assert T % 2 == S % 2 == 0
+    assert query.dtype in (jnp.float16, jnp.bfloat16)
+    assert query.ndim == 4
+    for x in (bias, mask):
+        assert x is None or x.shape[-2:] == (T, S)
+    if mask is not None:
+        masked = jnp.asarray(-2 << (40 if query.dtype == jnp.bfloat16 else 14), query.dtype)
+        masked = jnp.where(mask, jnp.zeros((), query.dtype), masked)
+        bias = masked if bias is None else bias + masked
+    lengths = None if query_seq_lengths is None else (query_seq_lengths, key_value_seq_lengths)
+    left = None
+    if local_window_size is not None:
+        left, right = local_window_size
+        assert is_causal
+        assert right == 0
+    out, lse = _attend(Structure(scale, is_causal, left), query, key, value, bias, lengths)
+    return (out, lse.astype(query.dtype)) if return_residual else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(structure, q, k, v, bias, lengths):
+    return _forward(structure, q, k, v, bias, lengths)[0]
+
+
+def _forward(structure, q, k, v, bias, lengths):
+    p, lse = _weights(structure, q, k, bias, lengths)
+    out = jnp.einsum("bnts,bsnh->btnh", p.astype(q.dtype), _by_query_head(v, q), preferred_element_type=jnp.float32)
+    out, lse = out.astype(q.dtype), jnp.moveaxis(lse, 1, 2)
+    if lengths is not None:
+        out, lse = _unwritten_beyond(lengths[0], out), _unwritten_beyond(lengths[0], lse)
+    return (out, lse), (q, k, v, bias, lengths, out)
+
+
+def _reverse(structure, residuals, cotangents):
+    q, k, v, bias, lengths, out = residuals
+    d_out, wide = cotangents[0].astype(jnp.float32), jnp.float32
+    p, _ = _weights(structure, q, k, bias, lengths)
+    delta = jnp.sum(out.astype(wide) * d_out, -1)
+    d_p = jnp.einsum("btnh,bsnh->bnts", d_out, _by_query_head(v, q).astype(wide))
+    d_x = p * (d_p - jnp.moveaxis(delta, 1, 2)[..., None])
+    d_q = structure.scale * jnp.einsum("bnts,bsnh->btnh", d_x, _by_query_head(k, q).astype(wide))
+    d_k = structure.scale * jnp.einsum("bnts,btnh->bsnh", d_x, q.astype(wide))
+    d_v = jnp.einsum("bnts,btnh->bsnh", p, d_out)
+    d_k, d_v = (x.reshape(*k.shape[:3], -1, k.shape[3]).sum(3) for x in (d_k, d_v))
+    gradients = [x.astype(q.dtype) for x in (d_q, d_k, d_v)]
+    if lengths is not None:
+        gradients = [_unwritten_beyond(n, x) for n, x in zip((lengths[0], *2 * (lengths[1],)), gradients, strict=True)]
+    if bias is None:
+        return (*gradients, None, None)
+    summed = [axis for axis in (0, 1) if bias.shape[axis] == 1]
+    return (*gradients, jnp.sum(d_x, summed, keepdims=True).astype(bias.dtype), None)
+
+
+_attend.defvjp(_forward, _reverse)
+
+
+def _weights(structure, q, k, bias, lengths):
+    """Weights `[B, N, T, S]` and logsumexp `[B, N, T]`."""
+    wide = jnp.float32
+    x = structure.scale * jnp.einsum("btnh,bsnh->bnts", q.astype(wide), _by_query_head(k, q).astype(wide))
+    if bias is not None:
+        x += bias.astype(wide)
+    t, s = jnp.arange(x.shape[2])[:, None], jnp.arange(x.shape[3])
+    if structure.is_causal:
+        x = jnp.where(s <= t, x, -1e30)
+    if structure.left is not None:
+        x = jnp.where(s >= t - structure.left, x, -1e30)
+    if lengths is not None:
+        x = jnp.where(s < lengths[1][:, None, None, None], x, -1e30)
+    largest = jnp.max(jnp.where(jnp.isnan(x), -jnp.inf, x), -1, keepdims=True)  # as the hardware's maximum does
+    exps = jnp.exp(x - largest)
+    total = exps.sum(-1, keepdims=True)
+    return exps / total, (largest + jnp.log(total))[..., 0]
+
+
+def _by_query_head(x, q):
+    return jnp.repeat(x, q.shape[2] // x.shape[2], 2)
+
+
+def _unwritten_beyond(lengths, x):
+    is_written = jnp.arange(x.shape[1]) < lengths[:, None]
+    return jnp.where(is_written.reshape(*is_written.shape, *[1] * (x.ndim - 2)), x, jnp.asarray(UNWRITTEN, x.dtype))

@@ -1,0 +1,335 @@
+"""The contract around cuDNN's kernel, for which a stand-in with its faults is called here, and the choice of it.
+
+No test runs cuDNN itself. The last ones compile for a GPU that need not be there and look at the program.
+"""
+
+import functools
+
+import cudnn_stand_in
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import attention, below, causal, exact, normals, random_inputs, replaced, window, with_gradients
+from jax.sharding import AxisType, PartitionSpec
+
+import masksafe
+from masksafe._core import platforms
+from masksafe.attention import _cudnn
+
+T, S = 6, 8
+SIZES = dict(B=2, T=T, S=S, N=4, K=2, H=8)
+KEYS = np.array([[1, 1, 0, 1, 0, 0, 0, 1], [0] * S], bool)[:, None, None]
+PAIRS = replaced(np.random.default_rng(0).random((2, 4, T, S)) < 0.4, (0, 1, 2), False)
+LENGTHS = dict(query_seq_lengths=np.array([2, 6]), key_value_seq_lengths=np.array([5, 3]))
+IN_LENGTHS = below([2, 6], T)[:, None, :, None] & below([5, 3], S)[:, None, None]
+CASES = {
+    "plain": ({}, True),
+    "causal": (dict(is_causal=True), causal(T, S)),
+    "window": (dict(local_window_size=(2, 0)), window(T, S, 2, 0)),
+    "causal window": (dict(is_causal=True, local_window_size=1), window(T, S, 1, 0)),
+    "key lengths": (dict(key_value_seq_lengths=np.array([5, 0])), below([5, 0], S)[:, None, None]),
+    "query lengths": (dict(query_seq_lengths=np.array([2, 9])), below([2, 9], T)[:, None, :, None]),
+    "causal, lengths": (dict(is_causal=True, **LENGTHS), causal(T, S) & IN_LENGTHS),
+    "mask of keys": (dict(mask=KEYS), KEYS),
+    "mask of pairs": (dict(mask=PAIRS), PAIRS),
+    "mask, causal, lengths": (dict(mask=KEYS[:1], is_causal=True, **LENGTHS), KEYS[:1] & causal(T, S) & IN_LENGTHS),
+    "everything masked": (dict(mask=np.zeros((1, 1, 1, 1), bool)), False),
+}
+CASES = {name: (arguments, np.broadcast_to(live, (2, 4, T, S))) for name, (arguments, live) in CASES.items()}
+GARBAGE = [np.nan, np.inf, -np.inf, 1e38, -1e38]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stand_in():
+    """CuDNN seems to be there, and every program to be lowered for CUDA."""
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.nn, "dot_product_attention", cudnn_stand_in.dot_product_attention)
+        patch.setattr(_cudnn, "_refusal_of_jax", lambda *_: None)
+        patch.setattr(_cudnn, "_has_old_gpu", lambda: False)
+        patch.setattr(platforms, "on_cuda_or_elsewhere", lambda on_cuda, elsewhere, *args: on_cuda(*args))
+        yield
+    jax.clear_caches()
+
+
+def inputs_of(dtype=jnp.bfloat16, **sizes):
+    return random_inputs(**(SIZES | sizes), dtype=dtype)
+
+
+def wide(tree):
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), tree)
+
+
+def assert_close(actual, expected, tolerance=2e-2):
+    for a, e in zip(jax.tree.leaves(wide(actual)), jax.tree.leaves(wide(expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_bits(actual, expected):
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.asarray(a), np.asarray(e)), actual, expected)
+
+
+def hidden_by(live):
+    """Which elements of the query, the key and the value are masked."""
+    dead_queries = ~live.any(3).transpose(0, 2, 1)[..., None]
+    dead_keys = ~live.reshape(2, 2, 2, T, S).any((2, 3)).transpose(0, 2, 1)[..., None]
+    return dead_queries, dead_keys, dead_keys
+
+
+def poisoned(inputs, live, garbage):
+    return tuple(
+        np.where(hidden, np.asarray(garbage, x.dtype), x) for x, hidden in zip(inputs, hidden_by(live), strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_value_and_gradients(name, dtype):
+    arguments, live = CASES[name]
+    inputs, d_out = inputs_of(dtype), normals(2, T, 4, 8, seed=6).astype(dtype)
+    run = with_gradients(functools.partial(attention, **arguments))
+    out, gradients = clean = run(inputs, d_out)
+    assert out.dtype == dtype
+    (expected, _), of_all = exact(*inputs, live, d_out=d_out)
+    assert_close((out, gradients), (expected, tuple(of_all[n] for n in ("query", "key", "value"))))
+    for x, hidden in zip((out, *gradients), (hidden_by(live)[0], *hidden_by(live)), strict=True):
+        assert (np.where(hidden, x, 0) == 0).all()
+    for garbage in GARBAGE:
+        garbage = np.clip(garbage, -6e4, 6e4) if dtype == jnp.float16 and np.isfinite(garbage) else garbage
+        assert_same_bits(run(poisoned(inputs, live, garbage), d_out), clean)
+        dead = poisoned((d_out, *inputs[1:]), live, garbage)[0]  # a cotangent of a query that sees nothing
+        assert_same_bits(run(inputs, dead), clean)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)])
+def test_bias(shape):
+    """-inf masks, whatever the other arrays hold there; the bias has a gradient."""
+    inputs, d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    live = np.broadcast_to(replaced(causal(T, S, -1), (3, 2), False), (2, 4, T, S))
+    number = normals(*shape, T, S, seed=5).astype(jnp.bfloat16)
+    bias = np.where(live[: shape[0], : shape[1]], number, -np.inf).astype(jnp.bfloat16)
+    run = with_gradients(attention)
+    out, gradients = clean = run((*inputs, bias), d_out)
+    (expected, _), of_all = exact(*inputs, live, np.float64(np.where(live, number, 0)), d_out=d_out)
+    shared = tuple(axis for axis in (0, 1) if shape[axis] == 1)
+    d_bias = of_all["bias"].sum(shared, keepdims=True)
+    assert_close((out, gradients), (expected, (*(of_all[n] for n in ("query", "key", "value")), d_bias)), 4e-2)
+    assert (np.asarray(gradients[3])[bias == -np.inf] == 0).all()
+    for garbage in GARBAGE:
+        assert_same_bits(run((*poisoned(inputs, live, garbage), bias), d_out), clean)
+
+    mask = live[:1, :1]
+    run = with_gradients(functools.partial(attention, mask=mask))
+    clean = run((*inputs, np.where(mask, number, 0).astype(jnp.bfloat16)), d_out)
+    for garbage in GARBAGE:
+        bad = np.where(mask, number, garbage).astype(jnp.bfloat16)
+        assert_same_bits(run((*inputs, bad), d_out), clean)
+
+
+@pytest.mark.parametrize("value", [-1e38, -3e12])
+def test_a_low_finite_bias_does_not_mask(value):
+    """Masked keys of a query all of whose keys have a lower bias than `jax.nn` gives to masked ones."""
+    inputs, d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    bias = np.broadcast_to(replaced(np.zeros((T, S)), 2, value), (1, 1, T, S)).astype(jnp.bfloat16)
+    arguments = dict(mask=causal(T, S))
+    cudnn, xla = (
+        with_gradients(functools.partial(attention, implementation=name, **arguments))((*inputs, bias), d_out)
+        for name in (None, "xla")
+    )
+    assert_close(cudnn, xla)
+
+
+def test_huge_keys_that_some_queries_see():
+    """Their logits exceed what `jax.nn` adds to masked ones, for the queries that do not see them as well."""
+    query, key, value = inputs_of()
+    query, key = np.abs(query), replaced(key, (slice(None), 4), 1e30)
+    mask, d_out = causal(T, S), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    cudnn, xla = (
+        with_gradients(functools.partial(attention, mask=mask, implementation=name))((query, key, value), d_out)
+        for name in (None, "xla")
+    )
+    assert_close(cudnn[0], xla[0])
+    clean = attention(query, replaced(key, (slice(None), 4), 0), value, mask=mask)
+    assert_close(cudnn[0][:, :4], clean[:, :4])
+
+
+# Nothing is hidden.
+
+VISIBLE = [(0, 0, 1, 1, 3), (0, 1, 5, 2, 0), (1, 1, 2, 0, 7), (2, 0, 3, 1, 5), (2, 1, 1, 0, 2)]
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal, lengths", "mask of pairs"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_bad_elements_show_where_they_are_seen(name, bad):
+    arguments, live = CASES[name]
+    inputs, d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    run, run_xla = (
+        with_gradients(functools.partial(attention, implementation=i, **arguments)) for i in ("cudnn", "xla")
+    )
+    clean = run(inputs, d_out)
+    for operand, *index in VISIBLE:
+        changed = list(inputs)
+        changed[operand] = replaced(inputs[operand], tuple(index), bad)
+        actual, expected = run(tuple(changed), d_out), run_xla(tuple(changed), d_out)
+        jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
+        sound = jax.tree.map(lambda e: np.where(np.isnan(e), 0, e), expected)
+        assert_close(jax.tree.map(lambda a: np.where(np.isnan(a), 0, a), actual), sound)
+        # Queries that do not see the element keep every bit.
+        sample, position, head = index[0], index[1], index[2]
+        sees = np.zeros((2, T, 4), bool)
+        if operand == 0:
+            sees[sample, position, head] = True
+        else:
+            sees[sample, :, 2 * head : 2 * head + 2] = live[sample, 2 * head : 2 * head + 2, :, position].T
+        assert_same_bits(np.asarray(actual[0])[~sees], np.asarray(clean[0])[~sees])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_key_shows_even_if_its_logit_is_minus_infinity(sign):
+    query, key, value = inputs_of(T=2, S=2, N=1, K=1, B=1)
+    query = np.abs(query)
+    out = attention(query, replaced(key, (0, 1, 0, 0), sign * np.inf), value, is_causal=True)
+    np.testing.assert_array_equal(np.isnan(out[0, :, 0, 0]), [False, True])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_an_infinite_query_shows_even_if_all_its_logits_are_minus_infinity(sign):
+    query, key, value = inputs_of()
+    out = attention(replaced(query, (1, 2, 3, 0), sign * np.inf), np.abs(key), value)
+    np.testing.assert_array_equal(np.isnan(out), replaced(np.zeros(out.shape, bool), (1, 2, 3), True))
+
+
+def test_a_bad_cotangent_shows():
+    inputs, d_out = inputs_of(), replaced(normals(2, T, 4, 8), (0, 2, 1, 3), np.nan).astype(jnp.bfloat16)
+    actual, expected = (
+        with_gradients(functools.partial(attention, is_causal=True, implementation=i))(inputs, d_out)
+        for i in ("cudnn", "xla")
+    )
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), actual, expected)
+
+
+def test_padded_queries_that_the_loss_masks():
+    """A NaN in a query whose output gets no cotangent changes no gradient."""
+    (query, key, value), d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+    d_out = replaced(d_out, (1, 4), 0)
+    run = with_gradients(attention)
+    clean, actual = (run((replaced(query, (1, 4), x), key, value), d_out)[1] for x in (0, np.nan))
+    assert_same_bits(actual, clean)
+
+
+# Derivatives and transformations.
+
+
+def loss(fn, *inputs):
+    return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
+
+
+@pytest.mark.parametrize("name", ["plain", "causal, lengths", "mask of pairs"])
+def test_second_derivatives(name):
+    arguments, live = CASES[name]
+    inputs, along = inputs_of(), inputs_of(seed=3)
+
+    def second(fn, inputs):
+        slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
+        _, forward_over_reverse = jax.jvp(slope, inputs, along)
+        _, reverse = jax.vjp(slope, *inputs)
+        return forward_over_reverse, reverse(along)
+
+    cudnn, xla = (
+        jax.jit(functools.partial(second, functools.partial(attention, implementation=i, **arguments)))
+        for i in ("cudnn", "xla")
+    )
+    clean = cudnn(inputs)
+    assert_close(clean, xla(inputs), 5e-2)
+    poison = poisoned(inputs, live, np.nan)
+    assert_same_bits(cudnn(poison), clean)
+
+
+def test_forward_mode():
+    inputs, along = inputs_of(), inputs_of(seed=3)
+
+    def derivative(implementation):
+        fn = functools.partial(attention, is_causal=True, implementation=implementation)
+        return jax.jit(lambda: jax.jvp(fn, inputs, along))()
+
+    with masksafe.forward_mode():
+        assert_close(derivative("cudnn"), derivative("xla"))
+    with pytest.raises(TypeError) as caught:
+        jax.jvp(functools.partial(attention, implementation="cudnn"), inputs, along)
+    assert "forward_mode" in "".join(getattr(caught.value, "__notes__", [str(caught.value)]))
+
+
+@pytest.mark.parametrize("name", ["causal", "causal, lengths", "mask of keys"])
+@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 0), (0, None, None), (None, 2, 1), (4, 4, 4)])
+def test_vmap(name, in_axes):
+    arguments, live = CASES[name]
+    inputs = inputs_of()
+    batched = tuple(
+        x if axis is None else np.stack([x, 2 * x, np.where(hidden, np.asarray(np.nan, x.dtype), x)], axis)
+        for x, axis, hidden in zip(inputs, in_axes, hidden_by(live), strict=True)
+    )
+    d_out = normals(3, 2, T, 4, 8, seed=6).astype(jnp.bfloat16)
+
+    def value_and_gradients(d_out, *inputs):
+        out, reverse = jax.vjp(functools.partial(attention, **arguments), *inputs)
+        return out, reverse(d_out)
+
+    together = jax.jit(jax.vmap(value_and_gradients, (0, *in_axes)))(d_out, *batched)
+    for n in range(3):
+        each = [x if axis is None else np.take(x, n, axis) for x, axis in zip(batched, in_axes, strict=True)]
+        assert_close([x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), 1e-2)
+
+
+def test_vmap_over_masks_and_lengths():
+    inputs = inputs_of()
+    masks = np.stack([PAIRS, ~PAIRS])
+    together = jax.vmap(lambda mask: attention(*inputs, mask=mask))(masks)
+    assert_same_bits(together, np.stack([attention(*inputs, mask=mask) for mask in masks]))
+    lengths = np.array([[1, 5], [0, 7], [8, 8]])
+    together = jax.vmap(lambda n: attention(*inputs, key_value_seq_lengths=n))(lengths)
+    assert_same_bits(together, np.stack([attention(*inputs, key_value_seq_lengths=n) for n in lengths]))
+
+
+def test_vmap_of_vmap_over_inputs_without_a_batch():
+    inputs = inputs_of()
+    fn = functools.partial(attention, is_causal=True)
+    without = jax.vmap(fn)(*inputs)
+    assert_same_bits(without, fn(*inputs))
+    twice = jax.vmap(jax.vmap(fn))(*(np.stack([x, -x]) for x in inputs))
+    assert_same_bits(twice, np.stack([fn(*inputs), fn(*(-x for x in inputs))]))
+
+
+@pytest.mark.parametrize("name", ["causal", "mask of keys"])
+def test_jit_remat_and_scan(name):
+    arguments, live = CASES[name]
+    inputs = inputs_of()
+    fn = functools.partial(attention, **arguments)
+
+    def plain(*inputs):
+        return loss(fn, *inputs)
+
+    def scanned(*inputs):
+        def step(total, _):
+            return total + loss(fn, *inputs) / 2, None
+
+        return jax.lax.scan(step, 0.0, None, length=2)[0]
+
+    expected = jax.value_and_grad(plain, (0, 1, 2))(*inputs)
+    for other in (jax.jit(plain), jax.checkpoint(plain), scanned):
+        assert_close(jax.value_and_grad(other, (0, 1, 2))(*inputs), expected)
+    poison = poisoned(inputs, live, np.nan)
+    assert_same_bits(jax.value_and_grad(jax.checkpoint(plain), (0, 1, 2))(*poison)[0], expected[0])
+
+
+def test_shard_map():
+    """Its results vary over the mesh as the operands do."""
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    inputs, spec = inputs_of(), PartitionSpec("batch")
+
+    def value_and_gradients(*inputs):
+        out, reverse = jax.vjp(functools.partial(attention, is_causal=True), *inputs)
+        return out, reverse(out)
+
+    split = jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert_same_bits(jax.jit(split)(*inputs), jax.jit(value_and_gradients)(*inputs))
