@@ -31,6 +31,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from masksafe._core import platforms
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.sharding import has_symbolic_size, is_sharded, vary_with
+from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import Tiles
 from masksafe._core.typing import Array
 from masksafe.attention._batch import attend_over_batch
@@ -204,7 +205,9 @@ def _attention(config: Config, operands: Operands, masks: Masks) -> Array:
 
 def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
     _, saved = jax.eval_shape(functools.partial(_evaluate, config), operands, masks)
-    return _in_blocks(config, operands, masks)[0], [jnp.zeros(x.shape, x.dtype) for x in saved]
+    with forward_mode():
+        out, _ = _in_blocks(config, operands, masks)
+    return out, [jnp.zeros(x.shape, x.dtype) for x in saved]
 
 
 @with_derivatives_of(_evaluate_in_blocks)
@@ -350,7 +353,7 @@ def _pull_back_kernel(
 
     jax.eval_shape(trace, *known)
     pull_back = joins[0](saved, known)
-    (gradients,) = pull_back((d_out, jnp.zeros(d_out.shape[:3], d_out.dtype)))
+    (gradients,) = pull_back((d_out, jnp.zeros_like(d_out[..., 0])))
     if _is_in_shard_map():
         gradients = vary_with(gradients, (operands, masks, d_out))
     return _zero_where_masked(config, operands, masks, gradients)
