@@ -27,6 +27,10 @@ KEY_TILE = 512
 KEY_TILE_IF_NOTHING_IS_SKIPPED = 1024
 FEWEST_QUERIES = 128  # per tile, however many query heads share a key head
 
+# Where cuDNN's results are repaired. Nothing hurries there, but the memory of the tiles is reserved in every program.
+REPAIR_QUERY_TILE = 128
+REPAIR_KEY_TILE = 256
+
 # Attention computes its problems one after another if a single problem has at least the first number of logits and all
 # problems together at least the second. With fewer, such as 128 x 128 for one problem or 256 x 256 for each of eight,
 # the dense form of all problems at once is at least as fast.
@@ -80,7 +84,7 @@ def refused_when_lowered(text: str, x: Array) -> Array:
     return refused
 
 
-def _refuse(_: Any, *operands: Any, text: str) -> None:
+def _refuse(_: Any, *operands: Any, text: str) -> Any:
     raise ValueError(text)
 
 

@@ -28,6 +28,8 @@ _HEADS_FIRST = (
     "jnp.swapaxes(x, -3, -2)."
 )
 
+_NOT_FOR_CUDA = "the program is lowered for another platform than CUDA"
+
 _FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice this, so that sums of them fit int32
 
 
@@ -207,25 +209,26 @@ def dot_product_attention(
     config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
     if implementation in (None, "cudnn"):
         operands = _cudnn.Operands(q, k, v, bias)
-        masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
         reason = _cudnn.reason_against(
             operands,
-            masks,
+            mask,
             pairs,
             by_name=implementation == "cudnn",
             is_causal=is_causal,
             window=window,
-            has_array_scale=scale is not None,
+            has_lengths=query_lengths is not None or key_lengths is not None,
             has_offset=not (isinstance(causal_offset, int) and causal_offset == 0),
+            has_array_scale=scale is not None,
             soft_cap=logit_soft_cap,
             return_residual=return_residual,
         )
         if reason is None:
-            cudnn_config = _cudnn.Config(static_scale, is_causal or window is not None, window and window[0], config)
-            otherwise = (
-                None if implementation is None else _refusal_of_cudnn("the program is lowered for another platform")
-            )
-            return _cudnn.attention(cudnn_config, otherwise, operands, masks)
+            left = None if window is None else window[0]
+            cudnn_config = _cudnn.Config(static_scale, is_causal or window is not None, left, config)
+            masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
+            elsewhere = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
+            output: Array = _cudnn.attention(cudnn_config, elsewhere, operands, masks)
+            return output
         if implementation == "cudnn":
             raise ValueError(_refusal_of_cudnn(reason))
     elif implementation != "xla":

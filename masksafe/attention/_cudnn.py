@@ -84,51 +84,53 @@ def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array
 
 def reason_against(
     operands: Operands,
-    masks: Masks,
+    mask: Array | None,
     pairs: Pairs,
     *,
     by_name: bool,
     is_causal: bool,
     window: tuple[int, int] | None,
-    has_array_scale: bool,
+    has_lengths: bool,
     has_offset: bool,
+    has_array_scale: bool,
     soft_cap: float | None,
     return_residual: bool,
 ) -> str | None:
     """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
-    If the user has not named it, it is not taken either where it only might fail: for arrays that the compiler splits
-    over devices as it likes, of which cuDNN's call takes few layouts.
+    Unless the user has named it, it is not taken where it only might fail: for arrays that the compiler splits over
+    devices as it likes, of which cuDNN's call takes few layouts.
     """
     q, k, v, bias = operands
-    arrays = jax.tree.leaves((operands, masks))
-    has_arrays, has_lengths = _has_arrays(operands, masks), masks.key_lengths is not None
+    num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
+    arrays = jax.tree.leaves((operands, mask))
+    has_arrays = bias is not None or mask is not None
+    left, right = (0, 0) if window is None else window
     reasons = {
         f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
-        "the value's width is not the query's": v.shape[-1] != q.shape[-1],
-        f"the width {q.shape[-1]} is not a multiple of 8": q.shape[-1] % 8 != 0,
+        "the value's width is not the query's": v.shape[-1] != width,
+        f"the width {width} is not a multiple of 8": width % 8 != 0,
         f"there are {q.ndim - 3} batch dimensions, not at most one": q.ndim > 4,
         "a size is symbolic": any(map(has_symbolic_size, arrays)),
         "an array is empty": 0 in q.shape + k.shape,
-        "the number of queries or keys is odd": q.shape[-3] % 2 == 1 or k.shape[-3] % 2 == 1,
+        "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
         "the scale is not a number": has_array_scale,
         "it has no causal_offset": has_offset,
         "it has no segments": pairs.query_segments is not None,
         "it has no logit_soft_cap": soft_cap is not None,
         "its dropout takes no key": pairs.head_keys is not None,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
-        "its window has no right side, and holds the query": window is not None
-        and (window[0] < 0 or window[1] < 0 or (window[1] > 0 and not is_causal)),
+        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not is_causal),
         "its window takes no mask, bias or lengths": window is not None and (has_arrays or has_lengths),
-        "its window takes no more queries than keys": window is not None and q.shape[-3] > k.shape[-3],
+        "its window takes no more queries than keys": window is not None and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
-        "the bias is not for all queries and keys": bias is not None and bias.shape[-2:] != (q.shape[-3], k.shape[-3]),
+        "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
         "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
         "the compiler may split the arrays over a mesh": not by_name and any(map(_is_on_automatic_mesh, arrays)),
-        "a GPU here is older than compute capability 8.0": _has_old_gpu(),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    return found or _refusal_of_jax(q.shape[-1], q.dtype)
+    found = found or _refusal_of_jax(width, q.dtype)
+    return found or ("a GPU here is older than compute capability 8.0" if _has_old_gpu() else None)
 
 
 def _is_on_automatic_mesh(x: Array) -> bool:
@@ -170,7 +172,8 @@ def attention(config: Config, otherwise: str | None, operands: Operands, masks: 
     """
     if operands.query.ndim == 3:
         operands, masks = jax.tree.map(lambda x: x[None], (operands, masks))
-        return attention(config, otherwise, operands, masks)[0]
+        batched: Array = attention(config, otherwise, operands, masks)
+        return batched[0]
 
     def elsewhere(operands: Operands, masks: Masks) -> Array:
         if otherwise is not None:
@@ -183,7 +186,9 @@ def attention(config: Config, otherwise: str | None, operands: Operands, masks: 
 
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     q, k, v, bias = operands
-    return attend_over_batch(config.in_blocks, q, k, v, None, bias, masks.mask, _intervals(config, operands, masks))
+    pairs = _intervals(config, operands, masks)
+    results: tuple[Array, Array] = attend_over_batch(config.in_blocks, q, k, v, None, bias, masks.mask, pairs)
+    return results
 
 
 def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
@@ -218,17 +223,24 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
         if sees_any is not None:
             out, lse = jnp.where(sees_any[..., None], out, 0), jnp.where(sees_any, lse, 0)
         is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))[..., None]
-        is_sound = _all_true([is_query_sound, jnp.isfinite(operands.key)])
+        is_sound = _all_true([is_query_sound], [jnp.isfinite(operands.key)])
         is_bad = ~(is_sound & _products_are_small(config, operands, masks))
         out = _repaired_if(is_bad, functools.partial(_repair_output, config), out, (operands, masks))
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
-    return _over_vmap(whole_batch, operands, masks)
+    results: tuple[Array, Saved] = _over_vmap(whole_batch, operands, masks)
+    return results
+
+
+def _in_small_blocks(config: Config) -> Config:
+    """For the repairs, whose memory is reserved even if nothing is repaired."""
+    in_blocks = config.in_blocks._replace(query_tile=platforms.REPAIR_QUERY_TILE, key_tile=platforms.REPAIR_KEY_TILE)
+    return config._replace(in_blocks=in_blocks)
 
 
 def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
     operands, masks = args
-    exact, lse = _in_blocks(config, operands, masks)
+    exact, lse = _in_blocks(_in_small_blocks(config), operands, masks)
     clean = _cleaned(config, operands, masks)
     again, again_lse, _ = _run_kernel(config, clean, masks)
     is_usable = _is_usable(config, clean, masks, lse, again_lse) & jnp.isfinite(lse)[..., None]
@@ -248,7 +260,7 @@ def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
 
 def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest: Any) -> Operands:
     _, reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks)[0], operands)
-    (gradients,) = reverse(rest[-1])
+    gradients: Operands = reverse(rest[-1])[0]
     return gradients
 
 
@@ -260,23 +272,31 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
         if sees_any is not None:
             d_out = jnp.where(sees_any[..., None], d_out, 0)
         gradients = _pull_back_kernel(config, operands, masks, out, saved, d_out)
-        is_bad = jnp.any(was_bad) | ~_all_true(jax.tree.leaves(jax.tree.map(jnp.isfinite, gradients)))
+        is_q_sound, is_k_sound, is_v_sound, is_bias_sound = tuple(jax.tree.map(jnp.isfinite, gradients))
+        is_sound = _all_true([is_q_sound], [is_k_sound, is_v_sound])
+        if is_bias_sound is not None:
+            is_sound &= jnp.all(is_bias_sound)
+        is_bad = jnp.any(was_bad) | ~is_sound
         repair = functools.partial(_repair_gradients, config)
-        return _repaired_if(is_bad, repair, gradients, (operands, masks, d_out))
+        repaired: Operands = _repaired_if(is_bad, repair, gradients, (operands, masks, d_out))
+        return repaired
 
-    return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
+    gradients: Operands = _over_vmap(whole_batch, operands, masks, out, saved, d_out)
+    return gradients
 
 
-def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], _: Operands) -> Operands:
+def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradients: Operands) -> Operands:
     operands, masks, d_out = args
-    (_, lse), reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks), operands)
-    (exact,) = reverse((d_out, jnp.zeros_like(lse)))
+    config_of_blocks = _in_small_blocks(config)
+    (_, lse), reverse = jax.vjp(lambda operands: _in_blocks(config_of_blocks, operands, masks), operands)
+    exact: Operands = reverse((d_out, jnp.zeros_like(lse)))[0]
     clean = _cleaned(config, operands, masks)
     again_out, again_lse, saved = _run_kernel(config, clean, masks)
     clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
     again = _pull_back_kernel(config, clean, masks, again_out, saved, clean_d_out)
     is_usable = _is_usable(config, clean, masks, lse, again_lse)
-    return jax.tree.map(functools.partial(_preferred, is_usable), again, exact)
+    repaired: Operands = jax.tree.map(functools.partial(_preferred, is_usable), again, exact)
+    return repaired
 
 
 def _repaired_if(is_bad: Array, repair: Callable[[Any, Any], Any], state: Any, args: Any) -> Any:
@@ -305,24 +325,21 @@ def _over_vmap(fn: Callable[..., Any], operands: Operands, masks: Masks, *rest: 
     def rule(number: int, is_batched: Any, *args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         flags = jax.tree.leaves(is_batched)
-        operands, masks = args[:2]
-        if _has_arrays(operands, masks):
+        batch = args[0].query.shape[-4]
 
-            def one(elements: list[Array]) -> Any:
-                elements = iter(elements)
-                return op(
-                    *tree.unflatten([next(elements) if flag else x for x, flag in zip(leaves, flags, strict=True)])
-                )
+        def merged(x: Array, flag: bool) -> Array:
+            x = x if flag else x[None]
+            return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
 
-            results = lax.map(one, [x for x, flag in zip(leaves, flags, strict=True) if flag])
+        def in_turn(batched: list[Array]) -> Any:
+            elements = iter(batched)
+            chosen = [next(elements) if flag else x for x, flag in zip(leaves, flags, strict=True)]
+            return op(*jax.tree.unflatten(tree, chosen))
+
+        if _has_arrays(*args[:2]):
+            results = lax.map(in_turn, [x for x, flag in zip(leaves, flags, strict=True) if flag])
         else:
-            batch = operands.query.shape[-4]
-
-            def merged(x: Array, flag: bool) -> Array:
-                x = x if flag else x[None]
-                return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
-
-            results = op(*tree.unflatten(map(merged, leaves, flags)))
+            results = op(*jax.tree.unflatten(tree, map(merged, leaves, flags)))
             results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -337,7 +354,9 @@ def _run_kernel(config: Config, operands: Operands, masks: Masks) -> tuple[Array
     operands, masks = _for_kernel(operands, masks)
     (out, lse), pull_back = jax.vjp(lambda operands: _call(config, operands, masks), operands)
     saved, _ = _split(pull_back, (operands, masks, out))
-    return vary_with((out, lse, saved), (operands, masks)) if _is_in_shard_map() else (out, lse, saved)
+    if _is_in_shard_map():
+        out, lse, saved = vary_with((out, lse, saved), (operands, masks))
+    return out, lse, saved
 
 
 def _pull_back_kernel(
@@ -379,8 +398,7 @@ def _for_kernel(operands: Operands, masks: Masks) -> tuple[Operands, Masks]:
     mask = _allowed_by_arrays(operands, masks)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
-    if bias is not None:
-        bias = jnp.where(mask, bias, 0)
+        bias = None if bias is None else jnp.where(mask, bias, 0)
     return Operands(q, k, v, bias), masks._replace(mask=mask)
 
 
@@ -393,10 +411,11 @@ def _split(pull_back: Any, known: Any) -> tuple[Saved, Callable[[Saved, Any], An
 
     def join(saved: Saved, known: Any) -> Any:
         rest, known = iter(saved), jax.tree.leaves(known)
-        return tree.unflatten(
+        leaves = [
             jnp.zeros(*empty[n]) if n in empty else next(rest) if place is None else known[place]
             for n, place in enumerate(places)
-        )
+        ]
+        return jax.tree.unflatten(tree, leaves)
 
     return saved, join
 
@@ -404,12 +423,16 @@ def _split(pull_back: Any, known: Any) -> tuple[Saved, Callable[[Saved, Any], An
 # What the results tell.
 
 
-def _all_true(conditions: list[Array]) -> Array:
-    """Whether all elements of all arrays hold; XLA makes one pass of it for arrays of the same shape."""
-    by_shape: dict[tuple[int, ...], Array] = {}
-    for x in conditions:
-        by_shape[x.shape] = x & by_shape[x.shape] if x.shape in by_shape else x
-    return functools.reduce(jnp.logical_and, map(jnp.all, by_shape.values()))
+def _all_true(by_query: list[Array], by_key: list[Array]) -> Array:
+    """Whether all elements hold, of arrays `[B, T, N, H]` and of arrays `[B, S, K, H]`.
+
+    In self-attention a key head is compared with the query heads that share it, so that XLA makes one pass of it all.
+    """
+    is_sound, is_key_sound = (functools.reduce(jnp.logical_and, group) for group in (by_query, by_key))
+    batch, num_keys, key_heads, width = is_key_sound.shape
+    if is_sound.shape[1] != num_keys:
+        return jnp.all(is_sound) & jnp.all(is_key_sound)
+    return jnp.all(is_sound.reshape(batch, num_keys, key_heads, -1, width) & is_key_sound[..., None, :])
 
 
 def _limit(operands: Operands, masks: Masks) -> float:
@@ -496,7 +519,7 @@ def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradien
         return x if where is None else jnp.where(where[..., None], x, 0)
 
     d_q, d_k, d_v, d_bias = gradients
-    if d_bias is not None:
+    if d_bias is not None and (config.is_causal or masks.key_lengths is not None):
         pairs = _unmasked_pairs(config, operands, masks)
         pairs = pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:])
         shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
@@ -506,10 +529,11 @@ def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradien
 
 def _cleaned(config: Config, operands: Operands, masks: Masks) -> Operands:
     """With 0 for bad elements, for queries that see no key and for keys that no query sees."""
-    finite = Operands(*(None if x is None else jnp.where(jnp.isfinite(x), x, 0) for x in operands))
-    if operands.bias is not None:  # still masks where it did
-        finite = finite._replace(bias=jnp.where(operands.bias == -jnp.inf, operands.bias, finite.bias))
-    return _zero_where_masked(config, operands, masks, finite)._replace(bias=finite.bias)
+    finite: Operands = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), operands)
+    clean = _zero_where_masked(config, operands, masks, finite._replace(bias=None))
+    if operands.bias is None or finite.bias is None:
+        return clean
+    return clean._replace(bias=jnp.where(operands.bias == -jnp.inf, operands.bias, finite.bias))  # still masks
 
 
 def _is_in_shard_map() -> bool:

@@ -4,6 +4,11 @@ No test runs cuDNN itself. The last ones compile for a GPU that need not be ther
 """
 
 import functools
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import cudnn_stand_in
 import jax
@@ -11,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import attention, below, causal, exact, normals, random_inputs, replaced, window, with_gradients
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe._core import platforms
@@ -38,6 +43,7 @@ CASES = {
 }
 CASES = {name: (arguments, np.broadcast_to(live, (2, 4, T, S))) for name, (arguments, live) in CASES.items()}
 GARBAGE = [np.nan, np.inf, -np.inf, 1e38, -1e38]
+ON_CUDA_OR_ELSEWHERE = platforms.on_cuda_or_elsewhere
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -333,3 +339,153 @@ def test_shard_map():
 
     split = jax.shard_map(value_and_gradients, mesh=mesh, in_specs=spec, out_specs=spec)
     assert_same_bits(jax.jit(split)(*inputs), jax.jit(value_and_gradients)(*inputs))
+
+
+# Which implementation is taken.
+
+REFUSED = {
+    "float32": (dict(dtype=np.float32), {}, "the dtype is float32, not float16 or bfloat16"),
+    "a width": (dict(H=12), {}, "the width 12 is not a multiple of 8"),
+    "widths": (dict(width=16), {}, "the value's width is not the query's"),
+    "an odd number": (dict(S=7), {}, "the number of queries or of keys is odd"),
+    "no keys": (dict(S=0), {}, "an array is empty"),
+    "an array as the scale": ({}, dict(scale=jnp.array(0.5)), "the scale is not a number"),
+    "an offset": ({}, dict(causal_offset=1), "it has no causal_offset"),
+    "a soft cap": ({}, dict(logit_soft_cap=2.0), "it has no logit_soft_cap"),
+    "dropout": ({}, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "its dropout takes no key"),
+    "segments": (
+        {},
+        dict(query_segment_ids=np.zeros((2, T), int), key_value_segment_ids=np.zeros((2, S), int)),
+        "it has no segments",
+    ),
+    "the logsumexp": ({}, dict(return_residual=True), "its logsumexp is rounded to 16 bits and has no gradient"),
+    "a right side": ({}, dict(local_window_size=1), "its window has a left side only"),
+    "a window beyond": ({}, dict(local_window_size=(2, -1)), "its window has a left side only"),
+    "a window and a mask": ({}, dict(local_window_size=(1, 0), mask=KEYS), "its window takes no mask, bias or lengths"),
+    "a window, many queries": (dict(T=10), dict(local_window_size=(1, 0)), "its window takes no more queries than"),
+    "a bias in float32": ({}, dict(bias=np.zeros((T, S), np.float32)), "the bias has another dtype than the query"),
+    "a bias of keys": ({}, dict(bias=jnp.zeros((1, S), jnp.bfloat16)), "the bias is not one for all queries and keys"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cudnn_lacks_is_refused_by_name_and_taken_over_otherwise(name):
+    sizes, arguments, reason = REFUSED[name]
+    inputs = random_inputs(**(SIZES | dict(dtype=jnp.bfloat16) | sizes))
+    with pytest.raises(ValueError, match=f"^dot_product_attention: implementation: got value 'cudnn'.*{reason}"):
+        attention(*inputs, implementation="cudnn", **arguments)
+    chosen, xla = (jax.make_jaxpr(lambda: attention(*inputs, implementation=i, **arguments))() for i in (None, "xla"))  # noqa: B023
+    assert str(chosen) == str(xla)
+
+
+def test_more_batch_dimensions_are_refused():
+    inputs = [x[None] for x in inputs_of()]
+    with pytest.raises(ValueError, match="there are 2 batch dimensions, not at most one"):
+        attention(*inputs, implementation="cudnn")
+    assert attention(*inputs).shape == inputs[0].shape
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_that_a_mesh_splits(kind):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(kind,), devices=jax.devices()[:2])
+    inputs = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch"))) for x in inputs_of()]
+    chosen, xla = (jax.make_jaxpr(lambda *x: attention(*x, implementation=i))(*inputs) for i in (None, "xla"))  # noqa: B023
+    assert str(chosen) == str(xla)
+    if kind == AxisType.Explicit:
+        with pytest.raises(ValueError, match="an array is split over an explicit mesh"):
+            attention(*inputs, implementation="cudnn")
+    else:
+        assert_close(attention(*inputs, implementation="cudnn"), attention(*inputs_of(), implementation="cudnn"))
+
+
+def test_an_old_gpu_takes_the_other_form(monkeypatch):
+    monkeypatch.setattr(_cudnn, "_has_old_gpu", lambda: True)
+    with pytest.raises(ValueError, match="a GPU here is older than compute capability 8.0"):
+        attention(*inputs_of(), implementation="cudnn")
+    assert attention(*inputs_of()).shape == (2, T, 4, 8)
+
+
+def test_by_name_it_is_refused_where_the_program_is_lowered_for_another_platform(monkeypatch):
+    monkeypatch.setattr(platforms, "on_cuda_or_elsewhere", ON_CUDA_OR_ELSEWHERE)
+    jax.clear_caches()
+    inputs, text = inputs_of(), "^dot_product_attention: implementation: got value 'cudnn'.*another platform than CUDA"
+    named = functools.partial(attention, implementation="cudnn")
+    for fn in (named, jax.jit(named), jax.vmap(named), jax.grad(functools.partial(loss, named))):
+        with pytest.raises(ValueError, match=text):
+            fn(*inputs)
+    assert_same_bits(attention(*inputs), attention(*inputs, implementation="xla"))
+    lowered = jax.jit(lambda q: attention(q, *inputs[1:])).trace(inputs[0]).lower(lowering_platforms=("cpu",))
+    assert "while" in lowered.as_text() or "dot_general" in lowered.as_text()
+    jax.clear_caches()
+
+
+# With jax.nn's own cuDNN, in a process without the stand-in.
+
+WITHOUT_CUDNN = """
+import jax, jax.numpy as jnp, masksafe
+from masksafe.attention import _cudnn
+x = jnp.ones((2, 6, 2, 8), jnp.bfloat16)
+traced = lambda i: str(jax.make_jaxpr(lambda x: masksafe.dot_product_attention(x, x, x, implementation=i))(x))
+reason = _cudnn._refusal_of_jax(8, x.dtype)
+if reason is None:
+    print("installed")
+else:
+    assert traced(None) == traced("xla")
+    try:
+        traced("cudnn")
+    except ValueError as error:
+        assert "implementation: got value 'cudnn'" in str(error) and "JAX reports: cuDNN is not" in str(error), error
+        print("refused")
+"""
+
+
+def test_an_installation_without_cudnn_does_not_notice():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", WITHOUT_CUDNN], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() in ("refused", "installed")
+
+
+COMPILED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, masksafe
+from programs import TARGETS, compile_for
+
+def both(fn, **arguments):
+    def run(d_out, *inputs):
+        out, reverse = jax.vjp(lambda *x: fn(*x, **arguments), *inputs)
+        return out, reverse(d_out)
+    return run
+
+def cudnn(*args, **arguments):
+    return jax.nn.dot_product_attention(*args, implementation="cudnn", **arguments)
+
+x = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
+k = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16)
+for args in ((x, x, x), (x, k, k)):
+    for wrap, passes in ((lambda fn, **arguments: lambda *x: fn(*x, **arguments), 1), (both, 2)):
+        given = args if passes == 1 else (x, *args)
+        ours, peer = (
+            compile_for("h100", wrap(fn, is_causal=True), *given, unknown_trips=0)
+            for fn in (masksafe.dot_product_attention, cudnn)
+        )
+        assert ours.text.count("__cudnn$fmhaSoftmax") > 0
+        print(ours.bytes_moved / peer.bytes_moved, (ours.launches - peer.launches) / passes)
+"""
+
+
+@pytest.mark.slow
+def test_programs_for_a_gpu():
+    """CuDNN's kernel is in them, and the contract costs half as many bytes again and four launches a pass at most."""
+    programs = Path(__file__).parents[2] / "examples" / "benchmarks"
+    if importlib.util.find_spec("jax_cuda12_plugin") is None:
+        pytest.skip("JAX's CUDA plugin is not installed")
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
+    command = [sys.executable, "-c", COMPILED, str(programs)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    for line in result.stdout.splitlines():
+        bytes_moved, more_launches = map(float, line.split())
+        assert bytes_moved < 1.54
+        assert more_launches <= 4

@@ -25,7 +25,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe._core.tiles import divide
-from masksafe.attention import _cudnn
 from masksafe.attention._mask import Pairs, live_blocks
 from masksafe.testing import assert_consistent
 
@@ -375,62 +374,3 @@ def test_blocks_cover_everything_once(length, target):
     owned = [[n for n in range(int(s.start), int(s.start) + s.size) if n >= int(s.first)] for s in spans]
     assert [n for part in owned for n in part] == list(range(length))
     assert division.size <= target
-
-
-# cuDNN. Its kernel is not at hand here: jax.nn's own form, whose dead queries average over masked keys and whose NaN
-# under the mask reach everything as well, stands in for it.
-
-
-@pytest.fixture
-def fake_cudnn(monkeypatch):
-    original = jax.nn.dot_product_attention
-
-    def stand_in(*args, implementation, **arguments):
-        assert implementation == "cudnn"
-        return original(*args, implementation="xla", **arguments)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    monkeypatch.setattr(_cudnn, "_backend", lambda: "gpu")
-    return functools.partial(attention, implementation="cudnn")
-
-
-@pytest.mark.parametrize(
-    "name",
-    few_of(["causal", "key lengths", "query lengths", "pairs", "bias of -inf", "window"], "pairs", "bias of -inf"),
-)
-def test_contract_is_kept_around_cudnn(name, fake_cudnn):
-    arguments, live = CASES[name]
-    inputs = random_inputs(dtype=jnp.bfloat16)
-    dead_keys, dead_queries = ~live.any((1, 2))[..., None, None], ~live.any(3).transpose(0, 2, 1)
-    d_out = normals(2, 6, 2, 4, seed=6).astype(jnp.bfloat16)
-    run = with_gradients(functools.partial(fake_cudnn, **arguments))
-    clean = run(inputs, d_out)
-    bias = 0.5 if "bias" in arguments else 0.0
-    assert_exact(jax.tree.map(np.float32, clean), inputs, live, d_out, 5e-2, bias=bias)
-    hidden = dead_queries[..., None], dead_keys, dead_keys
-    poisoned = tuple(np.where(mask, np.asarray(np.nan, x.dtype), x) for mask, x in zip(hidden, inputs, strict=True))
-    jax.tree.map(np.testing.assert_array_equal, run(poisoned, d_out), clean)
-    assert (np.asarray(clean[0])[dead_queries] == 0).all()
-
-
-def test_cudnn_hides_no_nan(fake_cudnn):
-    query, key, value = random_inputs(1, 6, 6, 1, dtype=jnp.bfloat16)
-    out = jax.jit(functools.partial(fake_cudnn, is_causal=True))(query, key, replaced(value, (0, 3), np.nan))
-    np.testing.assert_array_equal(np.isnan(out)[0, :, 0].all(1), np.arange(6) >= 3)
-    np.testing.assert_array_equal(np.isnan(out)[0, :, 0].any(1), np.arange(6) >= 3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (dict(logit_soft_cap=2.0), "no logit_soft_cap"),
-        (dict(causal_offset=1), "no causal_offset"),
-        (dict(return_residual=True), "no gradient"),
-        (dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "takes no key"),
-    ],
-)
-def test_cudnn_refuses_what_it_has_not(arguments, reason, fake_cudnn):
-    with pytest.raises(ValueError, match=f"^dot_product_attention: implementation: got value 'cudnn'.*{reason}"):
-        fake_cudnn(*random_inputs(dtype=jnp.bfloat16), **arguments)
-    with pytest.raises(ValueError, match="the dtype is float32, not float16 or bfloat16"):
-        fake_cudnn(*random_inputs())
