@@ -350,9 +350,13 @@ def _over_vmap(fn: Callable[..., Any], operands: Operands, masks: Masks, *rest: 
 
 
 def _run_kernel(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array, Saved]:
-    """The output and the logsumexp `[B, T, N]` with cuDNN's faults, and what the reverse pass needs besides."""
+    """The output and the logsumexp `[B, T, N]` with cuDNN's faults, and what the reverse pass needs besides.
+
+    `jax.nn` rounds the logsumexp to 16 bits.
+    """
     operands, masks = _for_kernel(operands, masks)
     (out, lse), pull_back = jax.vjp(lambda operands: _call(config, operands, masks), operands)
+    lse = lse.astype(jnp.float32)
     saved, _ = _split(pull_back, (operands, masks, out))
     if _is_in_shard_map():
         out, lse, saved = vary_with((out, lse, saved), (operands, masks))

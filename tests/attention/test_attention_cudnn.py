@@ -15,7 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, below, causal, exact, normals, random_inputs, replaced, window, with_gradients
+from attention_cases import (
+    attention,
+    below,
+    causal,
+    exact,
+    few_of,
+    normals,
+    random_inputs,
+    replaced,
+    window,
+    with_gradients,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
@@ -89,7 +100,7 @@ def poisoned(inputs, live, garbage):
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
 @pytest.mark.parametrize("name", CASES)
 def test_value_and_gradients(name, dtype):
     arguments, live = CASES[name]
@@ -108,7 +119,7 @@ def test_value_and_gradients(name, dtype):
         assert_same_bits(run(inputs, dead), clean)
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (1, 4), (2, 1), (1, 1)])
+@pytest.mark.parametrize("shape", few_of([(2, 4), (1, 4), (2, 1), (1, 1)], (1, 4)))
 def test_bias(shape):
     """-inf masks, whatever the other arrays hold there; the bias has a gradient."""
     inputs, d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
@@ -165,8 +176,11 @@ def test_huge_keys_that_some_queries_see():
 VISIBLE = [(0, 0, 1, 1, 3), (0, 1, 5, 2, 0), (1, 1, 2, 0, 7), (2, 0, 3, 1, 5), (2, 1, 1, 0, 2)]
 
 
-@pytest.mark.parametrize("name", ["plain", "causal", "window", "causal, lengths", "mask of pairs"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "name",
+    few_of(["plain", "causal", "window", "causal, lengths", "mask of pairs"], "causal, lengths", "mask of pairs"),
+)
+@pytest.mark.parametrize("bad", few_of([np.nan, np.inf, -np.inf], np.nan, np.inf))
 def test_bad_elements_show_where_they_are_seen(name, bad):
     arguments, live = CASES[name]
     inputs, d_out = inputs_of(), normals(2, T, 4, 8, seed=6).astype(jnp.bfloat16)
@@ -231,7 +245,7 @@ def loss(fn, *inputs):
     return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
 
 
-@pytest.mark.parametrize("name", ["plain", "causal, lengths", "mask of pairs"])
+@pytest.mark.parametrize("name", few_of(["plain", "causal, lengths", "mask of pairs"], "causal, lengths"))
 def test_second_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
@@ -266,8 +280,12 @@ def test_forward_mode():
     assert "forward_mode" in "".join(getattr(caught.value, "__notes__", [str(caught.value)]))
 
 
-@pytest.mark.parametrize("name", ["causal", "causal, lengths", "mask of keys"])
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 0), (0, None, None), (None, 2, 1), (4, 4, 4)])
+@pytest.mark.parametrize(
+    "name", few_of(["causal", "causal, lengths", "mask of keys"], "causal, lengths", "mask of keys")
+)
+@pytest.mark.parametrize(
+    "in_axes", few_of([(0, 0, 0), (1, 0, 0), (0, None, None), (None, 2, 1), (4, 4, 4)], (None, 2, 1))
+)
 def test_vmap(name, in_axes):
     arguments, live = CASES[name]
     inputs = inputs_of()
@@ -306,7 +324,7 @@ def test_vmap_of_vmap_over_inputs_without_a_batch():
     assert_same_bits(twice, np.stack([fn(*inputs), fn(*(-x for x in inputs))]))
 
 
-@pytest.mark.parametrize("name", ["causal", "mask of keys"])
+@pytest.mark.parametrize("name", few_of(["causal", "mask of keys"], "mask of keys"))
 def test_jit_remat_and_scan(name):
     arguments, live = CASES[name]
     inputs = inputs_of()
@@ -400,7 +418,7 @@ def test_arrays_that_a_mesh_splits(kind):
 
 def test_an_old_gpu_takes_the_other_form(monkeypatch):
     monkeypatch.setattr(_cudnn, "_has_old_gpu", lambda: True)
-    with pytest.raises(ValueError, match="a GPU here is older than compute capability 8.0"):
+    with pytest.raises(ValueError, match="a GPU here is older than compute capability"):
         attention(*inputs_of(), implementation="cudnn")
     assert attention(*inputs_of()).shape == (2, T, 4, 8)
 
