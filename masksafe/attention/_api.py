@@ -134,9 +134,10 @@ def dot_product_attention(
       key_value_seq_lengths: integers `[B]`; keys from this index on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right.
-      implementation: "xla" works in blocks on every platform. Arrays may be sharded by batch or heads; if sharded
-        along the sequence, they are gathered first. "cudnn" calls cuDNN's kernel on a GPU and keeps the contract around
-        it. None, the default, means "xla".
+      implementation: None, the default, takes cuDNN's kernel in programs for CUDA if it can run, and the form in blocks
+        everywhere else. "xla" is the form in blocks on every platform; arrays may be sharded by batch or heads, and are
+        gathered first if sharded along the sequence. "cudnn" is cuDNN's kernel or an error that says why not. See the
+        notes on cuDNN below.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment, as sequences packed
@@ -160,10 +161,23 @@ def dot_product_attention(
       * An unmasked key whose logit overflows to -inf has weight 0.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
 
+    cuDNN's kernel runs with JAX's CUDA plugin on GPUs of compute capability 8.0 or later, for float16 and bfloat16;
+    even numbers of queries and keys; one width, a multiple of 8 up to 128 (256 on Hopper); at most one batch
+    dimension; a number as `scale`; causal masks, lengths, `mask`, a `bias` of the query's dtype for all queries and
+    keys, or a window to the left alone. It takes no `causal_offset`, segments, `logit_soft_cap` or dropout, and does
+    not return the logsumexp. The contract is kept around it: its results are looked at, and only if something is not
+    finite, or may come from a masked pair, they are repaired, with the form in blocks; one number goes to the host for
+    that in each pass. Second derivatives and forward mode are those of the form in blocks.
+
+    * It has been compiled for GPUs, and its faults have been imitated in tests; it has not been run on a GPU.
+    * Arrays that the compiler splits over an automatic mesh take it by name only. It wants query, key and value to be
+      split alike, by batch or heads, and refuses to be compiled otherwise.
+    * `jax.export` refuses programs with it, as it gives no guarantee for later versions; export those of "xla".
+
     Raises:
       TypeError: if an array has the wrong dtype, or `local_window_size` is not one or two integers.
-      ValueError: if a shape does not fit, an argument that another one requires is missing, or the implementation
-        cannot run.
+      ValueError: if a shape does not fit, an argument that another one requires is missing, or "cudnn" cannot run: at
+        once, or where the program is lowered for another platform than CUDA.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
