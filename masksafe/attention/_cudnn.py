@@ -402,7 +402,9 @@ def _for_kernel(operands: Operands, masks: Masks) -> tuple[Operands, Masks]:
     mask = _allowed_by_arrays(operands, masks)
     if mask is not None:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
-        bias = None if bias is None else jnp.where(mask, bias, 0)
+        if bias is not None:
+            shared = [axis for axis in (0, 1) if bias.shape[axis] == 1]
+            bias = jnp.where(jnp.any(mask, shared, keepdims=True), bias, 0)
     return Operands(q, k, v, bias), masks._replace(mask=mask)
 
 
