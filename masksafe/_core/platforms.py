@@ -27,15 +27,26 @@ KEY_TILE = 512
 KEY_TILE_IF_NOTHING_IS_SKIPPED = 1024
 FEWEST_QUERIES = 128  # per tile, however many query heads share a key head
 
-# Where cuDNN's results are repaired. Nothing hurries there, but the memory of the tiles is reserved in every program.
-REPAIR_QUERY_TILE = 128
-REPAIR_KEY_TILE = 256
-
 # Attention computes its problems one after another if a single problem has at least the first number of logits and all
 # problems together at least the second. With fewer, such as 128 x 128 for one problem or 256 x 256 for each of eight,
 # the dense form of all problems at once is at least as fast.
 IN_TURN_LOGITS_OF_ONE = 2**16
 IN_TURN_LOGITS_OF_ALL = 2**20
+
+# Elsewhere attention takes tiles of queries with all of their keys, so that a softmax reads its row once. A tile has at
+# most so many logits, for all samples and heads that are worked on together: 256 MiB of float32, in a few kernels each.
+# Where a static mask, such as a causal one, hides keys from a whole tile, there are up to so many tiles per problem, of
+# that many logits at least: four tiles of a causal mask leave out three eighths of the pairs.
+ROW_TILE_LOGITS = 2**26
+SKIPPING_ROW_TILES = 4
+SKIPPING_ROW_TILE_LOGITS = 2**24
+# Where cuDNN's results are repaired nothing hurries, but the memory of a tile is reserved in every program: 8 MiB.
+REPAIR_ROW_TILE_LOGITS = 2**21
+
+# Which queries see a bad value is looked up by pairs of queries and keys, 32 columns of values at a time. Up to so many
+# look-ups, some 20 microseconds on an H100, are made without asking first whether any value is bad: a GPU's host would
+# have to wait for the answer.
+UNCHECKED_LOOK_UPS = 2**26
 
 # The linear cross-entropy: a matrix product of 512 tokens runs at full speed, one of 128 tokens at three quarters of
 # it, since the kernel and its gradient pass through the caches once per block. With many classes, 160 tokens are a

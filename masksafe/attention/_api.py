@@ -18,7 +18,7 @@ from masksafe._core.sharding import gathered_along
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._batch import attend_over_batch
-from masksafe.attention._blockwise import Config
+from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_intervals
 
 _OP = "dot_product_attention"
@@ -220,7 +220,8 @@ def dot_product_attention(
         pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
 
     can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
-    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip)
+    band = _static_band(is_causal, window, causal_offset)
+    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip, band)
     if implementation in (None, "cudnn"):
         operands = _cudnn.Operands(q, k, v, bias)
         reason = _cudnn.reason_against(
@@ -372,8 +373,28 @@ def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_ke
         raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
 
 
-def _configure(q: Array, k: Array, scale: float, soft_cap: float | None, dropout_rate: float, can_skip: bool) -> Config:
+def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:
+    """How far before and behind its own index a query may see keys, where that is known; None is any distance."""
+    if not isinstance(offset, numbers.Integral) or not (is_causal or window):
+        return None
+    left, right = window or (None, 0)
+    position = max(-_FARTHEST, min(_FARTHEST, int(offset)))
+    last = min(right, 0) if is_causal else right
+    return (None if left is None else left - position), last + position
+
+
+def _configure(
+    q: Array,
+    k: Array,
+    scale: float,
+    soft_cap: float | None,
+    dropout_rate: float,
+    can_skip: bool,
+    band: Band | None,
+) -> Config:
     query_tile = max(platforms.FEWEST_QUERIES, platforms.QUERY_TILE * k.shape[-2] // max(1, q.shape[-2]))
     key_tile = platforms.KEY_TILE if can_skip else platforms.KEY_TILE_IF_NOTHING_IS_SKIPPED
     soft_cap = None if soft_cap is None else float(soft_cap)
-    return Config(scale, soft_cap, float(dropout_rate), query_tile, key_tile, skips=True)
+    return Config(
+        scale, soft_cap, float(dropout_rate), query_tile, key_tile, platforms.ROW_TILE_LOGITS, band, skips=True
+    )

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array
-from masksafe.attention._blockwise import Config
 from masksafe.attention._derivatives import attention
+from masksafe.attention._formulas import Config
 from masksafe.attention._heads import grouped_heads
 from masksafe.attention._mask import Pairs
 

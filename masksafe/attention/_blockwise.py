@@ -1,27 +1,8 @@
-r"""Attention in blocks of queries and keys, with no array over all pairs in either pass.
-
-With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
-capped, with their bias) and sums over unmasked pairs only,
-
-.. math::
-  \lambda_t = \log \sum_s e^{x_{ts}}, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad o_t = \sum_s p_{ts} v_s
-
-and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of the logsumexp
-
-.. math::
-  \delta_t = o_t \cdot \dot o_t - \dot \lambda_t, \qquad \dot x_{ts} = p_{ts} (v_s \cdot \dot o_t - \delta_t), \qquad
-  \dot q_t = \sum_s \dot x_{ts} k_s, \qquad \dot k_s = \sum_t \dot x_{ts} q_t, \qquad \dot v_s = \sum_t p_{ts} \dot o_t.
+"""Attention in blocks of queries and keys, with no array over all pairs in either pass: the form for a CPU.
 
 The forward pass goes through the keys with a running maximum (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018); the reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023). It does not
-use :math:`\lambda`, whose rounding error would enter every :math:`p`, but its two parts: the largest logit and the sum
-of :math:`e^{x_{ts} - \max_s x_{ts}}`.
-
-Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So bad elements are replaced by 0
-before a product, and the few results that do depend on them are made NaN afterwards.
-
-A problem is the work of one key head of one sample. Arrays are laid out by problem: queries and outputs
-`[B, K, G, T, H]` for the G query heads that share a key head, keys and values `[B, K, S, H]`.
+calculation for softmax", 2018). The reverse pass does not use the logsumexp, whose rounding error would enter every
+weight, but its two parts: the largest logit and the sum of exp(x - largest).
 """
 
 from collections.abc import Callable
@@ -32,9 +13,23 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.masks import selected
-from masksafe._core.soft_cap import pulled_back, soft_capped
+from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
+from masksafe.attention._formulas import (
+    Config,
+    Gradients,
+    capped_logits,
+    draw_dropout,
+    drop,
+    finite_or_zero,
+    has_bad,
+    is_bad,
+    nan_where,
+    pull_back_cap,
+    split_scale,
+    with_bias,
+)
 from masksafe.attention._mask import Pairs, add_to_block, cut, for_live_blocks, live_blocks, once_if, unmasked
 from masksafe.attention._products import (
     dot_keys,
@@ -46,27 +41,6 @@ from masksafe.attention._products import (
     keys_first,
 )
 
-
-class Config(NamedTuple):
-    """The static parameters."""
-
-    scale: float
-    soft_cap: float | None
-    dropout_rate: float
-    query_tile: int
-    key_tile: int
-    skips: bool  # whether dead blocks are skipped, in loops whose length depends on values
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the inputs, or their partial sums."""
-
-    query: Array
-    key: Array
-    value: Array
-    bias: Array | None
-
-
 # Forward.
 
 
@@ -77,8 +51,8 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
     """
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     live = live_blocks(pairs, queries, keys) if config.skips else None
-    before, after = _split_scale(config, q)
-    clean_q, clean_k, clean_v = _finite_or_zero(q) * before, _finite_or_zero(k), _finite_or_zero(v)
+    before, after = split_scale(config, q)
+    clean_q, clean_k, clean_v = finite_or_zero(q) * before, finite_or_zero(k), finite_or_zero(v)
     is_nan = _mark_bad_queries(q, k, v, pairs, queries, keys, live)
 
     def one_tile(i: Any) -> tuple[Array, Array, Array]:
@@ -88,12 +62,9 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
         def add_keys(j: Any, state: _RunningState) -> _RunningState:
             key_tile = keys.tile(j)
             mask = unmasked(pairs, query_tile, key_tile)
-            x = dot_keys(q_i, take(clean_k, 2, key_tile)) * after
-            if config.soft_cap is not None:  # its derivative must not see a bad product
-                x = soft_capped(x if mask is None else jnp.where(mask, x, 0), config.soft_cap)
-            if pairs.bias is not None:
-                x += cut(pairs.bias, pairs.problem, query_tile, key_tile).astype(x.dtype)
-            keep = _draw_dropout(config, pairs, i, j, x.shape)
+            x = capped_logits(config, dot_keys(q_i, take(clean_k, 2, key_tile)) * after, mask)
+            x = with_bias(x, pairs, query_tile, key_tile)
+            keep = draw_dropout(config, pairs, i, j, x.shape)
             return _add_keys(config, state, x, mask, take(clean_v, 2, key_tile), keep)
 
         live_tiles = None if live is None else live[i]
@@ -127,20 +98,15 @@ def _add_keys(
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     exps, decay = jnp.exp(x - shift), jnp.exp(state.largest - shift)
     total = state.total * decay + jnp.sum(exps, -1, keepdims=True)
-    weighted = state.weighted * decay + dot_values(_drop(config, keep, exps), v)
+    weighted = state.weighted * decay + dot_values(drop(config, keep, exps), v)
     return _RunningState(largest, total, weighted)
 
 
 def _divide_by_total(state: _RunningState, is_nan: Array) -> tuple[Array, Array, Array]:
     is_dead = state.total == 0
-    total = jnp.where(is_dead, 1, _nan_where(is_nan[..., -1:], state.total))
-    weighted = _nan_where(is_nan[..., :-1] & ~is_dead, state.weighted)
+    total = jnp.where(is_dead, 1, nan_where(is_nan[..., -1:], state.total))
+    weighted = nan_where(is_nan[..., :-1] & ~is_dead, state.weighted)
     return weighted / total, jnp.where(is_dead, -jnp.inf, state.largest), total
-
-
-def logsumexp(largest: Array, total: Array) -> Array:
-    """The logsumexp from the two parts in which it is stored."""
-    return largest + jnp.log(total)
 
 
 # Reverse. A block of pairs is transposed here, `[B, K, keys, G, queries]`: two of the three products over it then need
@@ -169,14 +135,14 @@ def pull_back(
     live_queries = pairs.live_queries[..., None]
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     live = live_blocks(pairs, queries, keys) if config.skips else None
-    before, after = _split_scale(config, q)
-    clean_k, clean_v = _finite_or_zero(k), _finite_or_zero(v)
+    before, after = split_scale(config, q)
+    clean_k, clean_v = finite_or_zero(k), finite_or_zero(v)
     reciprocal = 1 / jnp.where(jnp.isnan(total), 1, total)
     # Dividing by the sum per query is cheaper than per pair, but would round a 16-bit d_out once more.
     per_query, per_pair = (reciprocal, None) if d_out.dtype.itemsize >= 4 else (1, reciprocal)
     clean_queries = _Queries(
-        q=_finite_or_zero(q, live_queries) * before,
-        d_out=_finite_or_zero(d_out, live_queries) * per_query,
+        q=finite_or_zero(q, live_queries) * before,
+        d_out=finite_or_zero(d_out, live_queries) * per_query,
         shift=largest + 0 * total,  # NaN for a query that sees a bad element
         delta=delta * per_query,
         reciprocal=per_pair,
@@ -200,7 +166,7 @@ def pull_back(
             d_q = _add_to_tile(state.query, 3, dot_pairs_with_keys(d_dots, k_j), query_tile)
             if state.bias is None:
                 return Gradients(d_q, d_k, d_v, None)
-            d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problem, query_tile, key_tile)
+            d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problems, query_tile, key_tile)
             return Gradients(d_q, d_k, d_v, d_bias)
 
         live_tiles = None if live is None else live[:, j]
@@ -215,7 +181,7 @@ def pull_back(
     else:
         (d_q, d_bias), key_gradients = lax.scan(one_tile, initial, jnp.arange(keys.number, dtype=jnp.int32))
         d_k, d_v = map(keys.join, key_gradients)
-    return Gradients(d_q * config.scale, d_k * after, _nan_where(is_nan, d_v), d_bias)
+    return Gradients(d_q * config.scale, d_k * after, nan_where(is_nan, d_v), d_bias)
 
 
 class _Queries(NamedTuple):
@@ -241,46 +207,28 @@ def _differentiate_block(
 ) -> tuple[Array, Array, Array]:
     """A block's weights, and the cotangents of its products q k and of its logits, keys first."""
     (i, query_tile), (j, key_tile) = at_queries, at_keys
-    dots = dot_queries_as_forward(k, by_query.q) * _split_scale(config, by_query.q)[1]
+    dots = dot_queries_as_forward(k, by_query.q) * split_scale(config, by_query.q)[1]
     capped = soft_capped(dots, config.soft_cap)
     x = (
         capped
         if pairs.bias is None
-        else capped + keys_first(cut(pairs.bias, pairs.problem, query_tile, key_tile).astype(capped.dtype))
+        else capped + keys_first(cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype))
     )
     mask = unmasked(pairs, query_tile, key_tile)
     assert mask is not None  # live_queries is an array
     mask = keys_first(mask)
-    keep = _draw_dropout(config, pairs, i, j, (*by_query.q.shape[:4], key_tile.size))
+    keep = draw_dropout(config, pairs, i, j, (*by_query.q.shape[:4], key_tile.size))
     keep = None if keep is None else keys_first(keep)
 
     p = jnp.exp(jnp.where(mask, x - keys_first(by_query.shift), -jnp.inf))
     if by_query.reciprocal is not None:
         p = p * keys_first(by_query.reciprocal)
-    d_p = _drop(config, keep, dot_queries_as_forward(v, by_query.d_out))
+    d_p = drop(config, keep, dot_queries_as_forward(v, by_query.d_out))
     d_x = p * (d_p - keys_first(by_query.delta))
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
     d_x = jnp.where(p > keys_first(by_query.all_weight), keys_first(by_query.d_lse), d_x)
     d_x = jnp.where(mask, d_x, 0)  # the product with a masked value may overflow
-    d_dots = d_x
-    if config.soft_cap is not None:
-        d_dots = jnp.where(mask, pulled_back(d_x, capped, config.soft_cap), 0)
-    return _drop(config, keep, p), d_dots, d_x
-
-
-def find_live_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
-    """Which queries take part in the reverse pass, and delta; both `[B, T, N, 1]`.
-
-    A query with no unmasked key takes no part, nor does one with a NaN whose cotangents are all 0: such a NaN has been
-    selected away after the op, as a loss does with padded queries.
-    """
-    lse, d_lse = logsumexp(largest, total)[..., None], d_lse[..., None]
-    wide = jnp.promote_types(out.dtype, lse.dtype)
-    # Columns with cotangent 0 do not count: they may hold a NaN.
-    delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
-    sound = jnp.isfinite(lse) & jnp.isfinite(delta)
-    wanted = (jnp.max(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0)
-    return (lse != -jnp.inf) & (sound | wanted), delta + 0 * delta  # NaN where it is infinite
+    return drop(config, keep, p), pull_back_cap(config, d_x, mask, capped), d_x
 
 
 # Each call checks once whether any element is bad; only then does it find the pairs that see one.
@@ -299,13 +247,13 @@ def _mark_bad_queries(
         q_i, k_j, v_j = take(q, 3, query_tile), take(k, 2, key_tile), take(v, 2, key_tile)
         ones = jnp.ones_like(dot_keys(jnp.zeros_like(q_i), jnp.zeros_like(k_j)))
         seen = selected(ones, unmasked(pairs, query_tile, key_tile))
-        found = dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), _is_bad(k_j)], -1)) > 0
-        from_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | _is_bad(q_i)], -1)
+        found = dot_values(seen, jnp.concatenate([~jnp.isfinite(v_j), is_bad(k_j)], -1)) > 0
+        from_queries = jnp.concatenate([jnp.zeros_like(found[..., :-1]), found[..., -1:] | is_bad(q_i)], -1)
         return _add_to_tile(marks, 3, found | from_queries, query_tile)
 
     no_q, no_k, no_v = map(jnp.zeros_like, (q, k[:, :, :1], v[:, :, :1]))  # checkify would report a NaN in the product
     like = dot_values(dot_keys(no_q, no_k), jnp.concatenate([no_v, no_k[..., :1]], -1))
-    return _mark_by_block(mark, queries, keys, live, _has_bad(q) | _has_bad(k) | _has_bad(v), like)
+    return _mark_by_block(mark, queries, keys, live, has_bad(q) | has_bad(k) | has_bad(v), like)
 
 
 def _mark_keys_of_bad_queries(
@@ -321,7 +269,7 @@ def _mark_keys_of_bad_queries(
         return _add_to_tile(marks, 2, dot_pairs_with_queries(seen, bad) > 0, key_tile)
 
     like = dot_pairs_with_queries(dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
-    return _mark_by_block(mark, queries, keys, live, _has_bad(d_out), like)
+    return _mark_by_block(mark, queries, keys, live, has_bad(d_out), like)
 
 
 def _mark_by_block(
@@ -346,10 +294,6 @@ def _mark_by_block(
     return marks
 
 
-def _nan_where(marks: Array, x: Array) -> Array:
-    return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives become NaN as well
-
-
 def _map_tiles(tiles: Tiles, one_tile: Callable[[Any], Any]) -> Any:
     """The results of all tiles `[..., size, n]`, joined."""
     if tiles.number == 1:
@@ -361,41 +305,3 @@ def _add_to_tile(x: Array, axis: int, block: Array, tile: Tile) -> Array:
     if tile.size == x.shape[axis]:
         return x + block
     return lax.dynamic_update_slice_in_dim(x, take(x, axis, tile) + block, tile.start, axis)
-
-
-# Scale, bad elements, dropout.
-
-
-def _split_scale(config: Config, q: Array) -> tuple[float, float]:
-    """The factors of the queries and of the logits: the scale is applied to queries unless that would round them."""
-    return (config.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, config.scale)
-
-
-def _finite_or_zero(x: Array, where: Array | bool = True) -> Array:
-    return jnp.where(jnp.isfinite(x) & where, x, 0)
-
-
-def _has_bad(x: Array) -> Array:
-    """Whether any element is bad; a sum of floats, since a CPU reduces booleans at a third of the speed."""
-    return jnp.sum(jnp.where(jnp.isfinite(x), 0.0, 1.0)) > 0
-
-
-def _is_bad(x: Array) -> Array:
-    """Where any element along the last axis is bad, `[..., 1]`."""
-    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
-
-
-def _draw_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:
-    """Which weights of block (i, j) dropout keeps, or None; the same draw in both passes."""
-    if pairs.head_keys is None:
-        return None
-
-    def draw(key: Array) -> Array:
-        block_key = jax.random.fold_in(jax.random.fold_in(key, i), j)
-        return jax.random.bernoulli(block_key, 1 - config.dropout_rate, shape[2:])
-
-    return jax.vmap(jax.vmap(draw))(pairs.head_keys)
-
-
-def _drop(config: Config, keep: Array | None, p: Array) -> Array:
-    return p if keep is None else jnp.where(keep, p / (1 - config.dropout_rate), 0)

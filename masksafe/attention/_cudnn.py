@@ -35,7 +35,7 @@ from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import Tiles
 from masksafe._core.typing import Array
 from masksafe.attention._batch import attend_over_batch
-from masksafe.attention._blockwise import Config as BlockConfig
+from masksafe.attention._formulas import Config as BlockConfig
 from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
 from masksafe.attention._mask import Pairs, once_if, seen_intervals, unmasked
 
@@ -232,15 +232,14 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
     return results
 
 
-def _in_small_blocks(config: Config) -> Config:
+def _in_small_tiles(config: Config) -> Config:
     """For the repairs, whose memory is reserved even if nothing is repaired."""
-    in_blocks = config.in_blocks._replace(query_tile=platforms.REPAIR_QUERY_TILE, key_tile=platforms.REPAIR_KEY_TILE)
-    return config._replace(in_blocks=in_blocks)
+    return config._replace(in_blocks=config.in_blocks._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS))
 
 
 def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
     operands, masks = args
-    exact, lse = _in_blocks(_in_small_blocks(config), operands, masks)
+    exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
     clean = _cleaned(config, operands, masks)
     again, again_lse, _ = _run_kernel(config, clean, masks)
     is_usable = _is_usable(config, clean, masks, lse, again_lse) & jnp.isfinite(lse)[..., None]
@@ -287,7 +286,7 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
 
 def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradients: Operands) -> Operands:
     operands, masks, d_out = args
-    config_of_blocks = _in_small_blocks(config)
+    config_of_blocks = _in_small_tiles(config)
     (_, lse), reverse = jax.vjp(lambda operands: _in_blocks(config_of_blocks, operands, masks), operands)
     exact: Operands = reverse((d_out, jnp.zeros_like(lse)))[0]
     clean = _cleaned(config, operands, masks)
@@ -501,9 +500,9 @@ def _queries_that_see_any(config: Config, operands: Operands, masks: Masks) -> A
         sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], 1))
         return queries_by_user(sees_any)[..., 0]
     first, end = _intervals(config, operands, masks)[:2]
-    if masks.key_lengths is None or first is None or end is None:
+    if masks.key_lengths is None or end is None:
         return None
-    return (first < end)[..., None]
+    return (end > (0 if first is None else first))[..., None]
 
 
 def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Array | None:
@@ -512,9 +511,9 @@ def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Arr
     if _has_arrays(operands, masks):
         return keys_by_user(jnp.any(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
     first, end = _intervals(config, operands, masks)[:2]
-    if first is None or end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
+    if end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
         return None
-    end = jnp.max(jnp.where(first < end, end, 0), 1)  # the intervals overlap, from the first key on
+    end = jnp.max(end if first is None else jnp.where(first < end, end, 0), 1)  # they overlap, from the first key on
     return (jnp.arange(k.shape[1], dtype=jnp.int32) < end[:, None])[..., None]
 
 

@@ -11,11 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.typing import Array
-from masksafe.attention._blockwise import Config, Gradients, attend, find_live_queries, logsumexp, pull_back
-from masksafe.attention._heads import queries_by_problem, run_by_problem
+from masksafe.attention._bad_values import see_bad_values, seen_by_bad_cotangents
+from masksafe.attention._blockwise import attend, pull_back
+from masksafe.attention._formulas import (
+    Config,
+    Gradients,
+    find_live_queries,
+    find_wanted_queries,
+    logsumexp,
+    nan_where,
+)
+from masksafe.attention._heads import Results, queries_by_problem, run_elsewhere, run_on_cpu
 from masksafe.attention._mask import Pairs
+from masksafe.attention._rowwise import attend_by_row, most_logits_at_once, pull_back_by_row
 
 _Result = tuple[Array, Array]
 _Parts = tuple[Array, Array, Array]  # the output, and the logsumexp in two parts
@@ -54,11 +65,23 @@ def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Arra
 
 
 def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-        (q,), (k, v) = by_query, by_key
-        return attend(config, q, k, v, pairs), (), carry
+    def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
+            (q,), (k, v) = by_query, by_key
+            return attend(config, q, k, v, pairs), (), carry
 
-    (out, largest, total), _, _ = run_by_problem(kernel, (q,), (k, v), pairs._replace(bias=bias), None)
+        (out, largest, total), _, _ = run_on_cpu(kernel, (q,), (k, v), pairs, None)
+        return out, largest, total
+
+    def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
+            (q,), (k, v) = by_query, by_key
+            return attend_by_row(config, q, k, v, pairs), (), carry
+
+        (out, largest, total), _, _ = run_elsewhere(kernel, (q,), (k, v), pairs, None, most_logits_at_once(config))
+        return nan_where(see_bad_values(q, v, pairs), out), largest, total
+
+    out, largest, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, pairs._replace(bias=bias))
     return out, largest[..., 0], total[..., 0]
 
 
@@ -82,21 +105,39 @@ def _pull_back_plainly(
 def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    _, largest, total, d_out, d_lse = results_and_cotangents
-    live, delta = find_live_queries(*results_and_cotangents)
-    pairs = _mark_live_queries(pairs._replace(bias=bias), live, k)
+    def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
+        _, largest, total, d_out, d_lse = results_and_cotangents
+        live, delta = find_live_queries(*results_and_cotangents)
 
-    def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Any:
-        gradients = pull_back(config, by_query, by_key, pairs, d_bias)
-        return (
-            (gradients.query.astype(q.dtype),),
-            (gradients.key.astype(k.dtype), gradients.value.astype(v.dtype)),
-            gradients.bias,
-        )
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Results:
+            return _in_dtypes_of(q, k, v, pull_back(config, by_query, by_key, pairs, d_bias))
 
-    query_arrays = (q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None])
-    (d_q,), (d_k, d_v), d_bias = run_by_problem(kernel, query_arrays, (k, v), pairs, _zero_d_bias(bias, d_lse))
+        by_query = q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None]
+        no_d_bias = _zero_d_bias(pairs.bias, d_lse)
+        return run_on_cpu(kernel, by_query, (k, v), _mark_live_queries(pairs, live, k), no_d_bias)
+
+    def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
+        # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
+        q, k, v, pairs, results_and_cotangents = lax.optimization_barrier((q, k, v, pairs, results_and_cotangents))
+        out, _, _, d_out, d_lse = results_and_cotangents
+        wanted, delta = find_wanted_queries(out, d_out, d_lse)
+        pairs = _mark_live_queries(pairs, wanted, k)
+
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Results:
+            return _in_dtypes_of(q, k, v, pull_back_by_row(config, by_query, by_key, pairs, d_bias))
+
+        # Of delta the kernel takes only whether it is bad, since an output is that has a cotangent.
+        by_query, no_d_bias = (q, d_out, d_lse[..., None] + 0 * delta), _zero_d_bias(pairs.bias, d_lse)
+        d_q, (d_k, d_v), d_bias = run_elsewhere(kernel, by_query, (k, v), pairs, no_d_bias, most_logits_at_once(config))
+        return d_q, (d_k, nan_where(seen_by_bad_cotangents(d_out, v, pairs), d_v)), d_bias
+
+    arguments = q, k, v, pairs._replace(bias=bias), *results_and_cotangents
+    (d_q,), (d_k, d_v), d_bias = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *arguments)
     return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
+
+
+def _in_dtypes_of(q: Array, k: Array, v: Array, d: Gradients) -> Results:
+    return (d.query.astype(q.dtype),), (d.key.astype(k.dtype), d.value.astype(v.dtype)), d.bias
 
 
 def _mark_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:

@@ -17,14 +17,14 @@ from masksafe._core import platforms
 from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array
-from masksafe.attention._mask import Pairs, part
+from masksafe.attention._mask import Pairs, Problems, part
 
 Arrays = tuple[Array, ...]
 Results = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
 Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
-def run_by_problem(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
+def run_on_cpu(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
     """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
     Args:
@@ -36,28 +36,47 @@ def run_by_problem(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pai
       carry: a pytree, for sums over problems.
     """
     q, k = query_arrays[0], key_arrays[0]
-    args = query_arrays, key_arrays, pairs, carry
-
-    def at_once(*args: Any) -> Results:
-        return _run_at_once(kernel, *args)
-
-    def at_once_widened(query_arrays: Arrays, key_arrays: Arrays, *rest: Any) -> Results:
-        return at_once(_widen(query_arrays), _widen(key_arrays), *rest)
-
-    def in_turn(*args: Any) -> Results:
-        return _run_in_turn(kernel, *args)
-
-    if not may_loop(args):
-        return at_once(*args)
-    num_problems, logits = k.shape[0] * k.shape[2], math.prod(q.shape[:3]) * k.shape[1]
+    if not may_loop((query_arrays, key_arrays, pairs, carry)):
+        return _run_at_once(kernel, query_arrays, key_arrays, pairs, carry)
+    num_problems, logits = k.shape[0] * k.shape[2], _number_of_logits(q, k)
     is_large = num_problems > 1 and logits >= max(
         platforms.IN_TURN_LOGITS_OF_ALL, num_problems * platforms.IN_TURN_LOGITS_OF_ONE
     )
-    if not is_large and q.dtype.itemsize >= 4:
-        return at_once(*args)
-    on_cpu = in_turn if is_large else at_once_widened
-    results: Results = platforms.on_cpu_or_elsewhere(on_cpu, at_once, *args)
-    return results
+    in_16_bits = q.dtype.itemsize < 4
+
+    def widening(by_query: Arrays, by_key: Arrays, pairs: Pairs, carry: Any) -> Results:
+        return kernel(_widen(by_query), _widen(by_key), pairs, carry)
+
+    if is_large:
+        return _run_in_turn(widening, query_arrays, key_arrays, pairs, carry)
+    return _run_at_once(widening if in_16_bits else kernel, query_arrays, key_arrays, pairs, carry)
+
+
+def run_elsewhere(
+    kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any, most_logits: int
+) -> Results:
+    """As `run_on_cpu`, with as many problems at once as have `most_logits` logits together, or one."""
+    args = query_arrays, key_arrays, pairs, carry
+    if not may_loop(args):
+        return _run_at_once(kernel, *args)
+    q, k = query_arrays[0], key_arrays[0]
+    batch, _, num_key_heads, _ = k.shape
+    most = most_logits * batch * num_key_heads // max(1, _number_of_logits(q, k))
+    samples = _largest_divisor(batch, most // num_key_heads)
+    heads = num_key_heads if most >= num_key_heads else _largest_divisor(num_key_heads, most)
+    if (samples, heads) == (batch, num_key_heads):
+        return _run_at_once(kernel, *args)
+    # Two steps in a body save launches; with more of them XLA would keep the logits of all.
+    return _run_in_turn(kernel, *args, samples=samples, heads=heads, unroll=2)
+
+
+def _number_of_logits(q: Array, k: Array) -> int:
+    return math.prod(q.shape[:3]) * k.shape[1]
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` up to `most`, at least 1."""
+    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
 
 
 def _run_at_once(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
@@ -68,24 +87,38 @@ def _run_at_once(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 
 
-def _run_in_turn(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
+def _run_in_turn(
+    kernel: Kernel,
+    query_arrays: Arrays,
+    key_arrays: Arrays,
+    pairs: Pairs,
+    carry: Any,
+    *,
+    samples: int = 1,
+    heads: int = 1,
+    unroll: int = 1,
+) -> Results:
+    """Solves the problems of so many samples and key heads at a time; `unroll` is that of `lax.scan`."""
     batch, _, num_key_heads, _ = key_arrays[0].shape
     group = query_arrays[0].shape[2] // num_key_heads
+    steps_of_heads = num_key_heads // heads
 
-    def cut_heads(x: Array, sample: Array, head: Array, heads: int) -> Array:
-        return part(x, (sample, 0, head * heads, 0), (1, x.shape[1], heads, x.shape[3]))
+    def cut_problems(x: Array, problems: Problems, group: int) -> Array:
+        starts = (problems.sample, 0, problems.head * group, 0)
+        return part(x, starts, (samples, x.shape[1], heads * group, x.shape[3]))
 
     def solve(carry: Any, n: Array) -> tuple[Any, tuple[Arrays, Arrays]]:
-        sample, head = n // num_key_heads, n % num_key_heads
-        by_query = tuple(queries_by_problem(cut_heads(x, sample, head, group), 1) for x in query_arrays)
-        by_key = tuple(keys_by_problem(cut_heads(x, sample, head, 1)) for x in key_arrays)
-        by_query, by_key, carry = kernel(_widen(by_query), _widen(by_key), pairs.only(sample, head), carry)
+        problems = Problems(n // steps_of_heads * samples, n % steps_of_heads * heads, samples, heads)
+        by_query = tuple(queries_by_problem(cut_problems(x, problems, group), heads) for x in query_arrays)
+        by_key = tuple(keys_by_problem(cut_problems(x, problems, 1)) for x in key_arrays)
+        by_query, by_key, carry = kernel(by_query, by_key, pairs.only(problems), carry)
         return carry, (by_query, by_key)
 
-    def unstack(x: Array) -> Array:  # [problems, 1, 1, ...] to [B, K, ...]
+    def unstack(x: Array) -> Array:  # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         return x.reshape(batch, num_key_heads, *x.shape[3:])
 
-    carry, results = lax.scan(solve, carry, jnp.arange(batch * num_key_heads, dtype=jnp.int32))
+    numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
+    carry, results = lax.scan(solve, carry, numbers, unroll=unroll)
     by_query, by_key = jax.tree.map(unstack, results)
     return tuple(map(queries_by_user, by_query)), tuple(map(keys_by_user, by_key)), carry
 

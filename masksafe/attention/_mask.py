@@ -5,9 +5,11 @@ The causal mask, the window and the lengths all mean the same: query `t` sees th
 over queries and over keys, and a mask of pairs exists only for the block in work.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -24,6 +26,17 @@ def _as_int32(starts: Sequence[Array | int]) -> list[Array]:
     return [jnp.asarray(start, jnp.int32) for start in starts]  # JAX refuses a mixture of integer types
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Problems:
+    """The problems of some samples and key heads, from the given ones on."""
+
+    sample: Array
+    head: Array
+    samples: int = dataclasses.field(default=1, metadata={"static": True})
+    heads: int = dataclasses.field(default=1, metadata={"static": True})
+
+
 class Pairs(NamedTuple):
     """What masks a pair of a query and a key, and its bias. None masks nothing.
 
@@ -31,35 +44,38 @@ class Pairs(NamedTuple):
     `[B, K, G, T, S]` with size 1 where they broadcast; they are never expanded, only cut to a block.
     """
 
-    first_key: Array | None = None  # [B, T]
-    end_key: Array | None = None  # [B, T]
+    first_key: Array | None = None  # [B, T]; None stands for 0
+    end_key: Array | None = None  # [B, T]; None stands for S
     query_segments: Array | None = None  # [B, T]
     key_segments: Array | None = None  # [B, S]
     allowed: Array | None = None  # [B, K, G, T, S]
     bias: Array | None = None  # [B, K, G, T, S]
     head_keys: Array | None = None  # [B, K], the random keys of dropout
     live_queries: Array | None = None  # [B, K, G, T]; the others take no part in the reverse pass
-    problem: tuple[Array, Array] | None = None  # sample and key head; None stands for all problems
+    problems: Problems | None = None  # None stands for all of them
 
-    def only(self, sample: Array, head: Array) -> "Pairs":
-        """The pairs of one problem. Arrays over pairs are left whole; `cut` cuts them."""
+    def only(self, problems: Problems) -> "Pairs":
+        """The pairs of some problems. Arrays over pairs are left whole; `cut` cuts them."""
 
-        def cut_sample(x: Array | None) -> Array | None:
-            return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, sample, 1)
+        def cut_samples(x: Array | None) -> Array | None:
+            return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, problems.sample, problems.samples)
 
-        def cut_problem(x: Array | None) -> Array | None:
-            return x if x is None else part(x, (sample, head, *[0] * (x.ndim - 2)), (1, 1, *x.shape[2:]))
+        def cut_problems(x: Array | None) -> Array | None:
+            if x is None:
+                return x
+            starts: list[Array | int] = [problems.sample, problems.head, *[0] * (x.ndim - 2)]
+            return part(x, starts, (problems.samples, problems.heads, *x.shape[2:]))
 
         return Pairs(
-            cut_sample(self.first_key),
-            cut_sample(self.end_key),
-            cut_sample(self.query_segments),
-            cut_sample(self.key_segments),
+            cut_samples(self.first_key),
+            cut_samples(self.end_key),
+            cut_samples(self.query_segments),
+            cut_samples(self.key_segments),
             self.allowed,
             self.bias,
-            cut_problem(self.head_keys),
-            cut_problem(self.live_queries),
-            (sample, head),
+            cut_problems(self.head_keys),
+            cut_problems(self.live_queries),
+            problems,
         )
 
 
@@ -72,35 +88,38 @@ def seen_intervals(
     query_lengths: Array | None,
     key_lengths: Array | None,
 ) -> tuple[Array | None, Array | None]:
-    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for all of them."""
+    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for the first and the last."""
     if not is_causal and window is None and query_lengths is None and key_lengths is None:
         return None, None
     assert offset is not None  # the default is 0
     query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
     position = query_index + offset
-    first, end = jnp.zeros_like(position), jnp.full_like(position, num_keys)
+    first: Array | None = None
+    end = jnp.full_like(position, num_keys)
     if is_causal:
         end = jnp.minimum(end, position + 1)
     if window is not None:
         left, right = window
-        first, end = jnp.maximum(first, position - left), jnp.minimum(end, position + right + 1)
+        first, end = jnp.maximum(0, position - left), jnp.minimum(end, position + right + 1)
     if key_lengths is not None:
         end = jnp.minimum(end, key_lengths)
     if query_lengths is not None:
         end = jnp.where(query_index < query_lengths, end, 0)
+    if first is None:
+        return None, end
     first, end = jnp.broadcast_arrays(first, end)
     return first, end
 
 
-def cut(x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
+def cut(x: Array, problems: Problems | None, queries: Tile, keys: Tile) -> Array:
     """A block of an array over pairs; axes of size 1 stay so."""
-    starts, sizes = _block_bounds(x, problem, queries, keys)
+    starts, sizes = _block_bounds(x, problems, queries, keys)
     return x if sizes == x.shape else part(x, starts, sizes)
 
 
-def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile) -> Array:
+def add_to_block(x: Array, block: Array, problems: Problems | None, queries: Tile, keys: Tile) -> Array:
     """`x` plus `block` `[B, K, G, queries, keys]`, which is summed over the axes along which `x` broadcasts."""
-    starts, sizes = _block_bounds(x, problem, queries, keys)
+    starts, sizes = _block_bounds(x, problems, queries, keys)
     summed = jnp.sum(block, [a for a in range(5) if sizes[a] < block.shape[a]], keepdims=True)
     if sizes == x.shape:
         return x + summed
@@ -108,12 +127,12 @@ def add_to_block(x: Array, block: Array, problem: tuple[Array, Array] | None, qu
 
 
 def _block_bounds(
-    x: Array, problem: tuple[Array, Array] | None, queries: Tile, keys: Tile
+    x: Array, problems: Problems | None, queries: Tile, keys: Tile
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    sample, head = (0, 0) if problem is None else problem
-    one = x.shape[:2] if problem is None else (1, 1)
+    sample, head = (0, 0) if problems is None else (problems.sample, problems.head)
+    number = x.shape[:2] if problems is None else (problems.samples, problems.heads)
     starts = (sample, head, 0, queries.start, keys.start)
-    sizes = (*one, x.shape[2], queries.size, keys.size)
+    sizes = (*number, x.shape[2], queries.size, keys.size)
     return (
         tuple(0 if n == 1 else start for n, start in zip(x.shape, starts, strict=True)),
         tuple(min(n, size) for n, size in zip(x.shape, sizes, strict=True)),
@@ -124,17 +143,18 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
     """Where the pairs of a block are unmasked, `[B, K, G, queries, keys]` up to broadcasting; None means everywhere."""
     conditions = []
     key_index = keys.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, 1, keys.size), 4)
-    if pairs.first_key is not None and pairs.end_key is not None:
-        first, end = (take(x, 1, queries)[:, None, None, :, None] for x in (pairs.first_key, pairs.end_key))
-        conditions.append((key_index >= first) & (key_index < end))
+    if pairs.first_key is not None:
+        conditions.append(key_index >= take(pairs.first_key, 1, queries)[:, None, None, :, None])
+    if pairs.end_key is not None:
+        conditions.append(key_index < take(pairs.end_key, 1, queries)[:, None, None, :, None])
     if pairs.query_segments is not None and pairs.key_segments is not None:
         query_ids = take(pairs.query_segments, 1, queries)[:, None, None, :, None]
         key_ids = take(pairs.key_segments, 1, keys)[:, None, None, None, :]
         conditions.append(query_ids == key_ids)
     if pairs.allowed is not None:
-        conditions.append(cut(pairs.allowed, pairs.problem, queries, keys))
+        conditions.append(cut(pairs.allowed, pairs.problems, queries, keys))
     if pairs.bias is not None:
-        conditions.append(_is_live_bias(cut(pairs.bias, pairs.problem, queries, keys)))
+        conditions.append(_is_live_bias(cut(pairs.bias, pairs.problems, queries, keys)))
     if pairs.live_queries is not None:
         conditions.append(take(pairs.live_queries, 3, queries)[..., None])
     if keys.is_ragged:
@@ -163,15 +183,15 @@ def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     conditions = [_live_by_structure(pairs, queries, keys)]
     for array, is_live in ((pairs.allowed, _identity), (pairs.bias, _is_live_bias)):
         if array is not None:
-            conditions.append(_live_by_array(array, is_live, pairs.problem, queries, keys))
+            conditions.append(_live_by_array(array, is_live, pairs.problems, queries, keys))
     return _conjunction([c for c in conditions if c is not None])
 
 
 def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     conditions = []  # [B, T, keys.number]
     starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
-    if pairs.first_key is not None and pairs.end_key is not None:
-        first = jnp.maximum(pairs.first_key[..., None], starts)
+    if pairs.end_key is not None:
+        first = starts if pairs.first_key is None else jnp.maximum(pairs.first_key[..., None], starts)
         conditions.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
     if pairs.query_segments is not None and pairs.key_segments is not None:
         segments = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
@@ -193,14 +213,14 @@ def _by_tile(x: Array, tiles: Tiles) -> Array:
 def _live_by_array(
     x: Array,
     is_live: Callable[[Array], Array],
-    problem: tuple[Array, Array] | None,
+    problems: Problems | None,
     queries: Tiles,
     keys: Tiles,
 ) -> Array:
     all_keys = Tiles(keys.length, keys.length).tile(0)
 
     def any_in_query_tile(i: Array) -> Array:
-        return jnp.any(is_live(cut(x, problem, queries.tile(i), all_keys)), (0, 1, 2, 3))
+        return jnp.any(is_live(cut(x, problems, queries.tile(i), all_keys)), (0, 1, 2, 3))
 
     count = 1 if x.shape[3] == 1 else queries.number
     by_key = (

@@ -45,6 +45,11 @@ def dot_pairs_with_keys(p: Array, k: Array) -> Array:
     return _dot(p.reshape(*p.shape[:3], -1), k, 2, 2).reshape(*p.shape[:2], *p.shape[3:], k.shape[3])
 
 
+def dot_queries_of_rows(p: Array, q: Array) -> Array:
+    """`[B, K, G, T, S]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
+    return _dot(_merge_heads(p), _merge_heads(q), 2, 2)
+
+
 def _merge_heads(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[4])
 

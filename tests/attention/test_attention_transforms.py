@@ -24,6 +24,7 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
+from masksafe._core import platforms
 from masksafe._core.tiles import divide
 from masksafe.attention._mask import Pairs, live_blocks
 from masksafe.testing import assert_consistent
@@ -287,7 +288,10 @@ def results_of(jaxpr):
                 yield from results_of(inner)
 
 
-def test_no_array_over_all_pairs_is_computed():
+def test_no_array_over_all_pairs_is_computed(monkeypatch):
+    # On other platforms there are such arrays in the trace, but within a kernel: XLA fuses them into their sum.
+    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: on_cpu(*args))
+    jax.clear_caches()
     mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
     bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
 

@@ -1,0 +1,145 @@
+r"""The formulas of attention for a block of pairs, whichever loops go through the blocks.
+
+With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
+capped, with their bias) and sums over unmasked pairs only,
+
+.. math::
+  \lambda_t = \log \sum_s e^{x_{ts}}, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad o_t = \sum_s p_{ts} v_s
+
+and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of the logsumexp
+
+.. math::
+  \delta_t = o_t \cdot \dot o_t - \dot \lambda_t, \qquad \dot x_{ts} = p_{ts} (v_s \cdot \dot o_t - \delta_t), \qquad
+  \dot q_t = \sum_s \dot x_{ts} k_s, \qquad \dot k_s = \sum_t \dot x_{ts} q_t, \qquad \dot v_s = \sum_t p_{ts} \dot o_t.
+
+The reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023).
+
+Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So bad elements are replaced by 0
+before a product, and the few results that do depend on them are made NaN.
+
+A problem is the work of one key head of one sample. Arrays are laid out by problem: queries and outputs
+`[B, K, G, T, H]` for the G query heads that share a key head, keys and values `[B, K, S, H]`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._core.soft_cap import pulled_back, soft_capped
+from masksafe._core.tiles import Tile
+from masksafe._core.typing import Array
+from masksafe.attention._mask import Pairs, cut
+
+Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
+
+
+class Config(NamedTuple):
+    """The static parameters."""
+
+    scale: float
+    soft_cap: float | None
+    dropout_rate: float
+    query_tile: int
+    key_tile: int
+    row_tile_logits: int  # elsewhere than on a CPU, of all keys of some queries
+    band: Band | None  # what is known of the mask before the program runs
+    skips: bool  # whether dead blocks are skipped, in loops whose length depends on values
+
+
+class Gradients(NamedTuple):
+    """Cotangents of the inputs, or their partial sums."""
+
+    query: Array
+    key: Array
+    value: Array
+    bias: Array | None
+
+
+def logsumexp(largest: Array, total: Array) -> Array:
+    """The logsumexp from the two parts in which it is stored."""
+    return largest + jnp.log(total)
+
+
+def capped_logits(config: Config, dots: Array, mask: Array | None) -> Array:
+    """The products q k, scaled, after the soft cap, whose derivative must not see a bad product."""
+    if config.soft_cap is None:
+        return dots
+    return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), config.soft_cap)
+
+
+def with_bias(capped: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile) -> Array:
+    """The logits: the capped products with their bias."""
+    if pairs.bias is None:
+        return capped
+    return capped + cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype)
+
+
+def pull_back_cap(config: Config, d_x: Array, mask: Array, capped: Array) -> Array:
+    """The cotangent of the products q k from that of the logits."""
+    if config.soft_cap is None:
+        return d_x
+    return jnp.where(mask, pulled_back(d_x, capped, config.soft_cap), 0)
+
+
+def find_live_queries(out: Array, largest: Array, total: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+    """Which queries take part in the reverse pass, and delta; both `[B, T, N, 1]`.
+
+    A query with no unmasked key takes no part, nor does one with a NaN whose cotangents are all 0: such a NaN has been
+    selected away after the op, as a loss does with padded queries.
+    """
+    lse = logsumexp(largest, total)[..., None]
+    wanted, delta = find_wanted_queries(out, d_out, d_lse)
+    sound = jnp.isfinite(lse) & jnp.isfinite(delta)
+    return (lse != -jnp.inf) & (sound | wanted), delta
+
+
+def find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+    """Which queries have a cotangent that is not 0, and delta, NaN where it is infinite; both `[B, T, N, 1]`."""
+    d_lse = d_lse[..., None]
+    wide = jnp.promote_types(out.dtype, d_lse.dtype)
+    # Columns with cotangent 0 do not count: they may hold a NaN.
+    delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
+    return (jnp.max(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0), delta + 0 * delta
+
+
+# Scale, bad elements, dropout.
+
+
+def split_scale(config: Config, q: Array) -> tuple[float, float]:
+    """The factors of the queries and of the logits: the scale is applied to queries unless that would round them."""
+    return (config.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, config.scale)
+
+
+def finite_or_zero(x: Array, where: Array | bool = True) -> Array:
+    return jnp.where(jnp.isfinite(x) & where, x, 0)
+
+
+def has_bad(x: Array) -> Array:
+    """Whether any element is bad; a sum of floats, since a CPU reduces booleans at a third of the speed."""
+    return jnp.sum(jnp.where(jnp.isfinite(x), 0.0, 1.0)) > 0
+
+
+def is_bad(x: Array) -> Array:
+    """Where any element along the last axis is bad, `[..., 1]`."""
+    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
+
+
+def draw_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:
+    """Which weights of block (i, j) dropout keeps, or None; the same draw in both passes."""
+    if pairs.head_keys is None:
+        return None
+
+    def draw(key: Array) -> Array:
+        block_key = jax.random.fold_in(jax.random.fold_in(key, i), j)
+        return jax.random.bernoulli(block_key, 1 - config.dropout_rate, shape[2:])
+
+    return jax.vmap(jax.vmap(draw))(pairs.head_keys)
+
+
+def drop(config: Config, keep: Array | None, p: Array) -> Array:
+    return p if keep is None else jnp.where(keep, p / (1 - config.dropout_rate), 0)
+
+
+def nan_where(marks: Array, x: Array) -> Array:
+    return x + jnp.where(marks, jnp.nan, jnp.zeros((), x.dtype))  # added, so that derivatives become NaN as well
