@@ -32,7 +32,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import has_symbolic_size, is_split_like, vary_with
+from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
 
 
@@ -97,8 +97,11 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
 def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
     """Whether it is worth a program of its own for accelerators, and possible.
 
-    Small arrays take no time there. Rows that are split over devices, or of symbolic size, cannot be sliced.
+    Small arrays take no time there. Rows that are split over devices, or of symbolic size, cannot be sliced; on an
+    automatic mesh a row that includes the leading axis probably is split.
     """
+    if is_on_automatic_mesh(x) and -x.ndim in axes:
+        return False
     if has_symbolic_size(x) or x.size < platforms.FEWEST_ELEMENTS_OF_FEW_PASSES or not axes:
         return False
     spec = jax.typeof(x).sharding.spec

@@ -24,6 +24,13 @@ def is_split_like(x: Array, other: Array) -> bool:
     return all(axis is None or axis == axis_of_other for axis, axis_of_other in pairs)
 
 
+def is_on_automatic_mesh(x: Array) -> bool:
+    """Whether the compiler may split `x` over the devices of a mesh, in a way that is not known while tracing."""
+    meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
+    kinds = [zip(mesh.axis_types, mesh.axis_sizes, strict=True) for mesh in meshes if not mesh.empty]
+    return any(kind == jax.sharding.AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
+
+
 def may_loop(tree: Any) -> bool:
     """Whether a loop may go through the arrays of `tree` in blocks.
 

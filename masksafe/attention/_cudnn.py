@@ -30,7 +30,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.sharding import has_symbolic_size, is_sharded, vary_with
+from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_sharded, vary_with
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import Tiles
 from masksafe._core.typing import Array
@@ -126,17 +126,11 @@ def reason_against(
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
         "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
-        "the compiler may split the arrays over a mesh": not by_name and any(map(_is_on_automatic_mesh, arrays)),
+        "the compiler may split the arrays over a mesh": not by_name and any(map(is_on_automatic_mesh, arrays)),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     found = found or _refusal_of_jax(width, q.dtype)
     return found or ("a GPU here is older than compute capability 8.0" if _has_old_gpu() else None)
-
-
-def _is_on_automatic_mesh(x: Array) -> bool:
-    meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
-    kinds = [zip(mesh.axis_types, mesh.axis_sizes, strict=True) for mesh in meshes if not mesh.empty]
-    return any(kind == jax.sharding.AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
 
 
 @functools.cache
