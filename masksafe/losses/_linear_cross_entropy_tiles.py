@@ -104,9 +104,10 @@ def gradients(
 
     def of_tile(start: Any, tile: Layer, state: _State, is_label: Array | None = None) -> _State:
         def of_block(i: Any, sums: _Sums) -> _Sums:
-            block, labels, rows = first if isinstance(i, int) else packed.block(operands, i)
+            is_first = sums.kernel is None
+            block, labels, rows = first if is_first else packed.block(operands, i)
             logits = _logits(block, tile)
-            known = is_label if isinstance(i, int) else None
+            known = is_label if is_first else None
             at = _is_label(logits.shape, labels, start) if known is None else known
             d_logits = logit_cotangents(config, logits, at, rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))

@@ -640,6 +640,11 @@ def test_one_answer_elsewhere(elsewhere):
     )
 
 
+@pytest.mark.slow
+def test_one_answer_without_jit_elsewhere(elsewhere):
+    test_one_answer(("eager", "jit"))
+
+
 @pytest.mark.parametrize(("reduction", "outside"), [("sum", True), slow("none", True), slow("none", False)])
 def test_classes_split_in_a_shard_map_elsewhere(elsewhere, reduction, outside):
     test_classes_split_in_a_shard_map(reduction, outside)
