@@ -125,6 +125,9 @@ _Residuals = tuple[Array, Array, Array, Array | None, _Rows]
 
 def _forward(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> tuple[Array, _Residuals]:
     rows = _evaluate_rows(config, True, logits, labels, b, mask)
+    # Residuals leave the compiled function: a NaN among them would trigger jax_debug_nans.
+    live = find_live_rows(mask, config.axes)
+    rows = jax.tree.map(lambda x: selected(x, None if live is None else live[..., None]), rows)
     return rows.loss.squeeze(-1), (logits, labels, b, mask, rows)
 
 
