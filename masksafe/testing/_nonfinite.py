@@ -181,10 +181,10 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     named_arguments = zip(_names(args), arguments, strict=True)
     return NonfiniteReport(
         tuple(_describe_bad(f"output{name}", value) for name, value in outputs if value.is_bad),
-        _describe_sources(blamed.sources),
-        _describe_sources(blamed.from_infinities),
+        tuple(map(_describe_source, blamed.sources)),
+        tuple(map(_describe_source, blamed.from_infinities)),
         tuple(_describe_bad(f"argument {name}", value) for name, value in named_arguments if value in blamed.reached),
-        _describe_sources(blamed.harmless),
+        tuple(map(_describe_source, blamed.harmless)),
     )
 
 
@@ -209,12 +209,6 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
 
 
 # The entries of the report.
-
-
-def _describe_sources(blames: Sequence[Blame]) -> tuple[NonfiniteSource, ...]:
-    """Each source once: an op may write the same NaN twice, once for its value and once for its gradient."""
-    sources = map(_describe_source, blames)
-    return tuple({repr(source): source for source in sources}.values())
 
 
 def _describe_source(found: Blame) -> NonfiniteSource:

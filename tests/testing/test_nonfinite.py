@@ -300,7 +300,7 @@ BAD_LABELS = {
 def test_bad_label_is_called_one(name, grad):
     fn = lambda x: BAD_LABELS[name](x, jnp.array([0, 9, 1]))  # noqa: E731
     report = nonfinite_report(fn, jnp.linspace(0.0, 1.0, 12).reshape(3, 4), grad=grad)
-    assert len(report.sources) == 1
+    assert len(set(map(str, report.sources))) == 1  # an op may write it once for the value and once for the gradient
     assert report.first.primitive == "select_n"
     assert f"{__file__}:" in report.first.place
     assert report.first.note.startswith(f"{name} writes it on purpose, for a label out of range or at a masked class")
