@@ -114,7 +114,6 @@ class _Config(NamedTuple):
 class _Rows(NamedTuple):
     """The results of the forward pass for each row; every array is `[..., 1]`."""
 
-    loss: Array  # NaN if empty
     shift: Array  # the largest unmasked logit
     log_sum: Array  # of exp(logits - shift)
     total: Array | None  # W, for the reverse pass
@@ -124,11 +123,9 @@ _Residuals = tuple[Array, Array, Array, Array | None, _Rows]
 
 
 def _forward(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> tuple[Array, _Residuals]:
-    rows = _evaluate_rows(config, True, logits, labels, b, mask)
-    # Residuals leave the compiled function: a NaN among them would trigger jax_debug_nans.
-    live = find_live_rows(mask, config.axes)
-    rows = jax.tree.map(lambda x: selected(x, None if live is None else live[..., None]), rows)
-    return rows.loss.squeeze(-1), (logits, labels, b, mask, rows)
+    # The residuals, which leave the compiled function, have no NaN for an empty row: it would trigger jax_debug_nans.
+    losses, rows = _evaluate_rows(config, True, logits, labels, b, mask)
+    return losses.squeeze(-1), (logits, labels, b, mask, rows)
 
 
 def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array, Array, None]:
@@ -143,27 +140,29 @@ def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Arr
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def _weighted_sum(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> Array:
     """The loss of every row, in the wide dtype."""
-    return _evaluate_rows(config, False, logits, labels, b, mask).loss.squeeze(-1)
+    return _evaluate_rows(config, False, logits, labels, b, mask)[0].squeeze(-1)
 
 
 def _evaluate_rows(
     config: _Config, with_total: bool, logits: Array, labels: Array, b: Array, mask: Array | None
-) -> _Rows:
+) -> tuple[Array, _Rows]:
+    """The loss of every row `[..., 1]`, NaN if it is empty, and what the reverse pass needs."""
     x, t, live = as_rows(config.axes, logits, labels, mask)
-    rows: _Rows = map_row_blocks(functools.partial(_row_values, config.e, with_total), x, t, b[..., None], live)
-    return rows
+    losses, rows = map_row_blocks(functools.partial(_row_values, config.e, with_total), x, t, b[..., None], live)
+    return losses, rows
 
 
-def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Array | None) -> _Rows:
+def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Array | None) -> tuple[Array, _Rows]:
     # No case is told apart row by row: on a GPU, XLA would then not fuse the row's sums into one kernel. A row that is
-    # empty, or whose largest logit is infinite, gets a log_sum of NaN.
+    # empty, or whose largest logit is infinite, gets a log_sum of -inf or NaN.
     x, t = _wide(x, t, mask)
-    shift = lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf))
+    shift = jnp.maximum(lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf)), jnp.finfo(x.dtype).min)
     log_sum = _log_sum(x - shift)
     costs = log_sum - (x - shift)
     missing = -b * jnp.expm1(-costs)
     loss = _sum(_product(t, costs + missing if e else missing, log_sum))
-    return _Rows(loss, shift, log_sum, _sum(t * (e + b * jnp.exp(-costs))) if with_total else None)
+    total = _sum(jnp.where(t == 0, 0, t * (e + b * jnp.exp(-costs)))) if with_total else None
+    return loss, _Rows(shift, log_sum, total)
 
 
 def _pull_back(
