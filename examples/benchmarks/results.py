@@ -108,7 +108,7 @@ def ratios_to_peers(rows: Sequence[Row]) -> list[Ratio]:
 def best_peers(rows: Sequence[Row]) -> list[Ratio]:
     """Masksafe's ratio to the fastest of what was measured beside it, the worst first."""
     cases = grouped(ratios_to_peers(rows), lambda r: (r.row.work, r.row.mask, r.row.dtype, r.row.size, r.row.what))
-    found = [min((ratio for ratio in case), key=lambda ratio: ratio.peer.minimum_ms) for case in cases.values()]
+    found = [min(case, key=lambda ratio: ratio.peer.minimum_ms) for case in cases.values()]
     return sorted(found, key=lambda ratio: -ratio.minimum)
 
 
@@ -204,7 +204,7 @@ def cost(ratio: Ratio) -> str:
 
 
 def worst(found: Sequence[Ratio], number_of: int) -> str:
-    """The first of the ratios, and how many exceed the limits."""
+    """The first of the ratios."""
     header = ["work", "mask", "dtype", "shape", "what", "against", "minima", "medians", "ms"]
     lines = []
     for ratio in found[:number_of]:

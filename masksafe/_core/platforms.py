@@ -74,9 +74,9 @@ FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a kernel of a GPU can hold a row of an array, whose elements lie on `axes`."""
-    row = tuple(range(len(shape) - len(axes), len(shape)))
-    return tuple(sorted(axes)) == row and math.prod(shape[a] for a in axes) <= ELEMENTS_OF_ROW_IN_ONE_KERNEL
+    """Whether a kernel of a GPU can hold a row of an array, whose elements lie on `axes`: the last ones, and few."""
+    are_last = sorted(a % len(shape) for a in axes) == list(range(len(shape) - len(axes), len(shape)))
+    return are_last and math.prod(shape[a] for a in axes) <= ELEMENTS_OF_ROW_IN_ONE_KERNEL
 
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:

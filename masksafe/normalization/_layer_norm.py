@@ -401,12 +401,6 @@ def _leading_axes(config: _Config, x: Array) -> int:
 # applied to the sums, and a barrier hides what is computed twice.
 
 
-def _stays_in_registers(config: _Config, x: Array) -> bool:
-    """Whether XLA's GPU compiler makes one kernel of reductions of the rows and what follows, up to the result."""
-    n = math.prod(x.shape[a] for a in config.axes)
-    return moments.are_last(config.axes) and n <= platforms.ELEMENTS_OF_ROW_IN_ONE_KERNEL
-
-
 def _with_rows_merged(config: _Config, x: Array, *arrays: Array | None) -> list[Any]:
     """The arrays with their last axes, those of a row of `x`, merged into one; XLA would split it again."""
     number = len(config.axes)
@@ -431,7 +425,7 @@ def _evaluate_all_rows(
 @with_derivatives_of(_evaluate_all_rows)
 def _evaluate_alone(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     """The result without the statistics, under a mask of rows."""
-    if not _stays_in_registers(config, x):
+    if not platforms.fits_into_a_kernel(config.axes, x.shape):
         return _evaluate_with_statistics(config, x, where, scale, bias)[0]
     rows, where, scale, bias = _with_rows_merged(config, x, x, where, scale, bias)
     y, _ = _evaluate_rows(config._replace(axes=(-1,)), selected(rows, where), None, scale, bias)
@@ -466,7 +460,7 @@ def _pull_back_all_rows(
     """The cotangents, from statistics unless the mask is one of rows."""
     if statistics is not None:
         averages = _averages(config, x, d_y, where, scale, statistics)
-    elif scale is None and not config.has_bias and _stays_in_registers(config, x):
+    elif scale is None and not config.has_bias and platforms.fits_into_a_kernel(config.axes, x.shape):
         rows, d_rows, where = _with_rows_merged(config, x, x, d_y, where)
         rows, d_rows = selected(rows, where), selected(d_rows, where)
         d_x, totals = _pull_back_rows(config._replace(axes=(-1,)), rows, d_rows, None, None, None)
