@@ -206,11 +206,13 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, shift = _subtract_largest(axes, x, where)
-    is_infinite = shift == jnp.inf  # then the sum is infinite too, but inf - inf would make it NaN
-    z, shift = jnp.where(is_infinite, selected(widened(x), where, -jnp.inf), z), jnp.where(is_infinite, 0, shift)
+    x = selected(x, where, -jnp.inf)
+    largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
+    # Finite, or the sum of a row would be NaN for its infinity; by extrema, with which XLA fuses the sum.
+    shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
+    total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
     # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
-    total = _select_live(axes, where, jnp.sum(jnp.exp(z), axes, keepdims=True), 1.0)
+    total = _select_live(axes, where, total, 1.0)
     return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)
 
 
@@ -292,6 +294,8 @@ def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
     """Widened `x` minus its largest unmasked element, the exponentials, 0 under the mask, and their sum; 1 if empty."""
     on_cpu, elsewhere = (functools.partial(fn, axes) for fn in (_relative_exps_on_cpu, _relative_exps_elsewhere))
+    if where is None:
+        return elsewhere(x, where)
     if not may_loop((x, where)):
         return on_cpu(x, where)
     z, exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)

@@ -29,7 +29,7 @@ from rich.markdown import Markdown
 
 Shape = tuple[int, ...]
 SHAPES: dict[str, Shape] = {
-    "tiny": (8, 16),
+    "tiny": (32, 32),
     "in cache": (256, 256),
     "narrow": (65536, 32),
     "wide": (64, 16384),

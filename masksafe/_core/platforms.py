@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -18,6 +20,14 @@ from masksafe._core.typing import Array
 # Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the time
 # of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
 ROW_BLOCK_ELEMENTS = 2**18
+
+# Functions of arithmetic alone write less and take larger blocks.
+BLOCKS_OF_ARITHMETIC = 4
+# The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements. With fewer or more it
+# writes every step to memory, which takes 2 to 7 times as long: 65536 x 256, and 512 x 32769.
+ELEMENTS_OF_ROW_IN_CACHE = range(2**8 + 1, 2**15 + 1)
+# jax 0.10 computes 16-bit floats by other means than 32-bit ones, 0.12 by the same. What lies between was not measured.
+BFLOAT16_IN_CACHE = jax.__version_info__ >= (0, 12)
 
 # Attention with heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too
 # small, and allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per
@@ -71,6 +81,17 @@ ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
 
 # Elsewhere than on a CPU normalisation and variance of fewer elements take the form for a CPU, which compiles faster.
 FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
+
+
+def computes_rows_in_cache(elements: Any, dtype: Any) -> bool:
+    """Whether XLA's CPU compiler passes rows of so many elements through the cache only once.
+
+    It does so by itself for a function of nothing but arithmetic, including exponentials and extrema, and reductions: a
+    comparison or a selection of elements is written to memory as a whole.
+    """
+    if dtype == jnp.float16 or (dtype == jnp.bfloat16 and not BFLOAT16_IN_CACHE):
+        return False
+    return elements in ELEMENTS_OF_ROW_IN_CACHE
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -14,12 +14,14 @@ from masksafe._core.sharding import may_loop, varying_zero
 from masksafe._core.typing import Array, Axes
 
 
-def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any) -> Any:
+def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any, arithmetic: bool = False) -> Any:
     """`fn(rows, *others)` for rows along the last axis and an `fn` without totals; see `by_row_blocks`."""
-    return by_row_blocks(lambda *arrays: (fn(*arrays), ()), rows.ndim - 1, rows, *others)[0]
+    return by_row_blocks(lambda *arrays: (fn(*arrays), ()), rows.ndim - 1, rows, *others, arithmetic=arithmetic)[0]
 
 
-def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array, *others: Any) -> tuple[Any, Any]:
+def by_row_blocks(
+    fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array, *others: Any, arithmetic: bool = False
+) -> tuple[Any, Any]:
     """`fn(rows, *others)`, computed block by block on a CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
@@ -33,13 +35,16 @@ def by_row_blocks(fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array,
       leading: the number of leading axes, which number the rows; the other axes lie within a row.
       rows: an array.
       *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
+      arithmetic: whether `fn` neither compares nor selects elements, but only results of rows. Then XLA's CPU compiler
+        needs no blocks for rows of most sizes; see `platforms.computes_rows_in_cache`.
     """
     if not may_loop((rows, others)):
         return fn(rows, *others)
-    count, block = (
-        math.prod(rows.shape[:leading]),
-        max(1, platforms.ROW_BLOCK_ELEMENTS // max(1, math.prod(rows.shape[leading:]))),
-    )
+    elements = math.prod(rows.shape[leading:])
+    if arithmetic and platforms.computes_rows_in_cache(elements, rows.dtype):
+        return fn(rows, *others)
+    most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_ARITHMETIC if arithmetic else 1)
+    count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:
         return fn(rows, *others)
 
@@ -116,13 +121,17 @@ def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
     return a if a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, size)
 
 
-# XLA's CPU compiler does not slice bfloat16: it widens the whole array to float32 before the loop, which is the copy
-# that blocks are meant to avoid. It slices integers of the same width as they are.
+# XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is
+# the copy that blocks are meant to avoid. It slices integers of the same width as they are.
 
 
 def _as_bits(a: Array) -> Array:
-    return lax.bitcast_convert_type(a, jnp.uint16) if a.dtype == jnp.bfloat16 else a
+    return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
 
 
 def _from_bits(a: Array, dtype: Any) -> Array:
-    return lax.bitcast_convert_type(a, dtype) if dtype == jnp.bfloat16 else a
+    return lax.bitcast_convert_type(a, dtype) if _is_sliced_as_bits(dtype) else a
+
+
+def _is_sliced_as_bits(dtype: Any) -> bool:
+    return dtype == jnp.bfloat16 and not platforms.BFLOAT16_IN_CACHE

@@ -296,10 +296,7 @@ class _Config(NamedTuple):
 
 
 def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
-    # With nothing to widen or to select, XLA writes the exponentials to the buffer of the gradient, where the reverse
-    # pass finds them. The primal alone would need a new buffer for them and is faster in blocks.
-    in_one_pass = where is None and not is_soft(labels) and logits.dtype.itemsize >= 4
-    rows = _evaluate(config, not in_one_pass, logits, labels, where)
+    rows = _evaluate(config, False, logits, labels, where)
     return _loss_of_rows(config, logits, rows), (logits, labels, where, rows)
 
 
@@ -318,9 +315,9 @@ def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(config: _Config, in_blocks: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
+def _evaluate(config: _Config, loss_alone: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
     # In blocks, the devices would have to exchange sums once per block.
-    plan = Plan(in_blocks and config.axis_name is None, config.axis_name)
+    plan = Plan(config.axis_name is None, loss_alone, config.axis_name)
     return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where))
 
 
@@ -329,8 +326,10 @@ def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
-    if is_soft(labels) and sharding.may_loop(logits) and platforms.fits_into_a_kernel(axes, logits.shape):
-        rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask)
+    if sharding.may_loop(logits):
+        again = is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape)
+        elsewhere = _evaluate_again if again else _keep_all
+        rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, elsewhere, rows, x, t, mask)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     live = is_sound(rows) | (d_loss != 0)
@@ -345,6 +344,12 @@ def _pull_back(
 
 
 def _keep_rows(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
+    # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
+    again: tuple[Rows, Array, Array] = lax.optimization_barrier((rows, x, t))
+    return again
+
+
+def _keep_all(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
     return rows, x, t
 
 

@@ -36,12 +36,14 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array
+from masksafe.losses._row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
 
 
 class Plan(NamedTuple):
     """How the rows are computed."""
 
     in_blocks: bool  # in blocks of rows rather than all at once
+    loss_alone: bool = False  # without the other results
     axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
 
 
@@ -59,7 +61,11 @@ class Rows(NamedTuple):
 def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
     row_values = functools.partial(_row_values, plan.axis_name)
-    return map_row_blocks(row_values, x, labels, where) if plan.in_blocks else row_values(x, labels, where)
+    if not plan.in_blocks:
+        return row_values(x, labels, where)
+    # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
+    in_one_pass = _mask_of_classes(where) is None and (plan.loss_alone or not is_soft(labels))
+    return map_row_blocks(row_values, x, labels, where, arithmetic=in_one_pass)  # type: ignore[no-any-return]
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
@@ -70,14 +76,14 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     x_dot = _instantiate(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
-    d_loss = total(_sum(probs_minus_targets(x, labels, where, rows) * x_dot))
-    d_log_sum = total(_sum(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
+    d_loss = total(sum_of_row(probs_minus_targets(x, labels, where, rows) * x_dot))
+    d_log_sum = total(sum_of_row(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
     d_total = jnp.zeros_like(rows.total)
     # Without a tangent of the labels their costs are not used: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
         labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
-        d_loss += _sum(target_costs(x, labels, where, rows) * labels_dot)
-        d_total += _sum(labels_dot)
+        d_loss += sum_of_row(target_costs(x, labels, where, rows) * labels_dot)
+        d_total += sum_of_row(labels_dot)
     no_shift, no_label = (
         None if a is None else zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label)
     )
@@ -103,33 +109,48 @@ def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | N
 
 def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype, label = wide_dtype(x.dtype), _label_here(axis_name, labels, x.shape[-1])
-    # In a row with nothing left the label does not matter: it is given all of the probability.
-    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1, keepdims=True))
+    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1))
     label_x = _value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
-    total = selected(nan_unless(valid, dtype), live_rows, 1)
 
-    x = selected(x, where, -jnp.inf)
-    largest = sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True))
-    shift = jnp.where(jnp.isfinite(largest), largest, 0).astype(dtype)
-    label_z = selected(label_x - shift, live_rows, 0)
-    others = sharding.sum_over_devices(axis_name, _sum(_exps_of_others(x, shift, label)))
+    classes = _mask_of_classes(where)
+    x = lowest_under_mask(x, classes)
+    shift = _below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
+    exps = selected(exps_of_others(x.astype(dtype) - shift, label), classes)
+    # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
+    others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
     log_sum = jnp.log1p(others + jnp.expm1(label_z))
-    return Rows(total * (log_sum - label_z), shift, log_sum, total, label)
+    # In a row with nothing left the label does not matter: it is given all of the probability.
+    label_z, log_sum, shift = (selected(a, live_rows) for a in (label_z, log_sum, shift.squeeze(-1)))
+    total = selected(nan_unless(valid.squeeze(-1), dtype), live_rows, 1)
+    loss, shift, log_sum, total = (a[..., None] for a in (total * (log_sum - label_z), shift, log_sum, total))
+    return Rows(loss, shift, log_sum, total, label)
 
 
 def _rows_of_targets(dtype: Any, x: Array, targets: Array, where: Array | None) -> Rows:
-    largest = jnp.max(lowest_under_mask(x, where), -1, keepdims=True)
-    shift = jnp.minimum(largest.astype(dtype), jnp.finfo(dtype).max)  # a logit of +inf has z = +inf, not NaN
-    z, exps = _relative_exps(x, where, shift)
-    others = _sum(jnp.where(z == 0, 0, exps))
-    number = _sum(selected(z == 0, where, False)).astype(dtype)
-    # None is largest in a row with nothing left, whose sum is to be 1, and among logits of -inf, whose sum is to be 0.
-    fewest = -1 if where is None else -jnp.any(where, -1, keepdims=True).astype(dtype)
-    log_sum = jnp.log1p(others + jnp.maximum(number - 1, fewest))
-    t = selected(targets.astype(dtype), where, 0)
-    total = _sum(t)
-    return Rows(total * log_sum - _sum(jnp.where(t == 0, 0, t * z)), shift, log_sum, total, None)
+    live_rows, classes = _mask_of_rows(where), _mask_of_classes(where)
+    x = lowest_under_mask(x, classes)
+    shift = _below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
+    z = x.astype(dtype) - shift
+    t = selected(targets.astype(dtype), classes)
+    log_sum, total = log_sum_exp(z, classes), sum_of_row(t)
+    loss = total * log_sum - sum_of_row(product_or_zero(t, z))
+    loss, log_sum, total, shift = (selected(a, live_rows) for a in (loss, log_sum, total, shift))
+    return Rows(loss, shift, log_sum, total, None)
+
+
+def _below_infinity(largest: Array) -> Array:
+    """The shift, by which a logit of +inf becomes +inf again, not NaN."""
+    return jnp.minimum(largest, jnp.finfo(largest.dtype).max)
+
+
+def _mask_of_classes(where: Array | None) -> Array | None:
+    return None if where is None or where.shape[-1] == 1 else where
+
+
+def _mask_of_rows(where: Array | None) -> Array | None:
+    """A mask of whole rows, which is best applied to their results."""
+    return None if where is None or where.shape[-1] != 1 else where
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:
@@ -138,8 +159,8 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
     scale = jnp.where(sound, rows.total * jnp.exp(-rows.log_sum), jnp.nan)
     if rows.label is not None:
         label_error = jnp.where(sound, jnp.expm1(-rows.loss), jnp.nan)
-        errors = _exps_of_others(selected(x, where, -jnp.inf), rows.shift, rows.label) * scale
-        return jnp.where(class_index(x.shape) == rows.label, label_error, errors)
+        exps = jnp.exp(selected(x, where, -jnp.inf).astype(rows.shift.dtype) - rows.shift)
+        return jnp.where(class_index(x.shape) == rows.label, label_error, exps * scale)
     t = selected(labels.astype(rows.loss.dtype), where, 0)
     # Of a largest logit, whose exponential is 1, the error is total (p - 1) + (total - t). Factors of `exps` make the
     # derivatives right as well.
@@ -164,11 +185,6 @@ def is_sound(rows: Rows) -> Array:
     """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (jnp.abs(rows.log_sum) < jnp.inf) & (jnp.abs(rows.total) < jnp.inf)
-
-
-def _exps_of_others(x: Array, shift: Array, label: Array) -> Array:
-    """exp(x - shift) of every class but the label."""
-    return jnp.where(class_index(x.shape) == label, 0, jnp.exp(x.astype(shift.dtype) - shift))
 
 
 def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, Array]:
@@ -200,12 +216,8 @@ def _pick(x: Array, index: Array) -> Array:
     if is_sharded(x) or is_sharded(index):  # JAX refuses to index along a sharded axis
         shape = jnp.broadcast_shapes(x.shape, (*index.shape[:-1], 1))
         picked = jnp.where(class_index(shape) == index, x, jnp.zeros((), x.dtype))
-        return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else _sum(picked)
+        return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else sum_of_row(picked)
     return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")
-
-
-def _sum(x: Array) -> Array:
-    return jnp.sum(x, -1, keepdims=True)
 
 
 def _accumulation_dtype(x: Array, labels: Array) -> Any:

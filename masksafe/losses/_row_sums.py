@@ -1,0 +1,43 @@
+"""Sums over the elements of a row that keep all of their digits, whatever is infinite or dominates.
+
+They are made of arithmetic alone where nothing is masked: XLA's CPU compiler fuses arithmetic with the sum, but writes
+the result of a comparison or a selection to memory.
+"""
+
+import jax.numpy as jnp
+
+from masksafe._core.labels import class_index
+from masksafe._core.masks import selected
+from masksafe._core.typing import Array
+
+_CLASSES_AS_FLOATS = 2**24  # float32 tells so many integers apart
+
+
+def sum_of_row(x: Array) -> Array:
+    return jnp.sum(x, -1, keepdims=True)
+
+
+def log_sum_exp(z: Array, where: Array | None = None) -> Array:
+    """The logarithm of the sum of the unmasked exp(z), for z of which the largest are 0.
+
+    These, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
+    """
+    is_less = selected(jnp.abs(jnp.sign(z)), where, 1)
+    others = sum_of_row(selected(jnp.exp(z), where) * is_less)
+    # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
+    fewest = -1 if where is None else -jnp.any(where, -1, keepdims=True).astype(z.dtype)
+    return jnp.log1p(others + jnp.maximum(sum_of_row(1 - is_less) - 1, fewest))
+
+
+def exps_of_others(z: Array, label: Array) -> Array:
+    """exp(z) of every class but the label, `[..., 1]`, where it is 0."""
+    index = class_index(z.shape)
+    if isinstance(z.shape[-1], int) and z.shape[-1] <= _CLASSES_AS_FLOATS:
+        return jnp.exp(z) * jnp.minimum(jnp.abs(index.astype(z.dtype) - label.astype(z.dtype)), 1)
+    return jnp.where(index == label, 0, jnp.exp(z))
+
+
+def product_or_zero(t: Array, x: Array) -> Array:
+    """t x, and 0 where t is 0, even if x is infinite."""
+    bound = jnp.log(1 - jnp.abs(jnp.sign(t)))  # 0 where t is 0, else -inf
+    return t * jnp.minimum(jnp.maximum(x, bound), -bound)
