@@ -43,6 +43,10 @@ FEWEST_QUERIES = 128  # per tile, however many query heads share a key head
 IN_TURN_LOGITS_OF_ONE = 2**16
 IN_TURN_LOGITS_OF_ALL = 2**20
 
+# The reverse pass of short sequences has many arrays of the size of the logits: samples are worked on together that have
+# at most so many, 1 MiB of float32 each, unless all have fewer than the second of the numbers above.
+REVERSE_AT_ONCE_LOGITS = 2**18
+
 # Elsewhere attention takes tiles of queries with all of their keys, so that a softmax reads its row once. A tile has at
 # most so many logits, for all samples and heads that are worked on together: 256 MiB of float32, in a few kernels each.
 # Where a static mask, such as a causal one, hides keys from a whole tile, there are up to so many tiles per problem, of

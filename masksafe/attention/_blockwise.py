@@ -13,9 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.masks import selected
+from masksafe._core.precision import widened
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
+from masksafe.attention._dense import attend_densely, pull_back_densely
 from masksafe.attention._formulas import (
     Config,
     Gradients,
@@ -50,6 +52,9 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
     All three are wide. For a query that sees no key the largest logit is -inf and the sum 1.
     """
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
+    if config.skips and queries.number == keys.number == 1:
+        return attend_densely(config, q, k, v, pairs)
+    q, k, v = widened(q), widened(k), widened(v)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = split_scale(config, q)
     clean_q, clean_k, clean_v = finite_or_zero(q) * before, finite_or_zero(k), finite_or_zero(v)
@@ -131,9 +136,12 @@ def pull_back(
       d_bias: the sum so far, over the problems solved before.
     """
     (q, d_out, largest, total, delta, d_lse), (k, v) = by_query, by_key
+    queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
+    if config.skips and queries.number == keys.number == 1:
+        return pull_back_densely(config, by_query, by_key, pairs, d_bias)
+    q, d_out, k, v = widened(q), widened(d_out), widened(k), widened(v)
     assert pairs.live_queries is not None
     live_queries = pairs.live_queries[..., None]
-    queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     live = live_blocks(pairs, queries, keys) if config.skips else None
     before, after = split_scale(config, q)
     clean_k, clean_v = finite_or_zero(k), finite_or_zero(v)

@@ -114,7 +114,8 @@ def _pull_back_in_blocks(
 
         by_query = q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None]
         no_d_bias = _zero_d_bias(pairs.bias, d_lse)
-        return run_on_cpu(kernel, by_query, (k, v), _mark_live_queries(pairs, live, k), no_d_bias)
+        pairs = _mark_live_queries(pairs, live, k)
+        return run_on_cpu(kernel, by_query, (k, v), pairs, no_d_bias, platforms.REVERSE_AT_ONCE_LOGITS)
 
     def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.

@@ -115,9 +115,9 @@ def finite_or_zero(x: Array, where: Array | bool = True) -> Array:
     return jnp.where(jnp.isfinite(x) & where, x, 0)
 
 
-def has_bad(x: Array) -> Array:
-    """Whether any element is bad; a sum of floats, since a CPU reduces booleans at a third of the speed."""
-    return jnp.sum(jnp.where(jnp.isfinite(x), 0.0, 1.0)) > 0
+def has_bad(x: Array, axis: int | None = None) -> Array:
+    """Whether any element is bad, along an axis or of all; by numbers, which a CPU reduces faster than booleans."""
+    return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), axis, initial=0) > 0
 
 
 def is_bad(x: Array) -> Array:

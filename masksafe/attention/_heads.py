@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array
 from masksafe.attention._mask import Pairs, Problems, part
@@ -24,7 +23,9 @@ Results = tuple[Arrays, Arrays, Any]  # by query, by key, the carry
 Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
-def run_on_cpu(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any) -> Results:
+def run_on_cpu(
+    kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any, most_logits: float = math.inf
+) -> Results:
     """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
     Args:
@@ -34,22 +35,21 @@ def run_on_cpu(kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: 
       key_arrays: arrays `[B, S, K, n]`.
       pairs: what masks the pairs.
       carry: a pytree, for sums over problems.
+      most_logits: how many logits problems that are solved at once should have together.
     """
     q, k = query_arrays[0], key_arrays[0]
     if not may_loop((query_arrays, key_arrays, pairs, carry)):
         return _run_at_once(kernel, query_arrays, key_arrays, pairs, carry)
+    args = query_arrays, key_arrays, pairs, carry
     num_problems, logits = k.shape[0] * k.shape[2], _number_of_logits(q, k)
-    is_large = num_problems > 1 and logits >= max(
-        platforms.IN_TURN_LOGITS_OF_ALL, num_problems * platforms.IN_TURN_LOGITS_OF_ONE
-    )
-    in_16_bits = q.dtype.itemsize < 4
-
-    def widening(by_query: Arrays, by_key: Arrays, pairs: Pairs, carry: Any) -> Results:
-        return kernel(_widen(by_query), _widen(by_key), pairs, carry)
-
-    if is_large:
-        return _run_in_turn(widening, query_arrays, key_arrays, pairs, carry)
-    return _run_at_once(widening if in_16_bits else kernel, query_arrays, key_arrays, pairs, carry)
+    if num_problems == 1 or logits < platforms.IN_TURN_LOGITS_OF_ALL:
+        return _run_at_once(kernel, *args)
+    if logits >= num_problems * platforms.IN_TURN_LOGITS_OF_ONE:
+        return _run_in_turn(kernel, *args)
+    samples = k.shape[0] if logits <= most_logits else _largest_divisor(k.shape[0], k.shape[0] * most_logits // logits)
+    if samples < k.shape[0]:
+        return _run_in_turn(kernel, *args, samples=samples, heads=k.shape[2])
+    return _run_at_once(kernel, *args)
 
 
 def run_elsewhere(
@@ -148,7 +148,3 @@ def keys_by_problem(x: Array) -> Array:
 def keys_by_user(x: Array) -> Array:
     """`[B, K, S, n]` to `[B, S, K, n]`."""
     return jnp.moveaxis(x, 2, 1)
-
-
-def _widen(arrays: Arrays) -> Arrays:
-    return tuple(map(widened, arrays))

@@ -1,0 +1,137 @@
+"""Attention of small problems, whose pairs are one block: the form for a CPU where blocks have nothing to save.
+
+Short sequences spend their time in passes over queries, keys and values rather than in products. Where no mask could
+hide a bad element, none is looked for but among the keys: an infinite key may have a logit of -inf, and vanish. All
+logits of a bad query are NaN or infinite, and so its weights are NaN.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.precision import widened
+from masksafe._core.tiles import Tile
+from masksafe._core.typing import Array
+from masksafe.attention._formulas import (
+    Config,
+    Gradients,
+    capped_logits,
+    draw_dropout,
+    drop,
+    finite_or_zero,
+    has_bad,
+    nan_where,
+    pull_back_cap,
+    with_bias,
+)
+from masksafe.attention._heads import keys_by_problem, keys_by_user, queries_by_problem, queries_by_user
+from masksafe.attention._mask import Pairs, add_to_block, unmasked
+from masksafe.attention._products import dot_keys, dot_queries_of_rows, dot_values
+
+
+def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array, Array]:
+    """As `_blockwise.attend`."""
+    mask = unmasked(pairs, *_all_of(q, k))
+    _, exps, largest = _exponentials(config, q, k, pairs, mask)
+    total = jnp.sum(exps, -1, keepdims=True)
+    weights = drop(config, draw_dropout(config, pairs, 0, 0, exps.shape), exps)
+    if mask is None:
+        weighted = dot_values(weights, widened(v))
+        weighted = weighted + (weighted - weighted)  # NaN for an infinite value
+        total = nan_where(jnp.any(_bad_keys(k), -1, keepdims=True), total)
+    else:
+        weighted = nan_where(_see_bad_values(mask, exps, v), dot_values(weights, finite_or_zero(widened(v))))
+        total = jnp.where(total == 0, 1, total)
+    return weighted / total, largest, total
+
+
+def pull_back_densely(
+    config: Config,
+    by_query: tuple[Array, ...],
+    by_key: tuple[Array, Array],
+    pairs: Pairs,
+    d_bias: Array | None,
+) -> Gradients:
+    """As `_blockwise.pull_back`."""
+    (q, d_out, _, total, delta, d_lse), (k, v) = by_query, by_key
+    assert pairs.live_queries is not None
+    live, pairs = pairs.live_queries[..., None], pairs._replace(live_queries=None)
+    mask = unmasked(pairs, *_all_of(q, k))
+    capped, exps, _ = _exponentials(config, q, k, pairs, mask)
+    keep = draw_dropout(config, pairs, 0, 0, exps.shape)
+    k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
+    clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
+
+    p = jnp.where(live, exps * (1 / total), 0)
+    d_p = drop(config, keep, dot_keys(clean_d_out, v))
+    # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
+    has_all_weight = (total == 1) & (p > 0.5)
+    d_x = jnp.where(has_all_weight, d_lse + (delta - delta), p * (d_p - delta))
+    is_live = live if mask is None else live & mask
+    d_x = jnp.where(is_live, d_x, 0)  # the product with a masked value may overflow
+    d_dots = pull_back_cap(config, d_x, is_live, capped)
+    d_v = dot_queries_of_rows(drop(config, keep, p), clean_d_out)
+    d_v = d_v + (d_v - d_v) if mask is None else nan_where(_seen_by_bad_cotangents(is_live, exps, d_out, live), d_v)
+    if d_bias is not None:
+        d_bias = add_to_block(d_bias, d_x, pairs.problems, *_all_of(q, k))
+    d_q, d_k = dot_values(d_dots, k), dot_queries_of_rows(d_dots, finite_or_zero(widened(q), live))
+    return Gradients(d_q * config.scale, d_k * config.scale, d_v, d_bias)
+
+
+def _all_of(q: Array, k: Array) -> tuple[Tile, Tile]:
+    return Tile(0, q.shape[3], 0, False), Tile(0, k.shape[2], 0, False)
+
+
+def _exponentials(config: Config, q: Array, k: Array, pairs: Pairs, mask: Array | None) -> tuple[Array, Array, Array]:
+    """The capped products q k, exp(x - largest) of the logits x, and the largest logit, -inf if no key is seen."""
+    if mask is None:
+        clean_q, clean_k = q, k
+    else:
+        clean_q, clean_k = finite_or_zero(q), finite_or_zero(k)
+    capped = capped_logits(config, dot_keys(clean_q, clean_k) * config.scale, mask)
+    x = with_bias(capped, pairs, *_all_of(q, k))
+    if mask is not None:
+        bad_q = queries_by_problem(has_bad(queries_by_user(q), -1)[..., None], k.shape[1])
+        x = jnp.where(mask, jnp.where(bad_q | _bad_keys(k), jnp.nan, x), -jnp.inf)
+    largest = jnp.max(x, -1, keepdims=True)
+    return capped, jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min)), largest
+
+
+# Bad elements are looked for in the user's layout: a reduction, and a `cond` that looks closer, would have copies made
+# of arrays in another.
+
+
+def _bad_keys(k: Array) -> Array:
+    """Which keys are bad, `[B, K, 1, 1, S]`."""
+    return jnp.moveaxis(has_bad(keys_by_user(k), -1), 1, 2)[:, :, None, None]
+
+
+def _see_bad_values(mask: Array, like: Array, v: Array) -> Array:
+    """Where an output sees a bad value, `[B, K, G, T, width of v]`."""
+    v = keys_by_user(v)
+
+    def look() -> Array:
+        return dot_values(jnp.where(mask, jnp.ones_like(like), 0), keys_by_problem(~jnp.isfinite(v))) > 0
+
+    return _if_bad(v, look)
+
+
+def _seen_by_bad_cotangents(mask: Array, like: Array, d_out: Array, live: Array) -> Array:
+    """Where a value is seen by a live query with a bad cotangent, by column, `[B, K, S, width of v]`."""
+    d_out, num_key_heads = queries_by_user(d_out), d_out.shape[1]
+
+    def look() -> Array:
+        bad = queries_by_problem(~jnp.isfinite(d_out), num_key_heads) & live
+        return dot_queries_of_rows(jnp.where(mask, jnp.ones_like(like), 0), bad) > 0
+
+    return _if_bad(d_out, look)
+
+
+def _if_bad(x: Array, look: Callable[[], Array]) -> Array:
+    """`look()` if any element of `x` is bad, else all False."""
+    # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
+    nothing = lambda: jnp.zeros_like(jax.eval_shape(look))  # noqa: E731
+    marks: Array = lax.cond(has_bad(x), look, nothing)
+    return marks
