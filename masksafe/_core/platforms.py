@@ -43,8 +43,13 @@ FEWEST_QUERIES = 128  # per tile, however many query heads share a key head
 IN_TURN_LOGITS_OF_ONE = 2**16
 IN_TURN_LOGITS_OF_ALL = 2**20
 
+# Up to so many queries for each key head, as in decoding, a sample goes through its keys in blocks of 256 KiB.
+FEW_QUERIES = 16
+FEWEST_KEYS_OF_FEW_QUERIES = 512
+KEY_BLOCK_ELEMENTS = 2**16
+
 # The reverse pass of short sequences has many arrays of the size of the logits: samples are worked on together that have
-# at most so many, 1 MiB of float32 each, unless all have fewer than the second of the numbers above.
+# at most so many, 1 MiB of float32, unless all problems have fewer than the second of the numbers above.
 REVERSE_AT_ONCE_LOGITS = 2**18
 
 # Elsewhere attention takes tiles of queries with all of their keys, so that a softmax reads its row once. A tile has at

@@ -78,13 +78,13 @@ def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
 @with_derivatives_of(_in_one_pass)
 def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     arrays, tree = jax.tree.flatten(args)
-    flat = [_as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
+    flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     whole, rest = divmod(math.prod(loop.leading), loop.block)
 
     def apply(start: Array | int, size: int) -> tuple[Any, Any]:
-        parts = [_from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
+        parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
         mapped, totals = loop.fn(*jax.tree.unflatten(tree, parts))
-        return jax.tree.map(_as_bits, mapped), totals
+        return jax.tree.map(as_bits, mapped), totals
 
     def step(totals: Any, i: Array) -> tuple[Any, Any]:
         mapped, added = apply(i * loop.block, loop.block)
@@ -100,7 +100,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         parts, totals = [*parts, mapped], jax.tree.map(jnp.add, totals, added)
 
     def join(like: Any, *parts: Array) -> Any:
-        return _from_bits(parts[0] if len(parts) == 1 else jnp.concatenate(parts), like.dtype).reshape(like.shape)
+        return from_bits(parts[0] if len(parts) == 1 else jnp.concatenate(parts), like.dtype).reshape(like.shape)
 
     return jax.tree.map(join, outputs, *parts), totals
 
@@ -125,13 +125,14 @@ def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
 # the copy that blocks are meant to avoid. It slices integers of the same width as they are.
 
 
-def _as_bits(a: Array) -> Array:
-    return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
+def as_bits(a: Array) -> Array:
+    """An array to cut blocks from, each of which `from_bits` turns into a block of `a`."""
+    return lax.bitcast_convert_type(a, jnp.uint16) if _is_slicedas_bits(a.dtype) else a
 
 
-def _from_bits(a: Array, dtype: Any) -> Array:
-    return lax.bitcast_convert_type(a, dtype) if _is_sliced_as_bits(dtype) else a
+def from_bits(a: Array, dtype: Any) -> Array:
+    return lax.bitcast_convert_type(a, dtype) if _is_slicedas_bits(dtype) else a
 
 
-def _is_sliced_as_bits(dtype: Any) -> bool:
+def _is_slicedas_bits(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and not platforms.BFLOAT16_IN_CACHE

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import soft_capped
@@ -52,7 +53,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
     All three are wide. For a query that sees no key the largest logit is -inf and the sum 1.
     """
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
-    if config.skips and queries.number == keys.number == 1:
+    if config.skips and queries.number == 1 and (keys.number == 1 or q.shape[2] * q.shape[3] <= platforms.FEW_QUERIES):
         return attend_densely(config, q, k, v, pairs)
     q, k, v = widened(q), widened(k), widened(v)
     live = live_blocks(pairs, queries, keys) if config.skips else None
@@ -64,24 +65,24 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
         query_tile = queries.tile(i)
         q_i = take(clean_q, 3, query_tile)
 
-        def add_keys(j: Any, state: _RunningState) -> _RunningState:
+        def add_tile(j: Any, state: RunningState) -> RunningState:
             key_tile = keys.tile(j)
             mask = unmasked(pairs, query_tile, key_tile)
             x = capped_logits(config, dot_keys(q_i, take(clean_k, 2, key_tile)) * after, mask)
             x = with_bias(x, pairs, query_tile, key_tile)
             keep = draw_dropout(config, pairs, i, j, x.shape)
-            return _add_keys(config, state, x, mask, take(clean_v, 2, key_tile), keep)
+            return add_keys(config, state, x, mask, take(clean_v, 2, key_tile), keep)
 
         live_tiles = None if live is None else live[i]
-        state = for_live_blocks(live_tiles, keys.number, add_keys, _zero_state(q_i, clean_k, clean_v))
-        return _divide_by_total(state, take(is_nan, 3, query_tile))
+        state = for_live_blocks(live_tiles, keys.number, add_tile, zero_state(q_i, clean_k, clean_v))
+        return divide_by_total(state, take(is_nan, 3, query_tile))
 
     # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
     results: tuple[Array, Array, Array] = _map_tiles(queries, one_tile if config.skips else jax.checkpoint(one_tile))
     return results
 
 
-class _RunningState(NamedTuple):
+class RunningState(NamedTuple):
     """A query tile's partial results after some of the keys; the sums are of exp(x - largest)."""
 
     largest: Array  # [B, K, G, queries, 1]
@@ -89,25 +90,25 @@ class _RunningState(NamedTuple):
     weighted: Array  # [B, K, G, queries, width of v]
 
 
-def _zero_state(q: Array, k: Array, v: Array) -> _RunningState:
+def zero_state(q: Array, k: Array, v: Array) -> RunningState:
     # Made from a product, so that it has the sharding of the results of the loop that carries it.
     zero = jnp.zeros_like(dot_keys(q, k[:, :, :1]))
-    return _RunningState(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1].astype(zero.dtype)))
+    return RunningState(zero - jnp.inf, zero, jnp.zeros_like(zero * v[:, :, None, :1].astype(zero.dtype)))
 
 
-def _add_keys(
-    config: Config, state: _RunningState, x: Array, mask: Array | None, v: Array, keep: Array | None
-) -> _RunningState:
+def add_keys(
+    config: Config, state: RunningState, x: Array, mask: Array | None, v: Array, keep: Array | None
+) -> RunningState:
     x = x if mask is None else jnp.where(mask, x, -jnp.inf)
     largest = jnp.maximum(state.largest, lax.stop_gradient(jnp.max(x, -1, keepdims=True)))
     shift = jnp.where(largest == -jnp.inf, 0, largest)
     exps, decay = jnp.exp(x - shift), jnp.exp(state.largest - shift)
     total = state.total * decay + jnp.sum(exps, -1, keepdims=True)
     weighted = state.weighted * decay + dot_values(drop(config, keep, exps), v)
-    return _RunningState(largest, total, weighted)
+    return RunningState(largest, total, weighted)
 
 
-def _divide_by_total(state: _RunningState, is_nan: Array) -> tuple[Array, Array, Array]:
+def divide_by_total(state: RunningState, is_nan: Array) -> tuple[Array, Array, Array]:
     is_dead = state.total == 0
     total = jnp.where(is_dead, 1, nan_where(is_nan[..., -1:], state.total))
     weighted = nan_where(is_nan[..., :-1] & ~is_dead, state.weighted)

@@ -16,6 +16,7 @@ from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.typing import Array
 from masksafe.attention._bad_values import see_bad_values, seen_by_bad_cotangents
 from masksafe.attention._blockwise import attend, pull_back
+from masksafe.attention._few_queries import attend_with_few_queries, has_few_queries
 from masksafe.attention._formulas import (
     Config,
     Gradients,
@@ -66,6 +67,9 @@ def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Arra
 
 def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
+        if config.skips and has_few_queries(q, k, pairs):
+            return attend_with_few_queries(config, q, k, v, pairs)
+
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
             (q,), (k, v) = by_query, by_key
             return attend(config, q, k, v, pairs), (), carry

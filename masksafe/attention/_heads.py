@@ -24,7 +24,7 @@ Kernel = Callable[[Arrays, Arrays, Pairs, Any], Results]
 
 
 def run_on_cpu(
-    kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any, most_logits: float = math.inf
+    kernel: Kernel, query_arrays: Arrays, key_arrays: Arrays, pairs: Pairs, carry: Any, most_logits: int | None = None
 ) -> Results:
     """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
@@ -35,7 +35,7 @@ def run_on_cpu(
       key_arrays: arrays `[B, S, K, n]`.
       pairs: what masks the pairs.
       carry: a pytree, for sums over problems.
-      most_logits: how many logits problems that are solved at once should have together.
+      most_logits: how many logits samples that are worked on at once should have together; None means any number.
     """
     q, k = query_arrays[0], key_arrays[0]
     if not may_loop((query_arrays, key_arrays, pairs, carry)):
@@ -46,10 +46,10 @@ def run_on_cpu(
         return _run_at_once(kernel, *args)
     if logits >= num_problems * platforms.IN_TURN_LOGITS_OF_ONE:
         return _run_in_turn(kernel, *args)
-    samples = k.shape[0] if logits <= most_logits else _largest_divisor(k.shape[0], k.shape[0] * most_logits // logits)
-    if samples < k.shape[0]:
-        return _run_in_turn(kernel, *args, samples=samples, heads=k.shape[2])
-    return _run_at_once(kernel, *args)
+    if most_logits is None or logits <= most_logits:
+        return _run_at_once(kernel, *args)
+    samples = _largest_divisor(k.shape[0], k.shape[0] * most_logits // logits)
+    return _run_in_turn(kernel, *args, samples=samples, heads=k.shape[2])
 
 
 def run_elsewhere(

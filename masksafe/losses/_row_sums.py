@@ -38,6 +38,6 @@ def exps_of_others(z: Array, label: Array) -> Array:
 
 
 def product_or_zero(t: Array, x: Array) -> Array:
-    """t x, and 0 where t is 0, even if x is infinite."""
+    """The product t x, and 0 where t is 0, even if x is infinite."""
     bound = jnp.log(1 - jnp.abs(jnp.sign(t)))  # 0 where t is 0, else -inf
     return t * jnp.minimum(jnp.maximum(x, bound), -bound)

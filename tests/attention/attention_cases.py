@@ -23,6 +23,17 @@ def shrink_blocks(monkeypatch, size=4):
         monkeypatch.setattr(platforms, name, 1)
 
 
+def decode_always(monkeypatch):
+    """All calls as decoding, in blocks of a few keys; and the reverse pass sample by sample."""
+    monkeypatch.setattr(platforms, "FEW_QUERIES", 2**20)
+    monkeypatch.setattr(platforms, "FEWEST_KEYS_OF_FEW_QUERIES", 1)
+    monkeypatch.setattr(platforms, "KEY_BLOCK_ELEMENTS", 16)
+    for name in ("IN_TURN_LOGITS_OF_ALL", "REVERSE_AT_ONCE_LOGITS"):
+        monkeypatch.setattr(platforms, name, 1)
+    for name in ("KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED"):  # of another size, for the compilation cache
+        monkeypatch.setattr(platforms, name, getattr(platforms, name) + 1)
+
+
 def normals(*shape, seed=0, dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 

@@ -1,7 +1,7 @@
-"""Attention on one block and on many: many blocks of a few queries and keys each, of ragged sizes."""
+"""Attention on one block and on many: many blocks of a few queries and keys each, of ragged sizes; and as in decoding."""
 
 import pytest
-from attention_cases import shrink_blocks
+from attention_cases import decode_always, shrink_blocks
 
 
 @pytest.fixture
@@ -10,12 +10,14 @@ def many_blocks(monkeypatch):
 
 
 def both(*params):
-    """A fixture that runs a test with many blocks and with one block for everything."""
+    """A fixture that runs a test with many blocks, with one block for everything, and with blocks of keys alone."""
 
     @pytest.fixture(params=params)
     def fixture(request, monkeypatch):
         if request.param == "many blocks":
             shrink_blocks(monkeypatch)
+        if request.param == "blocks of keys":
+            decode_always(monkeypatch)
         return request.param
 
     return fixture
@@ -23,4 +25,4 @@ def both(*params):
 
 # Programs of many blocks take three times as long to compile: they are for what depends on blocks.
 blocks = both("many blocks", pytest.param("one block", marks=pytest.mark.slow))
-one_or_many_blocks = both("one block", pytest.param("many blocks", marks=pytest.mark.slow))
+one_or_many_blocks = both("one block", "blocks of keys", pytest.param("many blocks", marks=pytest.mark.slow))
