@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_array, as_number, canonical_axes
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
 def sum(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:  # noqa: A001
@@ -82,6 +82,12 @@ def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None,
       `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
     """
     x, axes, where = _check_arguments("mean", x, axis, where)
+    average: Array = _mean(axes, keepdims, x, where)
+    return average
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _mean(axes: Axes, keepdims: bool, x: Array, where: Array | None) -> Array:
     average = moments.average(widened(selected(x, where)), axes, where)
     return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x.dtype))
 
@@ -182,13 +188,21 @@ def _check_and_reduce(
     x, axes, where = _check_arguments(op, x, axis, where)
     dtype = float_dtype(x.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
-    variance, mean = _variance_and_mean((axes, as_number(op, "correction", correction)), x, where)
+    variance, mean = _reduce((axes, as_number(op, "correction", correction)), keepdims, x, where)
+    return variance, mean
+
+
+_AxesAndCorrection = tuple[Axes, float]
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _reduce(config: _AxesAndCorrection, keepdims: bool, x: Array, where: Array | None) -> tuple[Array, Array]:
+    """Variance and mean in the dtypes of `x`."""
+    variance, mean = _variance_and_mean(config, x, where)
     if not keepdims:
-        variance, mean = jnp.squeeze(variance, axes), jnp.squeeze(mean, axes)
-    return variance.astype(jnp.finfo(dtype).dtype), mean.astype(dtype)
-
-
-_AxesAndCorrection = tuple[tuple[int, ...], float]
+        variance, mean = jnp.squeeze(variance, config[0]), jnp.squeeze(mean, config[0])
+    return variance.astype(jnp.finfo(x.dtype).dtype), mean.astype(x.dtype)
 
 
 def _variance_and_mean_forward(
@@ -261,7 +275,7 @@ def _variance(config: _AxesAndCorrection, mean: moments.Mean, square_sum: Array,
 
 def _check_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
-) -> tuple[Array, tuple[int, ...], Array | None]:
+) -> tuple[Array, Axes, Array | None]:
     """The array, its canonical axes, and the mask at the array's rank, not broadcast to its shape."""
     x = as_array(op, "x", x)
     return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)

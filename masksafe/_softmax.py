@@ -15,7 +15,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
@@ -91,14 +91,8 @@ def logsumexp(
     a, b = _as_numbers(op, "a", a), None if b is None else _as_numbers(op, "b", b)
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
     axes, where = canonical_axes(op, axis, len(shape)), as_mask_of(op, where, shape, "a")
-    if b is None and not jnp.iscomplexobj(a):
-        result = _logsumexp(axes, a, where)
-        sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
-    else:
-        result, sign = _signed_logsumexp(axes, return_sign, jnp.broadcast_to(a, shape), b, where)
-    if not keepdims:
-        result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
-    return (result, sign) if return_sign else result
+    result: Array | tuple[Array, Array] = _reduce_exps((axes, keepdims, return_sign), a, b, where)
+    return result
 
 
 def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
@@ -186,6 +180,23 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 # cotangent may be infinite and 0 * inf is NaN.
 
 
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=0)
+def _reduce_exps(
+    config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None
+) -> Array | tuple[Array, Array]:
+    """The logsumexp, with its sign if asked for, over `axes`, which are kept if asked for."""
+    axes, keepdims, return_sign = config
+    if b is None and not jnp.iscomplexobj(a):
+        result = _logsumexp(axes, a, where)
+        sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
+    else:
+        result, sign = _signed_logsumexp(axes, return_sign, a, b, where)
+    if not keepdims:
+        result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
+    return (result, sign) if return_sign else result
+
+
 def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None, Array]]:
     wide = _evaluate_logsumexp(axes, x, where)
     return wide.astype(x.dtype), (x, where, wide)
@@ -216,11 +227,11 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _signed_logsumexp(
     axes: Axes, return_sign: bool, a: Array, b: Array | None, where: Array | None
 ) -> tuple[Array, Array]:
     """The logarithm and sign of a sum that may be negative or complex; differentiated by JAX's own rules."""
+    a = a if b is None else jnp.broadcast_to(a, jnp.broadcast_shapes(a.shape, b.shape))
     dtype = a.dtype if b is None else jnp.result_type(a, b)
     live = jnp.ones_like(a, bool) if where is None else jnp.broadcast_to(where, a.shape)
     factor = jnp.ones_like(live, dtype) if b is None else jnp.broadcast_to(b, a.shape).astype(dtype)

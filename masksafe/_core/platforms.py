@@ -48,8 +48,8 @@ FEW_QUERIES = 16
 FEWEST_KEYS_OF_FEW_QUERIES = 512
 KEY_BLOCK_ELEMENTS = 2**16
 
-# The reverse pass of short sequences has many arrays of the size of the logits: samples are worked on together that have
-# at most so many, 1 MiB of float32, unless all problems have fewer than the second of the numbers above.
+# The reverse pass of short sequences has many arrays of the size of the logits: so it works on some samples together
+# that have at most so many, 1 MiB of float32, unless all problems have fewer than the second of the numbers above.
 REVERSE_AT_ONCE_LOGITS = 2**18
 
 # Elsewhere attention takes tiles of queries with all of their keys, so that a softmax reads its row once. A tile has at

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from masksafe._core.arguments import (
 )
 from masksafe._core.masks import selected
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Axes
 from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -157,13 +158,38 @@ def triplet_margin_loss(
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)
-    a, p, n = (wide_selected(x, mask) for x in broadcast_alike(arrays.values(), shape))
+    config = _Triplets(axes, dtype, norm_degree if isinstance(norm_degree, int) else None)
+    vectors = broadcast_alike(arrays.values(), shape)
+    losses: Array = _evaluate_triplets(config, *vectors, mask, jnp.asarray(norm_degree), margin, eps)
+    return losses
 
-    live_rows = find_live_rows(mask, axes)
+
+class _Triplets(NamedTuple):
+    """The static arguments."""
+
+    axes: Axes
+    dtype: Any  # of the losses
+    degree: int | None  # if it is known: powers of a known integer are products
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate_triplets(
+    config: _Triplets,
+    a: Array,
+    p: Array,
+    n: Array,
+    mask: Array | None,
+    degree: Array,
+    margin: ArrayLike,
+    eps: ArrayLike,
+) -> Array:
+    live_rows = find_live_rows(mask, config.axes)
+    a, p, n = (wide_selected(x, mask) for x in (a, p, n))
 
     def distance(x: Array, y: Array) -> Array:
+        powers = jnp.power(x - y, degree if config.degree is None else config.degree)
         # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
-        power = selected(jnp.sum(jnp.power(x - y, norm_degree), axes) + eps, live_rows, 1)
-        return jnp.power(power, 1 / jnp.asarray(norm_degree))
+        return jnp.power(selected(jnp.sum(powers, config.axes) + eps, live_rows, 1), 1 / degree)
 
-    return selected(jnp.maximum(distance(a, p) - distance(a, n) + margin, 0), live_rows).astype(dtype)
+    losses = jnp.maximum(distance(a, p) - distance(a, n) + margin, 0)
+    return selected(losses, live_rows).astype(config.dtype)

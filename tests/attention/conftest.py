@@ -1,4 +1,4 @@
-"""Attention on one block and on many: many blocks of a few queries and keys each, of ragged sizes; and as in decoding."""
+"""Attention on one block, on many blocks of a few queries and keys each, of ragged sizes, and as in decoding."""
 
 import pytest
 from attention_cases import decode_always, shrink_blocks
