@@ -222,6 +222,8 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     # Finite, or the sum of a row would be NaN for its infinity; by extrema, with which XLA fuses the sum.
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
+    if may_loop((x, where)):
+        shift, total = platforms.apart_on_cpu((shift, total))
     # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
     total = _select_live(axes, where, total, 1.0)
     return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)

@@ -21,13 +21,14 @@ from masksafe._core.typing import Array
 # of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
 ROW_BLOCK_ELEMENTS = 2**18
 
-# Functions of arithmetic alone write less and take larger blocks.
-BLOCKS_OF_ARITHMETIC = 4
-# The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements. With fewer or more it
-# writes every step to memory, which takes 2 to 7 times as long: 65536 x 256, and 512 x 32769.
+# The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements, if it computes a function
+# of arithmetic alone. With fewer or more it writes every step to memory, which takes 2 to 7 times as long: 65536 x 256,
+# and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
 ELEMENTS_OF_ROW_IN_CACHE = range(2**8 + 1, 2**15 + 1)
-# jax 0.10 computes 16-bit floats by other means than 32-bit ones, 0.12 by the same. What lies between was not measured.
-BFLOAT16_IN_CACHE = jax.__version_info__ >= (0, 12)
+BLOCKS_OF_SHORT_ROWS = 4
+# What it counts as arithmetic has grown: jax 0.12 includes bfloat16 and functions such as sign and log, jax 0.10 does
+# not. What lies between was not measured.
+COUNTS_MORE_AS_ARITHMETIC = jax.__version_info__ >= (0, 12)
 
 # Attention with heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too
 # small, and allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per
@@ -92,15 +93,25 @@ ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
 FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
 
 
-def computes_rows_in_cache(elements: Any, dtype: Any) -> bool:
-    """Whether XLA's CPU compiler passes rows of so many elements through the cache only once.
+def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
+    """Whether XLA's CPU compiler passes rows of so many elements, in so many arrays, through the cache only once.
 
     It does so by itself for a function of nothing but arithmetic, including exponentials and extrema, and reductions: a
     comparison or a selection of elements is written to memory as a whole.
     """
-    if dtype == jnp.float16 or (dtype == jnp.bfloat16 and not BFLOAT16_IN_CACHE):
+    if dtype == jnp.float16 or not (COUNTS_MORE_AS_ARITHMETIC or (dtype != jnp.bfloat16 and arrays == 1)):
         return False
-    return elements in ELEMENTS_OF_ROW_IN_CACHE
+    # Each further array brings more intermediate ones.
+    return elements in ELEMENTS_OF_ROW_IN_CACHE and elements * 4 ** (arrays - 1) in ELEMENTS_OF_ROW_IN_CACHE
+
+
+def apart_on_cpu(results: Any) -> Any:
+    """`results` of rows, which XLA's CPU compiler does not fuse with what follows.
+
+    Else the mean of all rows becomes part of the computation of each, which then is up to ten times as slow: XLA splits
+    the work on rows between the cores, but not the work on one number.
+    """
+    return on_cpu_or_elsewhere(lax.optimization_barrier, lambda results: results, results)
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

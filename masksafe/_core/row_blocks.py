@@ -41,9 +41,13 @@ def by_row_blocks(
     if not may_loop((rows, others)):
         return fn(rows, *others)
     elements = math.prod(rows.shape[leading:])
-    if arithmetic and platforms.computes_rows_in_cache(elements, rows.dtype):
-        return fn(rows, *others)
-    most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_ARITHMETIC if arithmetic else 1)
+    if arithmetic:
+        arrays = [a for a in jax.tree.leaves((rows, others)) if math.prod(a.shape[leading:]) == elements]
+        if platforms.computes_rows_in_cache(elements, rows.dtype, len(arrays)):
+            mapped, totals = platforms.apart_on_cpu(fn(rows, *others))
+            return mapped, totals
+    are_short = arithmetic and elements < platforms.ELEMENTS_OF_ROW_IN_CACHE.start
+    most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_SHORT_ROWS if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:
         return fn(rows, *others)
@@ -135,4 +139,4 @@ def from_bits(a: Array, dtype: Any) -> Array:
 
 
 def _is_slicedas_bits(dtype: Any) -> bool:
-    return dtype == jnp.bfloat16 and not platforms.BFLOAT16_IN_CACHE
+    return dtype == jnp.bfloat16 and not platforms.COUNTS_MORE_AS_ARITHMETIC

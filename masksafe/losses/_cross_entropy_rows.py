@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     """How the rows are computed."""
 
     in_blocks: bool  # in blocks of rows rather than all at once
-    loss_alone: bool = False  # without the other results
+    loss_alone: bool = False  # the other results are None
     axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
 
 
@@ -51,16 +51,20 @@ class Rows(NamedTuple):
     """The results of the forward pass for each row; every array is `[..., 1]`."""
 
     loss: Array
-    shift: Array  # the largest unmasked logit
-    log_sum: Array  # the log of the sum of exp(logits - shift); 0 in a row with nothing left
-    total: Array  # the sum of the targets; NaN for a label out of range
-    label: Array | None  # as a class of this device, or outside [0, num_classes); None for targets
+    shift: Any = None  # the largest unmasked logit
+    log_sum: Any = None  # the log of the sum of exp(logits - shift); 0 in a row with nothing left
+    total: Any = None  # the sum of the targets; NaN for a label out of range
+    label: Array | None = None  # as a class of this device, or outside [0, num_classes); None for targets
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
-    row_values = functools.partial(_row_values, plan.axis_name)
+
+    def row_values(x: Array, labels: Array, where: Array | None) -> Rows:
+        rows = _row_values(plan.axis_name, x, labels, where)
+        return Rows(rows.loss) if plan.loss_alone else rows
+
     if not plan.in_blocks:
         return row_values(x, labels, where)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
@@ -72,7 +76,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> R
 def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
     x, labels, where = primals
     x_dot, labels_dot, _ = tangents
-    rows = evaluate_rows(plan, x, labels, where)
+    rows = evaluate_rows(plan._replace(loss_alone=False), x, labels, where)
     x_dot = _instantiate(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
@@ -84,10 +88,12 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
         labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += sum_of_row(target_costs(x, labels, where, rows) * labels_dot)
         d_total += sum_of_row(labels_dot)
+    if plan.loss_alone:
+        return Rows(rows.loss), Rows(d_loss)
     no_shift, no_label = (
         None if a is None else zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label)
     )
-    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label)  # type: ignore[arg-type]
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label)
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:

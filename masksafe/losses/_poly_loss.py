@@ -24,6 +24,7 @@ from masksafe.losses._layout import (
     from_rows,
     shape_without,
 )
+from masksafe.losses._row_sums import log_sum_exp, product_or_zero, sum_of_row
 
 
 def poly_loss_cross_entropy(
@@ -116,7 +117,7 @@ class _Rows(NamedTuple):
 
     shift: Array  # the largest unmasked logit
     log_sum: Array  # of exp(logits - shift)
-    total: Array | None  # W, for the reverse pass
+    total: Array  # W
 
 
 _Residuals = tuple[Array, Array, Array, Array | None, _Rows]
@@ -125,6 +126,7 @@ _Residuals = tuple[Array, Array, Array, Array | None, _Rows]
 def _forward(config: _Config, logits: Array, labels: Array, b: Array, mask: Array | None) -> tuple[Array, _Residuals]:
     # The residuals, which leave the compiled function, have no NaN for an empty row: it would trigger jax_debug_nans.
     losses, rows = _evaluate_rows(config, True, logits, labels, b, mask)
+    assert rows is not None
     return losses.squeeze(-1), (logits, labels, b, mask, rows)
 
 
@@ -144,15 +146,20 @@ def _weighted_sum(config: _Config, logits: Array, labels: Array, b: Array, mask:
 
 
 def _evaluate_rows(
-    config: _Config, with_total: bool, logits: Array, labels: Array, b: Array, mask: Array | None
-) -> tuple[Array, _Rows]:
-    """The loss of every row `[..., 1]`, NaN if it is empty, and what the reverse pass needs."""
+    config: _Config, with_rows: bool, logits: Array, labels: Array, b: Array, mask: Array | None
+) -> tuple[Array, _Rows | None]:
+    """The loss of every row `[..., 1]`, NaN if it is empty, and what the reverse pass needs, if it is wanted."""
     x, t, live = as_rows(config.axes, logits, labels, mask)
-    losses, rows = map_row_blocks(functools.partial(_row_values, config.e, with_total), x, t, b[..., None], live)
+    # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
+    row_values = functools.partial(_row_values, config.e, with_rows)
+    in_one_pass = live is None and not with_rows
+    losses, rows = map_row_blocks(row_values, x, t, b[..., None], live, arithmetic=in_one_pass)
     return losses, rows
 
 
-def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Array | None) -> tuple[Array, _Rows]:
+def _row_values(
+    e: int, with_rows: bool, x: Array, t: Array, b: Array, mask: Array | None
+) -> tuple[Array, _Rows | None]:
     # No case is told apart row by row: on a GPU, XLA would then not fuse the row's sums into one kernel. A row that is
     # empty, or whose largest logit is infinite, gets a log_sum of -inf or NaN.
     x, t = _wide(x, t, mask)
@@ -160,16 +167,16 @@ def _row_values(e: int, with_total: bool, x: Array, t: Array, b: Array, mask: Ar
     log_sum = _log_sum(x - shift)
     costs = log_sum - (x - shift)
     missing = -b * jnp.expm1(-costs)
-    loss = _sum(_product(t, costs + missing if e else missing, log_sum))
-    total = _sum(jnp.where(t == 0, 0, t * (e + b * jnp.exp(-costs)))) if with_total else None
-    return loss, _Rows(shift, log_sum, total)
+    loss = sum_of_row(_product(t, costs + missing if e else missing, log_sum))
+    if not with_rows:
+        return loss, None
+    return loss, _Rows(shift, log_sum, sum_of_row(jnp.where(t == 0, 0, t * (e + b * jnp.exp(-costs)))))
 
 
 def _pull_back(
     e: int, x: Array, t: Array, b: Array, mask: Array | None, rows: _Rows, d: Array
 ) -> tuple[Array, Array, Array]:
     (x, t), total = _wide(x, t, mask), rows.total
-    assert total is not None
     z = x - rows.shift
     costs = rows.log_sum - z
     p, less_than_1 = jnp.exp(-costs), jnp.expm1(-costs)
@@ -180,7 +187,7 @@ def _pull_back(
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     is_used = d != 0
     d_x = jnp.where(is_used, jnp.where(jnp.isfinite(rows.log_sum), d_x, jnp.nan), 0)
-    d_b = jnp.where(is_used, -d * _sum(t * less_than_1), 0)
+    d_b = jnp.where(is_used, -d * sum_of_row(t * less_than_1), 0)
     return selected(d_x, mask), selected(jnp.where(is_used, d_t, 0), mask), d_b
 
 
@@ -196,27 +203,22 @@ def _wide(x: Array, t: Array, mask: Array | None) -> tuple[Array, Array]:
 @jax.custom_jvp
 def _log_sum(z: Array) -> Array:
     """The logarithm of the sum of exp(z), the largest of which are 1."""
-    others = _sum(jnp.where(z == 0, 0, jnp.exp(z)))
-    return jnp.log1p(others + (_sum((z == 0).astype(z.dtype)) - 1))
+    return log_sum_exp(z)
 
 
 @_log_sum.defjvp
 def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     log_sum = _log_sum(*primals)
-    return log_sum, _sum(jnp.exp(primals[0] - log_sum) * tangents[0])
+    return log_sum, sum_of_row(jnp.exp(primals[0] - log_sum) * tangents[0])
 
 
 @jax.custom_jvp
 def _product(t: Array, costs: Array, log_sum: Array) -> Array:
     """The product of `t` and `costs`, where 0 times infinity is 0, unless the row has a NaN or an infinite logit."""
-    return jnp.where(t == 0, 0 * log_sum, t * costs)
+    return product_or_zero(t, costs) + 0 * log_sum
 
 
 @_product.defjvp
 def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (t, costs, _), (d_t, d_costs, _) = primals, tangents
     return _product(*primals), jnp.where((t == 0) & (costs == jnp.inf), 0, costs) * d_t + t * d_costs
-
-
-def _sum(x: Array) -> Array:
-    return jnp.sum(x, -1, keepdims=True)

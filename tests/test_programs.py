@@ -1,0 +1,89 @@
+"""What XLA makes of the ops on a CPU, as far as its compiler decides it and not a clock."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe import losses
+
+X = np.zeros((4, 8), np.float32)
+LABELS = np.zeros(4, np.int32)
+SHARES = np.full((4, 8), 1 / 8, np.float32)
+BITS = np.ones((4, 8), np.float32)
+INTEGER = losses.softmax_cross_entropy_with_integer_labels
+
+ONE_PROGRAM = {
+    "mean": (masksafe.mean, X),
+    "var": (masksafe.var, X),
+    "logsumexp": (masksafe.logsumexp, X),
+    "softmax": (masksafe.softmax, X),
+    "log_softmax": (masksafe.log_softmax, X),
+    "layer_norm": (masksafe.layer_norm, X),
+    "rms_norm": (masksafe.rms_norm, X),
+    "integer": (INTEGER, X, LABELS),
+    "soft": (losses.softmax_cross_entropy, X, SHARES),
+    "poly": (losses.poly_loss_cross_entropy, X, SHARES),
+    "focal": (losses.sigmoid_focal_loss, X, BITS),
+    "huber": (losses.huber_loss, X, BITS),
+    "hinge": (losses.hinge_loss, X, BITS),
+    "cosine": (losses.cosine_distance, X, SHARES),
+    "divergence": (losses.kl_divergence, X, SHARES),
+    "sparsemax": (losses.multiclass_sparsemax_loss, X, LABELS),
+    "triplet": (losses.triplet_margin_loss, X, X, X),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_an_eager_call_is_one_program(name):
+    op, *arrays = ONE_PROGRAM[name]
+    steps = jax.make_jaxpr(op)(*map(jnp.asarray, arrays)).eqns
+    assert [str(step.primitive) for step in steps] == ["jit"]
+
+
+def temporary_bytes(fn, *shapes):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def mean_of(loss):
+    return lambda *args: loss(*args).mean()
+
+
+@pytest.mark.parametrize("classes", [1000, 50257])
+@pytest.mark.parametrize("gradient", [False, True], ids=["value", "gradient"])
+def test_cross_entropy_of_labels_holds_no_array_of_the_logits_size(classes, gradient):
+    rows = 2**21 // classes
+    fn = mean_of(INTEGER)
+    fn = jax.value_and_grad(fn) if gradient else fn
+    logits, labels = ((rows, classes), jnp.float32), ((rows,), jnp.int32)
+    assert temporary_bytes(fn, logits, labels) < 0.3 * rows * classes * 4
+
+
+@pytest.mark.parametrize("op", [masksafe.logsumexp, masksafe.softmax], ids=["logsumexp", "softmax"])
+def test_exponentials_are_not_written_to_memory(op):
+    assert temporary_bytes(lambda x: op(x, -1), ((2048, 1024), jnp.float32)) < 0.1 * 2048 * 1024 * 4
+
+
+def test_the_mean_of_losses_is_no_part_of_the_computation_of_rows():
+    # Fused with it, all rows would be computed on one core and in memory.
+    text = jax.jit(mean_of(INTEGER)).lower(jnp.zeros((8192, 1024)), jnp.zeros(8192, jnp.int32)).as_text()
+    assert "optimization_barrier" in text
+
+
+def test_decoding_holds_no_copy_of_keys():
+    query, key = ((4, 1, 8, 64), jnp.float32), ((4, 4096, 2, 64), jnp.float32)
+    fn = lambda q, k, v, lengths: masksafe.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)  # noqa: E731
+    assert temporary_bytes(fn, query, key, key, ((4,), jnp.int32)) < 0.25 * 4 * 4096 * 2 * 64 * 4
+
+
+def test_gradient_of_short_attention_works_on_some_samples_at_a_time():
+    arrays = [((64, 64, 8, 64), jnp.float32)] * 4
+
+    def gradients(q, k, v, d):
+        out, pull_back = jax.vjp(masksafe.dot_product_attention, q, k, v)
+        return out, pull_back(d)
+
+    # The forward pass holds some arrays of the size of the queries, the reverse pass those of its results.
+    assert temporary_bytes(gradients, *arrays) < 9 * 64 * 64 * 8 * 64 * 4
