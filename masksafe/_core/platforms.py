@@ -106,12 +106,14 @@ def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
 
 
 def apart_on_cpu(results: Any) -> Any:
-    """`results` of rows, which XLA's CPU compiler does not fuse with what follows.
+    """`results`, which XLA's CPU compiler does not fuse with what follows, nor finds to be computed elsewhere as well.
 
-    Else the mean of all rows becomes part of the computation of each, which then is up to ten times as slow: XLA splits
-    the work on rows between the cores, but not the work on one number.
+    Else the mean of all rows would become part of the computation of each, which then is up to ten times as slow: XLA
+    splits the work on rows between the cores, but not the work on one number.
     """
-    return on_cpu_or_elsewhere(lax.optimization_barrier, lambda results: results, results)
+    # One barrier for each array: in shard_map those of one barrier have to vary over the same axes.
+    apart = lambda results: jax.tree.map(lax.optimization_barrier, results)  # noqa: E731
+    return on_cpu_or_elsewhere(apart, lambda results: results, results)
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

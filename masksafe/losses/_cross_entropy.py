@@ -327,9 +327,10 @@ def _pull_back(
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
     if sharding.may_loop(logits):
-        again = is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape)
-        elsewhere = _evaluate_again if again else _keep_all
-        rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, elsewhere, rows, x, t, mask)
+        # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
+        rows, x, t = platforms.apart_on_cpu((rows, x, t))
+        if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
+            rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     live = is_sound(rows) | (d_loss != 0)
@@ -344,12 +345,6 @@ def _pull_back(
 
 
 def _keep_rows(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
-    # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
-    again: tuple[Rows, Array, Array] = lax.optimization_barrier((rows, x, t))
-    return again
-
-
-def _keep_all(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
     return rows, x, t
 
 

@@ -68,7 +68,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> R
     if not plan.in_blocks:
         return row_values(x, labels, where)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
-    in_one_pass = _mask_of_classes(where) is None and (plan.loss_alone or not is_soft(labels))
+    in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
     return map_row_blocks(row_values, x, labels, where, arithmetic=in_one_pass)  # type: ignore[no-any-return]
 
 
@@ -119,10 +119,9 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
     label_x = _value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
 
-    classes = _mask_of_classes(where)
-    x = lowest_under_mask(x, classes)
+    x = lowest_under_mask(x, where)
     shift = _below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
-    exps = selected(exps_of_others(x.astype(dtype) - shift, label), classes)
+    exps = selected(exps_of_others(x.astype(dtype) - shift, label), where)
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
     others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
     log_sum = jnp.log1p(others + jnp.expm1(label_z))
@@ -134,29 +133,17 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
 
 
 def _rows_of_targets(dtype: Any, x: Array, targets: Array, where: Array | None) -> Rows:
-    live_rows, classes = _mask_of_rows(where), _mask_of_classes(where)
-    x = lowest_under_mask(x, classes)
+    x = lowest_under_mask(x, where)
     shift = _below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
-    t = selected(targets.astype(dtype), classes)
-    log_sum, total = log_sum_exp(z, classes), sum_of_row(t)
-    loss = total * log_sum - sum_of_row(product_or_zero(t, z))
-    loss, log_sum, total, shift = (selected(a, live_rows) for a in (loss, log_sum, total, shift))
-    return Rows(loss, shift, log_sum, total, None)
+    t = selected(targets.astype(dtype), where)
+    log_sum, total = log_sum_exp(z, where), sum_of_row(t)
+    return Rows(total * log_sum - sum_of_row(product_or_zero(t, z)), shift, log_sum, total, None)
 
 
 def _below_infinity(largest: Array) -> Array:
     """The shift, by which a logit of +inf becomes +inf again, not NaN."""
     return jnp.minimum(largest, jnp.finfo(largest.dtype).max)
-
-
-def _mask_of_classes(where: Array | None) -> Array | None:
-    return None if where is None or where.shape[-1] == 1 else where
-
-
-def _mask_of_rows(where: Array | None) -> Array | None:
-    """A mask of whole rows, which is best applied to their results."""
-    return None if where is None or where.shape[-1] != 1 else where
 
 
 def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows) -> Array:

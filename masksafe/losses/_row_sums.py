@@ -39,5 +39,5 @@ def exps_of_others(z: Array, label: Array) -> Array:
 
 def product_or_zero(t: Array, x: Array) -> Array:
     """The product t x, and 0 where t is 0, even if x is infinite."""
-    bound = jnp.log(1 - jnp.abs(jnp.sign(t)))  # 0 where t is 0, else -inf
-    return t * jnp.minimum(jnp.maximum(x, bound), -bound)
+    bound = jnp.maximum((jnp.abs(jnp.sign(t)) - 0.5) * jnp.inf, 0)  # 0 where t is 0, else inf
+    return t * jnp.minimum(jnp.maximum(x, -bound), bound)
