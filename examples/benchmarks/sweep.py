@@ -4,7 +4,8 @@
     python examples/benchmarks/sweep.py --quick     # the tiny shapes only, two rounds
 
 The other benchmarks choose the work that people do; this one looks for what nobody chose: few rows and wide ones,
-many rows and narrow ones, arrays that stay in the cache, a batch under `jax.vmap`, calls without `jax.jit`.
+many rows and narrow ones, arrays that stay in the cache, the mean of the results, a batch under `jax.vmap`, calls
+without `jax.jit`.
 """
 
 import functools
@@ -36,13 +37,20 @@ SHAPES: dict[str, Shape] = {
     "large": (8192, 1024),
 }
 DTYPES = {"float32": tuple(SHAPES), "bfloat16": ("large",), "float16": ("large",)}
-MASKED, VMAPPED = ("in cache", "large"), "in cache"
+MASKED, VMAPPED, AVERAGED = ("in cache", "large"), "in cache", "large"
 UNMASKED = 0.7
 # The losses that have no mask of the shape of the loss, or none at all.
 WITHOUT_MASK = (
     *("ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "smooth_labels", "ranking_softmax_loss"),
     *("binary_dice_loss", "dice_loss", "multiclass_generalized_dice_loss", "make_fenchel_young_loss"),
+    "safe_softmax_cross_entropy",
 )
+# The losses whose masks have the rank of their inputs.
+WITH_MASK_OF_ELEMENTS = (
+    *("cosine_similarity", "cosine_distance", "kl_divergence", "kl_divergence_with_log_targets"),
+    *("generalized_kl_divergence", "convex_kl_divergence"),
+)
+IN_FLOAT32_ALONE = ("multiclass_sparsemax_loss",)  # optax has no gradient of 16-bit floats
 WORST = 40
 
 Maker = Callable[[str, str, Shape], Work]  # of a mask, a dtype, and rows and classes
@@ -55,8 +63,9 @@ def loss(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     if mask == "none":
         return Work({"masksafe": ours, "optax": theirs}, args)
     where = random_bits(jax.eval_shape(ours, *args).shape, UNMASKED)
+    of_rows = (..., None) if name in WITH_MASK_OF_ELEMENTS else ...
     functions = {
-        "masksafe": lambda *args: ours(*args[:-1], where=args[-1]),
+        "masksafe": lambda *args: ours(*args[:-1], where=args[-1][of_rows]),
         "optax": lambda *args: jnp.where(args[-1], theirs(*args[:-1]), 0),
     }
     return Work(functions, (*args, where))
@@ -109,15 +118,24 @@ def vmapped(make: Maker, dtype: str, shape: Shape) -> Work:
     return Work({name: jax.vmap(fn, in_axes) for name, fn in work.functions.items()}, args, work.leaves)
 
 
+def mean_of(make: Maker, dtype: str, shape: Shape) -> Work:
+    """The work and the mean of its results, as in a training step."""
+    work = make("none", dtype, shape)
+    functions = {name: lambda *args, fn=fn: jnp.mean(fn(*args)) for name, fn in work.functions.items()}
+    return Work(functions, work.args, work.leaves)
+
+
 def cases_of_rows() -> list[Case]:
     cases = []
     for (name, mask_kind), make in makers().items():
         for dtype, sizes in DTYPES.items():
-            for size in sizes:
+            for size in sizes if dtype == "float32" or name not in IN_FLOAT32_ALONE else ():
                 masks = ("none", mask_kind) if mask_kind and size in MASKED else ("none",)
                 for mask in masks:
                     prepare = functools.partial(make, mask, dtype, SHAPES[size])
                     cases.append(Case(name, mask, dtype, size, by_x(SHAPES[size]), prepare))
+        average = functools.partial(mean_of, make, "float32", SHAPES[AVERAGED])
+        cases.append(Case(name, "none", "float32", "mean", f"mean of {by_x(SHAPES[AVERAGED])}", average))
         batch = functools.partial(vmapped, make, "float32", SHAPES[VMAPPED])
         cases.append(Case(name, "none", "float32", "vmap", f"4 of {by_x(SHAPES[VMAPPED])}", batch))
     return list(eager_too(cases))
