@@ -105,14 +105,18 @@ def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
     return elements in ELEMENTS_OF_ROW_IN_CACHE and elements * 4 ** (arrays - 1) in ELEMENTS_OF_ROW_IN_CACHE
 
 
-def apart_on_cpu(results: Any) -> Any:
-    """`results`, which XLA's CPU compiler does not fuse with what follows, nor finds to be computed elsewhere as well.
+def apart(results: Any) -> Any:
+    """`results`, which XLA does not fuse with what follows, nor finds to be computed elsewhere as well.
 
-    Else the mean of all rows would become part of the computation of each, which then is up to ten times as slow: XLA
-    splits the work on rows between the cores, but not the work on one number.
+    On a CPU the mean of all rows would else become part of the computation of each, which then is up to ten times as
+    slow: XLA splits the work on rows between the cores, but not the work on one number.
     """
     # One barrier for each array: in shard_map those of one barrier have to vary over the same axes.
-    apart = lambda results: jax.tree.map(lax.optimization_barrier, results)  # noqa: E731
+    return jax.tree.map(lax.optimization_barrier, results)
+
+
+def apart_on_cpu(results: Any) -> Any:
+    """`apart` in a program for a CPU."""
     return on_cpu_or_elsewhere(apart, lambda results: results, results)
 
 

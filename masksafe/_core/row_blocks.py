@@ -14,13 +14,24 @@ from masksafe._core.sharding import may_loop, varying_zero
 from masksafe._core.typing import Array, Axes
 
 
-def map_row_blocks(fn: Callable[..., Any], rows: Array, *others: Any, arithmetic: bool = False) -> Any:
+def map_row_blocks(
+    fn: Callable[..., Any], rows: Array, *others: Any, arithmetic: Callable[..., Any] | None = None
+) -> Any:
     """`fn(rows, *others)` for rows along the last axis and an `fn` without totals; see `by_row_blocks`."""
-    return by_row_blocks(lambda *arrays: (fn(*arrays), ()), rows.ndim - 1, rows, *others, arithmetic=arithmetic)[0]
+
+    def without_totals(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+        return lambda *arrays: (fn(*arrays), ())
+
+    in_one_pass = None if arithmetic is None else without_totals(arithmetic)
+    return by_row_blocks(without_totals(fn), rows.ndim - 1, rows, *others, arithmetic=in_one_pass)[0]
 
 
 def by_row_blocks(
-    fn: Callable[..., tuple[Any, Any]], leading: int, rows: Array, *others: Any, arithmetic: bool = False
+    fn: Callable[..., tuple[Any, Any]],
+    leading: int,
+    rows: Array,
+    *others: Any,
+    arithmetic: Callable[..., tuple[Any, Any]] | None = None,
 ) -> tuple[Any, Any]:
     """`fn(rows, *others)`, computed block by block on a CPU and in one pass elsewhere.
 
@@ -35,18 +46,20 @@ def by_row_blocks(
       leading: the number of leading axes, which number the rows; the other axes lie within a row.
       rows: an array.
       *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
-      arithmetic: whether `fn` neither compares nor selects elements, but only results of rows. Then XLA's CPU compiler
-        needs no blocks for rows of most sizes; see `platforms.computes_rows_in_cache`.
+      arithmetic: the same as `fn` for a CPU, in a form that neither compares nor selects elements, but only results of
+        rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
     """
     if not may_loop((rows, others)):
         return fn(rows, *others)
     elements = math.prod(rows.shape[leading:])
-    if arithmetic:
+    if arithmetic is not None:
+        in_one_pass = arithmetic
         arrays = [a for a in jax.tree.leaves((rows, others)) if math.prod(a.shape[leading:]) == elements]
         if platforms.computes_rows_in_cache(elements, rows.dtype, len(arrays)):
-            mapped, totals = platforms.apart_on_cpu(fn(rows, *others))
+            on_cpu = lambda *args: platforms.apart(in_one_pass(*args))  # noqa: E731
+            mapped, totals = platforms.on_cpu_or_elsewhere(on_cpu, fn, rows, *others)
             return mapped, totals
-    are_short = arithmetic and elements < platforms.ELEMENTS_OF_ROW_IN_CACHE.start
+    are_short = arithmetic is not None and elements < platforms.ELEMENTS_OF_ROW_IN_CACHE.start
     most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_SHORT_ROWS if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:

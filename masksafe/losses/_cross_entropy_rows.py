@@ -61,15 +61,17 @@ class Rows(NamedTuple):
 def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
 
-    def row_values(x: Array, labels: Array, where: Array | None) -> Rows:
-        rows = _row_values(plan.axis_name, x, labels, where)
+    def row_values(by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
+        rows = _row_values(plan.axis_name, by_arithmetic, x, labels, where)
         return Rows(rows.loss) if plan.loss_alone else rows
 
+    by_selection, by_arithmetic = (functools.partial(row_values, form) for form in (False, True))
     if not plan.in_blocks:
-        return row_values(x, labels, where)
+        return by_selection(x, labels, where)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
-    return map_row_blocks(row_values, x, labels, where, arithmetic=in_one_pass)  # type: ignore[no-any-return]
+    arithmetic = by_arithmetic if in_one_pass else None
+    return map_row_blocks(by_selection, x, labels, where, arithmetic=arithmetic)  # type: ignore[no-any-return]
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
@@ -103,14 +105,14 @@ def _instantiate(tangent: Any, primal: Array) -> Array:
     return dense
 
 
-def _row_values(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
+def _row_values(axis_name: str | None, by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype = _accumulation_dtype(x, labels)
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
         return Rows(zero, zero, zero, zero, None if is_soft(labels) else jnp.full(zero.shape, -1, jnp.int32))
-    return (
-        _rows_of_targets(dtype, x, labels, where) if is_soft(labels) else _rows_of_labels(axis_name, x, labels, where)
-    )
+    if is_soft(labels):
+        return _rows_of_targets(dtype, by_arithmetic, x, labels, where)
+    return _rows_of_labels(axis_name, x, labels, where)
 
 
 def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
@@ -132,13 +134,14 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
     return Rows(loss, shift, log_sum, total, label)
 
 
-def _rows_of_targets(dtype: Any, x: Array, targets: Array, where: Array | None) -> Rows:
+def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None) -> Rows:
     x = lowest_under_mask(x, where)
     shift = _below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
-    log_sum, total = log_sum_exp(z, where), sum_of_row(t)
-    return Rows(total * log_sum - sum_of_row(product_or_zero(t, z)), shift, log_sum, total, None)
+    log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of_row(t)
+    products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
+    return Rows(total * log_sum - sum_of_row(products), shift, log_sum, total, None)
 
 
 def _below_infinity(largest: Array) -> Array:

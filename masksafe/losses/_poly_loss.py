@@ -151,23 +151,23 @@ def _evaluate_rows(
     """The loss of every row `[..., 1]`, NaN if it is empty, and what the reverse pass needs, if it is wanted."""
     x, t, live = as_rows(config.axes, logits, labels, mask)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
-    row_values = functools.partial(_row_values, config.e, with_rows)
-    in_one_pass = live is None and not with_rows
-    losses, rows = map_row_blocks(row_values, x, t, b[..., None], live, arithmetic=in_one_pass)
+    by_selection, by_arithmetic = (functools.partial(_row_values, config.e, with_rows, form) for form in (False, True))
+    arithmetic = by_arithmetic if live is None and not with_rows else None
+    losses, rows = map_row_blocks(by_selection, x, t, b[..., None], live, arithmetic=arithmetic)
     return losses, rows
 
 
 def _row_values(
-    e: int, with_rows: bool, x: Array, t: Array, b: Array, mask: Array | None
+    e: int, with_rows: bool, by_arithmetic: bool, x: Array, t: Array, b: Array, mask: Array | None
 ) -> tuple[Array, _Rows | None]:
     # No case is told apart row by row: on a GPU, XLA would then not fuse the row's sums into one kernel. A row that is
     # empty, or whose largest logit is infinite, gets a log_sum of -inf or NaN.
     x, t = _wide(x, t, mask)
     shift = jnp.maximum(lax.stop_gradient(jnp.max(x, -1, keepdims=True, initial=-jnp.inf)), jnp.finfo(x.dtype).min)
-    log_sum = _log_sum(x - shift)
+    log_sum = _log_sum(by_arithmetic, x - shift)
     costs = log_sum - (x - shift)
     missing = -b * jnp.expm1(-costs)
-    loss = sum_of_row(_product(t, costs + missing if e else missing, log_sum))
+    loss = sum_of_row(_product(by_arithmetic, t, costs + missing if e else missing, log_sum))
     if not with_rows:
         return loss, None
     return loss, _Rows(shift, log_sum, sum_of_row(jnp.where(t == 0, 0, t * (e + b * jnp.exp(-costs)))))
@@ -200,25 +200,28 @@ def _wide(x: Array, t: Array, mask: Array | None) -> tuple[Array, Array]:
     return selected(x.astype(dtype), mask, -jnp.inf), selected(t.astype(dtype), mask)
 
 
-@jax.custom_jvp
-def _log_sum(z: Array) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _log_sum(by_arithmetic: bool, z: Array) -> Array:
     """The logarithm of the sum of exp(z), the largest of which are 1."""
-    return log_sum_exp(z)
+    return log_sum_exp(z, by_arithmetic=by_arithmetic)
 
 
 @_log_sum.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    log_sum = _log_sum(*primals)
+def _(by_arithmetic: bool, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    log_sum = _log_sum(by_arithmetic, *primals)
     return log_sum, sum_of_row(jnp.exp(primals[0] - log_sum) * tangents[0])
 
 
-@jax.custom_jvp
-def _product(t: Array, costs: Array, log_sum: Array) -> Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _product(by_arithmetic: bool, t: Array, costs: Array, log_sum: Array) -> Array:
     """The product of `t` and `costs`, where 0 times infinity is 0, unless the row has a NaN or an infinite logit."""
-    return product_or_zero(t, costs) + 0 * log_sum
+    if by_arithmetic:
+        return product_or_zero(t, costs, by_arithmetic=True) + 0 * log_sum
+    return jnp.where(t == 0, 0 * log_sum, t * costs)
 
 
 @_product.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+def _(by_arithmetic: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
     (t, costs, _), (d_t, d_costs, _) = primals, tangents
-    return _product(*primals), jnp.where((t == 0) & (costs == jnp.inf), 0, costs) * d_t + t * d_costs
+    tangent = jnp.where((t == 0) & (costs == jnp.inf), 0, costs) * d_t + t * d_costs
+    return _product(by_arithmetic, *primals), tangent

@@ -1,7 +1,7 @@
 """Sums over the elements of a row that keep all of their digits, whatever is infinite or dominates.
 
-They are made of arithmetic alone where nothing is masked: XLA's CPU compiler fuses arithmetic with the sum, but writes
-the result of a comparison or a selection to memory.
+Some have two forms. Arithmetic alone is what XLA's CPU compiler fuses with a sum, while it writes the result of a
+comparison or a selection to memory; for a GPU, XLA makes one kernel of the form that selects, and several of the other.
 """
 
 import jax.numpy as jnp
@@ -17,16 +17,19 @@ def sum_of_row(x: Array) -> Array:
     return jnp.sum(x, -1, keepdims=True)
 
 
-def log_sum_exp(z: Array, where: Array | None = None) -> Array:
-    """The logarithm of the sum of the unmasked exp(z), for z of which the largest are 0.
+def log_sum_exp(z: Array, where: Array | None = None, *, by_arithmetic: bool = False) -> Array:
+    """The logarithm of the sum of the unmasked exp(z), for z of which the largest are 0; by arithmetic without a mask.
 
     These, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
     """
-    is_less = selected(jnp.abs(jnp.sign(z)), where, 1)
-    others = sum_of_row(selected(jnp.exp(z), where) * is_less)
+    if by_arithmetic:
+        is_less = jnp.abs(jnp.sign(z))
+        return jnp.log1p(sum_of_row(jnp.exp(z) * is_less) + (sum_of_row(1 - is_less) - 1))
+    others = sum_of_row(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
+    number = sum_of_row(selected(z == 0, where, False)).astype(z.dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
     fewest = -1 if where is None else -jnp.any(where, -1, keepdims=True).astype(z.dtype)
-    return jnp.log1p(others + jnp.maximum(sum_of_row(1 - is_less) - 1, fewest))
+    return jnp.log1p(others + jnp.maximum(number - 1, fewest))
 
 
 def exps_of_others(z: Array, label: Array) -> Array:
@@ -37,7 +40,9 @@ def exps_of_others(z: Array, label: Array) -> Array:
     return jnp.where(index == label, 0, jnp.exp(z))
 
 
-def product_or_zero(t: Array, x: Array) -> Array:
+def product_or_zero(t: Array, x: Array, *, by_arithmetic: bool = False) -> Array:
     """The product t x, and 0 where t is 0, even if x is infinite."""
+    if not by_arithmetic:
+        return jnp.where(t == 0, 0, t * x)
     bound = jnp.maximum((jnp.abs(jnp.sign(t)) - 0.5) * jnp.inf, 0)  # 0 where t is 0, else inf
     return t * jnp.minimum(jnp.maximum(x, -bound), bound)

@@ -62,6 +62,34 @@ def test_blocks_of_rows_change_nothing(loss, monkeypatch):
             np.testing.assert_array_equal(np.where(mask, 0, gradient), 0)
 
 
+SPECIAL = np.array(
+    [[0, 1, -np.inf], [np.inf, 0, 1], [np.nan, 0, 1], [2, 2, 2], [-np.inf, -np.inf, -np.inf], [40, 0, 1]]
+)
+SPECIAL = np.float32(np.repeat(SPECIAL, 3, axis=0))
+SHARES_OF_SPECIAL = np.float32(np.tile([[1, 0, 0], [0, 0.5, 0.5], [0.2, 0.3, 0.5]], (6, 1)))
+LABELS_OF_SPECIAL = np.tile([0, 1, 2], 6)
+
+
+@pytest.mark.parametrize(
+    ("loss", "targets"),
+    [
+        (losses.softmax_cross_entropy, SHARES_OF_SPECIAL),
+        (losses.softmax_cross_entropy_with_integer_labels, LABELS_OF_SPECIAL),
+        (losses.poly_loss_cross_entropy, SHARES_OF_SPECIAL),
+        (losses.ranking_softmax_loss, SHARES_OF_SPECIAL),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_arithmetic_gives_what_selections_give(loss, targets, monkeypatch):
+    of_rows = functools.partial(loss, reduce_fn=None) if loss is losses.ranking_softmax_loss else loss
+    expected = of_rows(SPECIAL, targets)
+    jax.clear_caches()
+    monkeypatch.setattr(platforms, "ELEMENTS_OF_ROW_IN_CACHE", range(1, 2**15))
+    monkeypatch.setattr(platforms, "COUNTS_MORE_AS_ARITHMETIC", True)
+    np.testing.assert_allclose(of_rows(SPECIAL, targets), expected, rtol=1e-6)
+    jax.clear_caches()
+
+
 def test_a_rounded_input_is_computed_in_float32_in_blocks(monkeypatch):
     monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 10)
     for loss, arrays in ARGUMENTS.items():
