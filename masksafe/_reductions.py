@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_array, as_number, canonical_axes
@@ -13,6 +15,7 @@ from masksafe._core.derivatives import explains_forward_mode, with_derivatives_o
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
@@ -238,16 +241,24 @@ def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None
 def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:
-    leading = leading_axes(config[0])
     config = axes_of_row(config[0], x.ndim), config[1]
-
-    def on_cpu(x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-        (variance, mean), _ = by_row_blocks(lambda *args: (_reduce_rows(config, *args), ()), leading, x, where)
-        return variance, mean
-
     if jnp.iscomplexobj(x) or not moments.may_save_passes(config[0], x, where):
-        return on_cpu(x, where)
+        return _reduce_in_blocks(config, x, where)
+    in_one_pass = where is None and may_loop(x) and _is_fused(config[0], x)
+    on_cpu = functools.partial(_reduce_in_one_pass if in_one_pass else _reduce_in_blocks, config)
     variance, mean = platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
+    return variance, mean
+
+
+def _is_fused(axes: Axes, x: Array) -> bool:
+    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass."""
+    elements = math.prod(x.shape[a] for a in axes)
+    return moments.are_last(axes) and platforms.computes_rows_in_cache(elements, x.dtype)
+
+
+def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
+    leading = leading_axes(tuple(a % x.ndim for a in config[0]))
+    (variance, mean), _ = by_row_blocks(lambda *args: (_reduce_rows(config, *args), ()), leading, x, where)
     return variance, mean
 
 
@@ -257,6 +268,22 @@ def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> t
     mean = moments.mean(wide, axes, where)
     square_sum = moments.squares(moments.deviations(wide, mean, where), axes)
     return _variance(config, mean, square_sum, moments.count(wide, axes, where)), mean
+
+
+@with_derivatives_of(_reduce_rows)
+def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
+    """As `_reduce_rows` without a mask, with the mean in one part where its rounding error does not matter."""
+    axes, _ = config
+    wide = widened(x)
+    centre, n = moments.average(wide, axes, where), moments.count(wide, axes, where)
+    centre, square_sum = platforms.apart((centre, moments.squares(wide - centre, axes)))
+    # Some rounding errors of the mean, squared, are a millionth of a variance above this.
+    rounding = 2**13 * jnp.finfo(wide.dtype).eps * jnp.abs(centre)
+    mean = moments.Mean(centre, jnp.zeros_like(centre))
+    is_rounded = jnp.any(square_sum < n * jnp.square(rounding))
+    exactly = functools.partial(_reduce_in_blocks, config, x, where)
+    variance, mean = lax.cond(is_rounded, exactly, lambda: (_variance(config, mean, square_sum, n), mean))
+    return variance, mean
 
 
 @with_derivatives_of(_reduce_rows)

@@ -272,3 +272,16 @@ def test_variance_with_correction_is_0_where_no_freedom_is_left():
 
 def test_variance_without_freedom_still_shows_an_unmasked_nan():
     assert np.isnan(masksafe.var(np.full(1, np.nan, np.float32), correction=1))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0, 1e4])
+def test_variance_of_many_long_rows_keeps_its_digits(offset):
+    # Rows that a CPU computes in one pass, unless the rounding error of the mean matters in some of them.
+    x = np.random.default_rng(0).normal(size=(256, 300)).astype(np.float32) + np.float32(offset)
+    x[1], x[2], x[3, 5] = 0, 3.3, np.nan
+    (value, mean), pull_back = jax.vjp(jax.jit(lambda x: masksafe.var_mean(x, 1)), jnp.asarray(x))
+    exact = x.astype(np.float64)
+    np.testing.assert_allclose(value, exact.var(1), rtol=2e-6)
+    np.testing.assert_allclose(mean, exact.mean(1), rtol=1e-6, atol=1e-7)
+    (gradient,) = pull_back((jnp.ones(256), jnp.zeros(256)))
+    np.testing.assert_allclose(gradient, 2 / 300 * (exact - exact.mean(1, keepdims=True)), rtol=1e-5, atol=3e-9)
