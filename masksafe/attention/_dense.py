@@ -64,12 +64,12 @@ def pull_back_densely(
     k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
     clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
 
-    p = jnp.where(live, exps * (1 / total), 0)
+    is_live = live if mask is None else live & mask
+    p = jnp.where(is_live, exps * (1 / total), 0)  # a bad query has NaN at masked keys, too
     d_p = drop(config, keep, dot_keys(clean_d_out, v))
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
     has_all_weight = (total == 1) & (p > 0.5)
     d_x = jnp.where(has_all_weight, d_lse + (delta - delta), p * (d_p - delta))
-    is_live = live if mask is None else live & mask
     d_x = jnp.where(is_live, d_x, 0)  # the product with a masked value may overflow
     d_dots = pull_back_cap(config, d_x, is_live, capped)
     d_v = dot_queries_of_rows(drop(config, keep, p), clean_d_out)
