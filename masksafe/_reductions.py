@@ -251,7 +251,9 @@ def _evaluate_variance_and_mean(
 
 
 def _is_fused(axes: Axes, x: Array) -> bool:
-    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass."""
+    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass, and widens nothing first."""
+    if x.dtype.itemsize < 4:
+        return False
     elements = math.prod(x.shape[a] for a in axes)
     return moments.are_last(axes) and platforms.computes_rows_in_cache(elements, x.dtype)
 
