@@ -251,7 +251,7 @@ def _evaluate_variance_and_mean(
 
 
 def _is_fused(axes: Axes, x: Array) -> bool:
-    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass, and widens nothing first."""
+    """Whether XLA's CPU compiler computes reductions of rows, along `axes`, in one pass; it widens them before."""
     if x.dtype.itemsize < 4:
         return False
     elements = math.prod(x.shape[a] for a in axes)
