@@ -251,8 +251,8 @@ def _evaluate_variance_and_mean(
 
 
 def _is_fused(axes: Axes, x: Array) -> bool:
-    """Whether XLA's CPU compiler computes reductions of rows, along `axes`, in one pass; it widens them before."""
-    if x.dtype.itemsize < 4:
+    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass."""
+    if x.dtype.itemsize < 4:  # it would widen the whole array first
         return False
     elements = math.prod(x.shape[a] for a in axes)
     return moments.are_last(axes) and platforms.computes_rows_in_cache(elements, x.dtype)
