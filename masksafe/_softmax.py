@@ -316,7 +316,9 @@ def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Ar
 
 
 def _relative_exps_on_cpu(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    z, _ = _subtract_largest(axes, x, where)
+    x = selected(x, where, -jnp.inf)
+    largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
+    z = widened(x) - widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
     exps = jnp.exp(z)
     return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
 
@@ -329,14 +331,6 @@ def _relative_exps_elsewhere(axes: Axes, x: Array, where: Array | None) -> tuple
     z = widened(x) - widened(largest)
     exps = selected(jnp.exp(z), where, 0)
     return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
-
-
-def _subtract_largest(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """Widened `x` minus its largest unmasked element, -inf under the mask; and that element, or 0 if it is -inf."""
-    x = selected(x, where, -jnp.inf)
-    largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
-    shift = widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
-    return widened(x) - shift, shift
 
 
 def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: float) -> Array:

@@ -144,12 +144,12 @@ def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
 
 def as_bits(a: Array) -> Array:
     """An array to cut blocks from, each of which `from_bits` turns into a block of `a`."""
-    return lax.bitcast_convert_type(a, jnp.uint16) if _is_slicedas_bits(a.dtype) else a
+    return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
 
 
 def from_bits(a: Array, dtype: Any) -> Array:
-    return lax.bitcast_convert_type(a, dtype) if _is_slicedas_bits(dtype) else a
+    return lax.bitcast_convert_type(a, dtype) if _is_sliced_as_bits(dtype) else a
 
 
-def _is_slicedas_bits(dtype: Any) -> bool:
+def _is_sliced_as_bits(dtype: Any) -> bool:
     return dtype == jnp.bfloat16 and not platforms.COUNTS_MORE_AS_ARITHMETIC

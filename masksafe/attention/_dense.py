@@ -5,11 +5,7 @@ hide a bad element, none is looked for but among the keys: an infinite key may h
 logits of a bad query are NaN or infinite, and so its weights are NaN.
 """
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core.precision import widened
 from masksafe._core.tiles import Tile
@@ -22,6 +18,7 @@ from masksafe.attention._formulas import (
     drop,
     finite_or_zero,
     has_bad,
+    if_bad,
     nan_where,
     pull_back_cap,
     with_bias,
@@ -115,7 +112,7 @@ def _see_bad_values(mask: Array, like: Array, v: Array) -> Array:
     def look() -> Array:
         return dot_values(jnp.where(mask, jnp.ones_like(like), 0), keys_by_problem(~jnp.isfinite(v))) > 0
 
-    return _if_bad(v, look)
+    return if_bad(v, look)
 
 
 def _seen_by_bad_cotangents(mask: Array, like: Array, d_out: Array, live: Array) -> Array:
@@ -126,12 +123,4 @@ def _seen_by_bad_cotangents(mask: Array, like: Array, d_out: Array, live: Array)
         bad = queries_by_problem(~jnp.isfinite(d_out), num_key_heads) & live
         return dot_queries_of_rows(jnp.where(mask, jnp.ones_like(like), 0), bad) > 0
 
-    return _if_bad(d_out, look)
-
-
-def _if_bad(x: Array, look: Callable[[], Array]) -> Array:
-    """`look()` if any element of `x` is bad, else all False."""
-    # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
-    nothing = lambda: jnp.zeros_like(jax.eval_shape(look))  # noqa: E731
-    marks: Array = lax.cond(has_bad(x), look, nothing)
-    return marks
+    return if_bad(d_out, look)

@@ -23,7 +23,7 @@ from masksafe.attention._formulas import (
     capped_logits,
     draw_dropout,
     finite_or_zero,
-    has_bad,
+    if_bad,
     is_bad,
     with_bias,
 )
@@ -86,6 +86,4 @@ def attend_with_few_queries(config: Config, q: Array, k: Array, v: Array, pairs:
 def _see_bad_values(like: Array, mask: Array | None, v: Array) -> Array:
     """Where an output sees a bad value, `[B, K, G, T, width of v]`."""
     seen = jnp.ones_like(like) if mask is None else jnp.where(mask, jnp.ones_like(like), 0)
-    look = lambda: dot_values(seen, ~jnp.isfinite(v)) > 0  # noqa: E731
-    marks: Array = lax.cond(has_bad(v), look, lambda: jnp.zeros_like(jax.eval_shape(look)))
-    return marks
+    return if_bad(v, lambda: dot_values(seen, ~jnp.isfinite(v)) > 0)

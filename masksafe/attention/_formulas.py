@@ -21,10 +21,12 @@ A problem is the work of one key head of one sample. Arrays are laid out by prob
 `[B, K, G, T, H]` for the G query heads that share a key head, keys and values `[B, K, S, H]`.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile
@@ -118,6 +120,14 @@ def finite_or_zero(x: Array, where: Array | bool = True) -> Array:
 def has_bad(x: Array, axis: int | None = None) -> Array:
     """Whether any element is bad, along an axis or of all; by numbers, which a CPU reduces faster than booleans."""
     return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), axis, initial=0) > 0
+
+
+def if_bad(x: Array, look: Callable[[], Array]) -> Array:
+    """The booleans of `look()` if any element of `x` is bad, else all False."""
+    # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
+    nothing = lambda: jnp.zeros_like(jax.eval_shape(look))  # noqa: E731
+    marks: Array = lax.cond(has_bad(x), look, nothing)
+    return marks
 
 
 def is_bad(x: Array) -> Array:
