@@ -8,6 +8,7 @@ python examples/benchmarks/all.py --quick            # a smoke run, into example
 
 import attention
 import cross_entropy
+import decoder
 import label_checks
 import linear_cross_entropy
 import losses
@@ -15,7 +16,7 @@ import normalization
 import softmax
 from command import main
 
-MODULES = [cross_entropy, linear_cross_entropy, attention, normalization, softmax, losses, label_checks]
+MODULES = [cross_entropy, linear_cross_entropy, attention, normalization, softmax, losses, label_checks, decoder]
 BENCHMARKS = [module.BENCHMARK for module in MODULES]
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ HEADLINES = [  # the summary in the README: the benchmark, the case, and what ea
     Headline("attention", "attention", "8 segments", "float32", "long", "jax.nn", "8 packed segments, length 4096"),
     Headline("attention", "attention", "none", "float32", "many short", "jax.nn", "attention, 64 samples of length 64"),
     Headline("normalization", "layer norm", "none", "float32", "large", "flax", "layer norm"),
+    Headline("decoder", "decoder", "none", "float32", "large", "flax", "a decoder of 12 layers"),
+    Headline("decoder", "decoder", "packed", "float32", "large", "flax", "the same, packed documents and prompts"),
 ]
 BUSY = 0.5  # processes that are running already
 

@@ -239,7 +239,8 @@ def headlines(rows: Sequence[Row], chosen: Iterable[Headline]) -> str:
         sizes = [n for r in memory for n in (r.row.temporary_bytes, r.peer.temporary_bytes)]
         in_mib = NOTHING if None in sizes or not sizes else " / ".join(f"{n / 2**20:.0f}" for n in sizes)
         text = f"{headline.text} ({passes[0].row.shape})"
-        lines.append([text, headline.peer, *(ratio_text(r.median) for r in passes), in_mib])
+        of_pass = {r.row.what: ratio_text(r.median) for r in passes}
+        lines.append([text, headline.peer, *(of_pass.get(what, NOTHING) for what in PASSES), in_mib])
     return as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
 
 

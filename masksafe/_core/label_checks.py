@@ -100,14 +100,20 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
 
 
 def check_elements(
-    op: str, labels: Array, where: Array | None, is_valid: Callable[[Array], Array], otherwise: str
+    op: str,
+    labels: Array,
+    shape: tuple[int, ...],
+    where: Array | None,
+    is_valid: Callable[[Array], Array],
+    otherwise: str,
 ) -> Array | None:
     """Reports unmasked labels that are not valid.
 
     Args:
       op: the name of the loss.
-      labels: numbers, of the shape of the loss.
-      where: booleans that broadcast to that shape, at its rank; or None.
+      labels: numbers, which broadcast to the shape of the loss.
+      shape: that shape.
+      where: booleans that broadcast to it, at its rank; or None.
       is_valid: a function that says which labels are valid.
       otherwise: a description of invalid labels, such as "outside [0, 1]".
 
@@ -116,6 +122,7 @@ def check_elements(
     """
     if label_check_mode() == "off":
         return None
+    labels = jnp.broadcast_to(labels, shape)
     labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels  # is_valid compares with numbers
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     bad = unmasked & ~is_valid(labels)

@@ -179,7 +179,7 @@ def kl_divergence_with_log_targets(
         as_float_array(op, "log_targets", log_targets),
     )
     shape, axes, mask = _read_layout(op, log_p, log_t, "log_targets", axis, where)
-    bad = check_elements(op, jnp.broadcast_to(log_t, shape), mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
+    bad = check_elements(op, log_t, shape, mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
     return _sum_terms(log_p, log_t, shape, axes, mask, _kl_terms_of_logs, bad)
 
 
@@ -190,7 +190,7 @@ def _divergence_from_targets(
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
     shape, axes, mask = _read_layout(op, log_p, t, "targets", axis, where)
     is_valid = lambda t: (t >= 0) & (t < jnp.inf)  # noqa: E731
-    bad = check_elements(op, jnp.broadcast_to(t, shape), mask, is_valid, "negative or not finite")
+    bad = check_elements(op, t, shape, mask, is_valid, "negative or not finite")
     return _sum_terms(log_p, t, shape, axes, mask, terms, bad)
 
 

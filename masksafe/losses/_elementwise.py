@@ -25,23 +25,34 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
+class Check(NamedTuple):
+    """What a label has to be, while label checks are on."""
+
+    argument: str  # which one holds the labels
+    is_valid: Callable[[Array], Array]
+    otherwise: str  # a description of invalid labels
+
+
 def elementwise_loss(
     op: str,
     where: ArrayLike | None,
-    types: Sequence[Any],
+    types: tuple[Any, ...],
     loss: Callable[..., Array],
     *,
-    bad: Array | None = None,
+    check: Check | None = None,
     **arguments: Array,
 ) -> Array:
-    """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where `bad`.
+    """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where a label is bad.
 
-    The result has the dtype to which JAX promotes `types`: arrays, numbers or dtypes. `loss` gets the arguments by
-    name.
+    The result has the dtype to which JAX promotes `types`: names of arguments, numbers or dtypes. `loss` gets the
+    arguments by name.
     """
     shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
     mask = as_mask_of_elements_or_rows(op, where, shape, ())
-    config = _Config(loss, tuple(arguments), shape, promoted(types))
+    bad = None
+    if check is not None:
+        bad = check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise)
+    config = _Config(loss, tuple(arguments), shape, types)
     result: Array = _evaluate(config, tuple(arguments.values()), mask, bad)
     return result
 
@@ -52,23 +63,15 @@ class _Config(NamedTuple):
     loss: Callable[..., Array]
     names: tuple[str, ...]  # of its arguments
     shape: tuple[int, ...]
-    type: Promoted
+    types: tuple[Any, ...]
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(arguments, config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
-    return config.type.cast(nan_where_bad(loss, bad))
-
-
-def bad_elements(
-    op: str, where: ArrayLike | None, is_valid: Callable[[Array], Array], otherwise: str, **arguments: Array
-) -> Array | None:
-    """Which of the labels, the last of the arguments, are invalid, if label checks are on; see `check_elements`."""
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
-    labels = jnp.broadcast_to(list(arguments.values())[-1], shape)
-    return check_elements(op, labels, as_mask_of_elements_or_rows(op, where, shape, ()), is_valid, otherwise)
+    named = dict(zip(config.names, arguments, strict=True))
+    return as_promoted([named.get(t, t) for t in config.types], nan_where_bad(loss, bad))
 
 
 def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Array]:
@@ -81,29 +84,18 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
     return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
 
 
-class Promoted(NamedTuple):
-    """A promoted type; weak, like that of a Python number, if a narrow dtype takes precedence over it."""
-
-    dtype: Any
-    is_weak: bool
-
-    def cast(self, x: Array) -> Array:
-        """`x` in this type."""
-        if not self.is_weak:
-            return x.astype(self.dtype)
-        number = 0.0 if jnp.issubdtype(self.dtype, jnp.floating) else 0
-        weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-        return weak
-
-
-def promoted(types: Sequence[Any]) -> Promoted:
-    """The type to which JAX promotes `types`: arrays, numbers or dtypes."""
+def as_promoted(types: Sequence[Any], x: Array) -> Array:
+    """`x` in the type to which JAX promotes `types`: arrays, numbers or dtypes; weak if theirs is."""
     dtype = jnp.result_type(*types)
-    return Promoted(dtype, _is_weak(types, dtype))
+    if not _is_weak(types, dtype):
+        return x.astype(dtype)
+    number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
+    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
+    return weak
 
 
 def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
-    """Whether `dtype`, the promoted dtype of `types`, is weak."""
+    """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):
         return False

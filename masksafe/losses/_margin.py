@@ -18,7 +18,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._elementwise import bad_elements, elementwise_loss
+from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
 # Losses of binary targets, element by element.
@@ -126,8 +126,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
     """
     op = "sparsemax_loss"
     arrays = {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
-    bad = _bad_targets(op, where, (0, 1), **arrays)
-    return elementwise_loss(op, where, [arrays["logits"]], _sparsemax_plus, bad=bad, **arrays)
+    check = _is_one_of("labels", 0, 1)
+    return elementwise_loss(op, where, ("logits",), _sparsemax_plus, check=check, **arrays)
 
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
@@ -136,9 +136,8 @@ def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: A
         "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
         "targets": as_real_array(op, "targets", targets),
     }
-    bad = _bad_targets(op, where, (-1, 1), **arrays)
-    loss = _hinge if margin else _perceptron
-    return elementwise_loss(op, where, [*arrays.values(), margin], loss, bad=bad, **arrays)
+    loss, check = _hinge if margin else _perceptron, _is_one_of("targets", -1, 1)
+    return elementwise_loss(op, where, (*arrays, margin), loss, check=check, **arrays)
 
 
 def _hinge(predictor_outputs: Array, targets: Array) -> Array:
@@ -154,10 +153,8 @@ def _sparsemax_plus(logits: Array, labels: Array) -> Array:
     return jax.nn.sparse_plus(jnp.where(jnp.isnan(labels), jnp.nan, signed))
 
 
-def _bad_targets(op: str, where: ArrayLike | None, values: tuple[int, int], **arrays: Array) -> Array | None:
-    """Which of the targets, the last of the arrays, are neither of two values, if label checks are on."""
-    is_valid = lambda t: (t == values[0]) | (t == values[1])  # noqa: E731
-    return bad_elements(op, where, is_valid, f"neither {values[0]} nor {values[1]}", **arrays)
+def _is_one_of(argument: str, one: int, other: int) -> Check:
+    return Check(argument, lambda t: (t == one) | (t == other), f"neither {one} nor {other}")
 
 
 # Losses of integer labels, row by row.

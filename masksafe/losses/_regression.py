@@ -266,7 +266,7 @@ def _error_loss(
 ) -> Array:
     """`loss` of each prediction, of its target if there are any, and of the other arguments."""
     arrays = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
-    return elementwise_loss(op, where, list(arrays.values()), loss, **arrays)
+    return elementwise_loss(op, where, tuple(arrays), loss, check=None, **arrays)
 
 
 def _error(predictions: Array, targets: Array | None) -> Array:

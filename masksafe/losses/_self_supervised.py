@@ -16,6 +16,7 @@ from masksafe._core.arguments import (
     message,
 )
 from masksafe._core.masks import selected
+from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Axes
 from masksafe._reductions import mean
@@ -183,13 +184,19 @@ def _evaluate_triplets(
     margin: ArrayLike,
     eps: ArrayLike,
 ) -> Array:
-    live_rows = find_live_rows(mask, config.axes)
-    a, p, n = (wide_selected(x, mask) for x in (a, p, n))
+    axes, live_rows = axes_of_row(config.axes, a.ndim), find_live_rows(mask, config.axes)
 
-    def distance(x: Array, y: Array) -> Array:
-        powers = jnp.power(x - y, degree if config.degree is None else config.degree)
-        # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
-        return jnp.power(selected(jnp.sum(powers, config.axes) + eps, live_rows, 1), 1 / degree)
+    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Any, tuple[()]]:
+        a, p, n = (wide_selected(x, mask) for x in (a, p, n))
+        known = degree if config.degree is None else config.degree
+        return tuple(jnp.sum(jnp.power(a - x, known), axes, keepdims=True) for x in (p, n)), ()
 
-    losses = jnp.maximum(distance(a, p) - distance(a, n) + margin, 0)
+    arrays = a, p, n, jnp.reshape(degree, (1,) * a.ndim), mask
+    if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
+        sums, _ = sums_of_rows(*arrays)
+    else:
+        sums, _ = by_row_blocks(sums_of_rows, leading_axes(config.axes), *arrays)
+    # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
+    of_p, of_n = (jnp.power(selected(jnp.squeeze(s, axes) + eps, live_rows, 1), 1 / degree) for s in sums)
+    losses = jnp.maximum(of_p - of_n + margin, 0)
     return selected(losses, live_rows).astype(config.dtype)

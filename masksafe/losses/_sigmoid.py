@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._elementwise import bad_elements, elementwise_loss
+from masksafe.losses._elementwise import Check, elementwise_loss
 
 
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
@@ -46,9 +46,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.sigmoid_binary_cross_entropy>`_.
     """
     op = "sigmoid_binary_cross_entropy"
-    logits, labels, bad = _read_operands(op, logits, labels, where)
-    types = [logits.dtype]
-    return elementwise_loss(op, where, types, _binary_cross_entropy, bad=bad, logits=logits, labels=labels)
+    arrays = _read_operands(op, logits, labels)
+    types = (arrays["logits"].dtype,)
+    return elementwise_loss(op, where, types, _binary_cross_entropy, check=_PROBABILITY, **arrays)
 
 
 def sigmoid_focal_loss(
@@ -99,22 +99,19 @@ def sigmoid_focal_loss(
       Lin et al., "Focal Loss for Dense Object Detection", 2017.
     """
     op = "sigmoid_focal_loss"
-    logits, labels, bad = _read_operands(op, logits, labels, where)
-    factors = {"gamma": as_real_array(op, "gamma", gamma)}
+    arrays, factors = _read_operands(op, logits, labels), {"gamma": as_real_array(op, "gamma", gamma)}
     if alpha is not None:
         factors["alpha"] = as_real_array(op, "alpha", alpha)
 
-    types = [logits.dtype, *factors.values()]
-    return elementwise_loss(op, where, types, _weighted_focal, bad=bad, logits=logits, labels=labels, **factors)
+    types = arrays["logits"].dtype, *factors
+    return elementwise_loss(op, where, types, _weighted_focal, check=_PROBABILITY, **arrays, **factors)
 
 
-def _read_operands(
-    op: str, logits: ArrayLike, labels: ArrayLike, where: ArrayLike | None
-) -> tuple[Array, Array, Array | None]:
-    """Logits, labels, and which labels are bad if label checks are on."""
-    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
-    is_valid = lambda t: (t >= 0) & (t <= 1)  # noqa: E731
-    return logits, labels, bad_elements(op, where, is_valid, "outside [0, 1]", logits=logits, labels=labels)
+_PROBABILITY = Check("labels", lambda t: (t >= 0) & (t <= 1), "outside [0, 1]")
+
+
+def _read_operands(op: str, logits: ArrayLike, labels: ArrayLike) -> dict[str, Array]:
+    return {"logits": as_float_array(op, "logits", logits), "labels": as_real_array(op, "labels", labels)}
 
 
 def _binary_cross_entropy(logits: Array, labels: Array) -> Array:

@@ -12,7 +12,7 @@ from masksafe._core.arguments import as_float_array, as_real_array, canonical_ax
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._elementwise import Promoted, promoted
+from masksafe.losses._elementwise import as_promoted
 from masksafe.losses._layout import wide_selected
 
 
@@ -56,16 +56,16 @@ def smooth_labels(
     labels, alpha = as_float_array(op, "labels", labels), as_real_array(op, "alpha", alpha)
     axes = canonical_axes(op, axis, labels.ndim)
     mask = as_mask_of(op, where, labels.shape, "labels")
-    smoothed: Array = _smooth(axes, promoted([labels, alpha / 1]), labels, alpha, mask)
+    smoothed: Array = _smooth(axes, labels, alpha, mask)
     return smoothed
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _smooth(axes: Axes, result: Promoted, labels: Array, alpha: Array, mask: Array | None) -> Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None) -> Array:
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
-    wide, alpha = wide_selected(labels, mask), widened(alpha)
-    smoothed = (1 - alpha) * wide + alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return result.cast(selected(smoothed, mask))
+    wide, wide_alpha = wide_selected(labels, mask), widened(alpha)
+    smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
+    return as_promoted([labels, alpha / 1], selected(smoothed, mask))
