@@ -124,7 +124,8 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
         picture = Path("_static") / "benchmarks" / f"{benchmark.name}.png"
         draw(benchmark, rows, docs / picture)
         text = fill(text, benchmark.name, section(benchmark, rows, picture))
-    rows = [row for path in sorted((docs / "benchmarks").glob("*.csv")) for row in read_csv(path)]
+    paths = sorted(set((docs / "benchmarks").glob("*.csv")) - {docs / "benchmarks" / "sweep.csv"})  # which has its own
+    rows = [row for path in paths for row in read_csv(path)]
     for name, content in (("slower", slower), ("compiling", compiling), ("environment", environment)):
         text = fill(text, name, content(rows))
     page.write_text(text)
