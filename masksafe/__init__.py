@@ -3,12 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from masksafe import losses
+from masksafe import attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._reductions import mean, sum, var, var_mean
 from masksafe._selection import apply_where, mask_where
 from masksafe._softmax import log_softmax, logsumexp, softmax
-from masksafe.attention import dot_product_attention
+from masksafe.attention import dot_product_attention, merge_attention
 from masksafe.normalization import layer_norm, rms_norm, standardize
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "apply_where",
+    "attention_masks",
     "dot_product_attention",
     "forward_mode",
     "label_checks",
@@ -27,6 +28,7 @@ __all__ = [
     "losses",
     "mask_where",
     "mean",
+    "merge_attention",
     "rms_norm",
     "set_label_checks",
     "softmax",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,14 @@ import numpy as np
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import as_mask
-from masksafe._core.sharding import gathered_along
+from masksafe._core.precision import wide_dtype
+from masksafe._core.sharding import gathered_along, has_symbolic_size
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._batch import attend_over_batch
 from masksafe.attention._formulas import Band, Config
-from masksafe.attention._mask import Pairs, seen_intervals
+from masksafe.attention._mask import Pairs, seen_keys, seen_positions
+from masksafe.attention._mods import Mods, trace
 
 _OP = "dot_product_attention"
 
@@ -54,6 +56,11 @@ def dot_product_attention(
     logit_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    sinks: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
 ) -> Array: ...
 
 
@@ -78,6 +85,11 @@ def dot_product_attention(
     logit_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    sinks: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -101,18 +113,23 @@ def dot_product_attention(
     logit_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_key: Array | None = None,
+    sinks: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Scaled dot-product attention, in blocks: no array of size T x S, and no work on masked blocks.
 
     For every head, with sums over the unmasked keys of each query,
 
     .. math::
-      x_{ts} = \mathrm{cap}(\mathrm{scale} \; q_t \cdot k_s) + b_{ts}, \qquad
+      x_{ts} = \mathrm{mod}\bigl(\mathrm{cap}(\mathrm{scale} \; q_t \cdot k_s) + b_{ts}\bigr), \qquad
       o_t = \sum_s p_{ts} v_s, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad \lambda_t = \log \sum_s e^{x_{ts}}
 
-    A pair of a query and a key is masked where `mask` is False, where `bias` is -inf, or where a structural mask
-    (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; a pair is unmasked only if all of them
-    allow it. A query with no unmasked key has output 0 and logsumexp -inf.
+    A pair of a query and a key is masked where `mask` or `mask_mod` is False, where `bias` is -inf, or where a
+    structural mask (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; a pair is unmasked only
+    if all of them allow it. A query with no unmasked key has output 0 and logsumexp -inf.
 
     In shapes, B is the batch size, T the number of queries, S of keys, N of query heads, K of key heads, and H the
     width of a head. B stands for any number of batch dimensions, including none.
@@ -129,11 +146,11 @@ def dot_product_attention(
         as `mask[:, None, None, :]`.
       scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array gets a
         gradient.
-      is_causal: query t sees the keys up to t + `causal_offset`.
+      is_causal: query t sees the keys up to t + `causal_offset`; with positions, those at its own position or before.
       query_seq_lengths: integers `[B]`; queries from this index on are masked.
       key_value_seq_lengths: integers `[B]`; keys from this index on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
-        t + `causal_offset` - left to t + `causal_offset` + right.
+        t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own.
       implementation: None, the default, takes cuDNN's kernel in programs for CUDA if it can run, and the form in blocks
         everywhere else. "xla" is the form in blocks on every platform; arrays may be sharded by batch or heads, and are
         gathered first if sharded along the sequence. "cudnn" is cuDNN's kernel or an error that says why not. See the
@@ -148,6 +165,21 @@ def dot_product_attention(
       dropout_rate: probability that a weight becomes 0; the others are divided by 1 - rate.
       dropout_key: the random key for dropout. The draw depends on the key and the shapes alone, so the reverse pass
         repeats it instead of storing it.
+      sinks: floats `[N]`, for each query head the logit of one more key, which takes weight and gives nothing: the
+        output is multiplied by sigmoid(logsumexp - sink). The logsumexp stays that of the keys, so that partial results
+        can be merged and the sink applied once, at the end; see `merge_attention`. Sinks get gradients. A query that
+        sees no key has output 0 as ever.
+      query_positions: integers `[B, T]`, which causal masks and windows compare with those of keys; by default the
+        index plus `causal_offset`, which they exclude. They need not be sorted.
+      key_positions: integers `[B, S]`; by default the index. A cache that is written in turn, or padded on the left,
+        says here where its keys belong. Negative ones are numbers like others: padding is masked by lengths, segments
+        or a mask.
+      score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, such as the slope of ALiBi or
+        a bias looked up in a table. It is traced once for one pair, of a float in the dtype of the logsumexp and four
+        int32, and applied to every logit, after the bias. Floats that it closes over get gradients. At a masked pair
+        it has no effect, whatever it returns there, and no derivative.
+      mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
+        is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
@@ -164,10 +196,10 @@ def dot_product_attention(
     cuDNN's kernel runs with JAX's CUDA plugin on GPUs of compute capability 8.0 or later, for float16 and bfloat16;
     even numbers of queries and keys; one width, a multiple of 8 up to 128 (256 on Hopper); at most one batch
     dimension; a number as `scale`; causal masks, lengths, `mask`, a `bias` of the query's dtype for all queries and
-    keys, or a window to the left alone. It takes no `causal_offset`, segments, `logit_soft_cap` or dropout, and does
-    not return the logsumexp. The contract is kept around it: its results are looked at, and only if something is not
-    finite, or may come from a masked pair, they are repaired, with the form in blocks; one number goes to the host for
-    that in each pass. Second derivatives and forward mode are those of the form in blocks.
+    keys, or a window to the left alone. It takes none of the arguments from `query_segment_ids` on, and does not return
+    the logsumexp. The contract is kept around it: its results are looked at, and only if something is not finite, or
+    may come from a masked pair, they are repaired, with the form in blocks; one number goes to the host for that in
+    each pass. Second derivatives and forward mode are those of the form in blocks.
 
     * It has been compiled for GPUs, and its faults have been imitated in tests; it has not been run on a GPU.
     * Arrays that the compiler splits over an automatic mesh take it by name only. It wants query, key and value to be
@@ -195,6 +227,16 @@ def dot_product_attention(
       >>> print(out.shape, lse.shape)
       (2, 4, 1, 8) (2, 4, 1)
 
+      The weights of ALiBi, whose slopes are learned, in chunks of two keys:
+
+      >>> def loss(slopes):
+      ...     alibi = lambda x, batch, head, query, key: x - slopes[head] * (query - key)
+      ...     chunks = masksafe.attention_masks.chunked(2)
+      ...     out = masksafe.dot_product_attention(query, key, value, is_causal=True, score_mod=alibi, mask_mod=chunks)
+      ...     return jnp.sum(out**2)
+      >>> print(jax.grad(loss)(jnp.array([0.5])).shape)
+      (1,)
+
     References:
       `jax.nn.dot_product_attention
       <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces:
@@ -202,6 +244,10 @@ def dot_product_attention(
 
       `Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023
       <https://arxiv.org/abs/2307.08691>`_.
+
+      Sinks: `Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023
+      <https://arxiv.org/abs/2309.17453>`_, and gpt-oss. Functions of pairs: `Dong et al., Flex Attention, 2024
+      <https://arxiv.org/abs/2412.05496>`_.
     """
     q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))
     batch = q.shape[:-3]
@@ -209,19 +255,24 @@ def dot_product_attention(
     bias = None if bias is None else _broadcast_to_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
     mask = None if mask is None else _broadcast_to_pairs("mask", as_mask(_OP, "mask", mask), q, k)
     window = _as_window(local_window_size)
-    offset = _per_sample("causal_offset", causal_offset, batch)
+    has_positions = query_positions is not None or key_positions is not None
+    positions = _as_positions(query_positions, key_positions, causal_offset, q, k)
     query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
-    intervals = seen_intervals(q.shape[-3], k.shape[-3], is_causal, window, offset, query_lengths, key_lengths)
     segments = _as_segments(query_segment_ids, key_value_segment_ids, q, k)
+    sinks = None if sinks is None else _as_sinks(sinks, q)
+    mods = _trace_mods(score_mod, mask_mod, q)
     _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
-    pairs = Pairs(*intervals, *segments)
+    pairs = _structure(positions, is_causal, window, query_lengths, key_lengths)
+    pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
+    can_skip = bool(jax.tree.leaves((pairs, mask, bias))) or mods.mask is not None
+    if mods.score is not None or mods.mask is not None:
+        pairs = _with_indices(pairs, positions, q, k)
     if dropout_key is not None and dropout_rate > 0:
         pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
 
-    can_skip = any(x is not None for x in (*intervals, *segments, mask, bias))
-    band = _static_band(is_causal, window, causal_offset)
-    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip, band)
+    band = None if has_positions else _static_band(is_causal, window, causal_offset)
+    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
     if implementation in (None, "cudnn"):
         operands = _cudnn.Operands(q, k, v, bias)
         reason = _cudnn.reason_against(
@@ -233,6 +284,9 @@ def dot_product_attention(
             window=window,
             has_lengths=query_lengths is not None or key_lengths is not None,
             has_offset=not (isinstance(causal_offset, int) and causal_offset == 0),
+            has_positions=has_positions,
+            has_sinks=sinks is not None,
+            has_mods=score_mod is not None or mask_mod is not None,
             has_array_scale=scale is not None,
             soft_cap=logit_soft_cap,
             return_residual=return_residual,
@@ -248,7 +302,7 @@ def dot_product_attention(
             raise ValueError(_refusal_of_cudnn(reason))
     elif implementation != "xla":
         raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs)
+    out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
     return (out, lse) if return_residual else out
 
 
@@ -364,6 +418,85 @@ def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
 
 
+class _Positions(NamedTuple):
+    """Of queries and keys, each `[*batch or 1s, time]`; and whether those of keys are not their indices."""
+
+    queries: Any
+    keys: Any
+    are_own: bool
+
+
+def _as_positions(
+    query_positions: ArrayLike | None, key_positions: ArrayLike | None, offset: ArrayLike, q: Array, k: Array
+) -> _Positions:
+    has_offset = not (isinstance(offset, numbers.Integral) and int(offset) == 0)
+    if has_offset and not (query_positions is None and key_positions is None):
+        argument = "query_positions" if key_positions is None else "key_positions"
+        hint = "Add it to the positions of the queries."
+        raise ValueError(message(_OP, "causal_offset", f"an offset and {argument}", "one of them", hint))
+    of_queries = _index(q)
+    if query_positions is not None:
+        of_queries = _at_times("query_positions", query_positions, q)
+    elif has_offset:
+        of_queries = of_queries + _per_sample("causal_offset", offset, q.shape[:-3])
+    of_keys = _index(k) if key_positions is None else _at_times("key_positions", key_positions, k)
+    return _Positions(of_queries, of_keys, key_positions is not None)
+
+
+def _index(x: Array) -> Any:
+    """`[1, ..., time]`; of NumPy where it can be, which costs an eager call no operation."""
+    arange = jnp.arange if has_symbolic_size(x) else np.arange
+    return arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+
+
+def _structure(
+    positions: _Positions,
+    is_causal: bool,
+    window: tuple[int, int] | None,
+    query_lengths: Array | None,
+    key_lengths: Array | None,
+) -> Pairs:
+    """The causal mask, the window and the lengths."""
+    first, end = seen_positions(positions.queries, is_causal, window)
+    sizes, lengths = (positions.queries.shape[-1], positions.keys.shape[-1]), (query_lengths, key_lengths)
+    if not positions.are_own or end is None:
+        first, end = seen_keys(*sizes, first, end, *lengths)
+        return Pairs(first_key=first, end_key=end)
+    first_key, end_key = seen_keys(*sizes, None, None, *lengths)
+    return Pairs(first_key, end_key, first_position=first, end_position=end, key_positions=positions.keys)
+
+
+def _trace_mods(score_mod: Any, mask_mod: Any, q: Array) -> Mods:
+    return Mods(
+        None if score_mod is None else trace(_OP, "score_mod", score_mod, of_logits=True, dtype=wide_dtype(q.dtype)),
+        None if mask_mod is None else trace(_OP, "mask_mod", mask_mod, of_logits=False, dtype=jnp.bool_),
+    )
+
+
+def _with_indices(pairs: Pairs, positions: _Positions, q: Array, k: Array) -> Pairs:
+    """With what mods are told of a pair."""
+    batch, num_heads, num_key_heads = q.shape[:-3], q.shape[-2], k.shape[-2]
+    samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+    by_key_head = (num_key_heads, num_heads // max(1, num_key_heads))
+    heads = jnp.arange(num_heads, dtype=jnp.int32).reshape((1,) * len(batch) + by_key_head)
+    return pairs._replace(samples=samples, heads=heads, query_positions=positions.queries, key_positions=positions.keys)
+
+
+def _at_times(argument: str, x: ArrayLike, operand: Array) -> Array:
+    """Integers `[*batch or 1s, time]` of queries or keys, clipped to the farthest positions."""
+    x = _as_integers(argument, x, _FARTHEST)
+    hint = _HEADS_FIRST if x.shape[-1:] == operand.shape[-2:-1] else ""
+    x = gathered_along(at_rank_of(_OP, argument, x, operand.shape[:-2], "[batch, time]", hint), -1)
+    return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
+
+
+def _as_sinks(sinks: ArrayLike, q: Array) -> Array:
+    sinks = as_promoted_float_array(_OP, "sinks", sinks)
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(message(_OP, "sinks", f"shape {sinks.shape}", f"{q.shape[-2:-1]}, one for each query head"))
+    return sinks
+
+
 def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_key: Array | None) -> None:
     if logit_soft_cap is not None and not (isinstance(logit_soft_cap, numbers.Real) and logit_soft_cap > 0):
         raise ValueError(message(_OP, "logit_soft_cap", f"value {logit_soft_cap}", "a positive number or None"))
@@ -391,10 +524,18 @@ def _configure(
     dropout_rate: float,
     can_skip: bool,
     band: Band | None,
+    rounds: bool,
 ) -> Config:
     query_tile = max(platforms.FEWEST_QUERIES, platforms.QUERY_TILE * k.shape[-2] // max(1, q.shape[-2]))
     key_tile = platforms.KEY_TILE if can_skip else platforms.KEY_TILE_IF_NOTHING_IS_SKIPPED
-    soft_cap = None if soft_cap is None else float(soft_cap)
     return Config(
-        scale, soft_cap, float(dropout_rate), query_tile, key_tile, platforms.ROW_TILE_LOGITS, band, skips=True
+        scale=scale,
+        soft_cap=None if soft_cap is None else float(soft_cap),
+        dropout_rate=float(dropout_rate),
+        query_tile=query_tile,
+        key_tile=key_tile,
+        row_tile_logits=platforms.ROW_TILE_LOGITS,
+        band=band,
+        skips=True,
+        rounds=rounds,
     )

@@ -64,7 +64,8 @@ def seen_by_bad_cotangents(d_out: Array, v: Array, pairs: Pairs) -> Array:
 
 
 def _all_see_up_to_an_end(pairs: Pairs) -> bool:
-    return all(x is None for x in (pairs.first_key, pairs.query_segments, pairs.allowed, pairs.bias))
+    others = pairs.first_key, pairs.end_position, pairs.query_segments, pairs.allowed, pairs.bias, pairs.mask_mod
+    return all(x is None for x in others)
 
 
 def _ends(pairs: Pairs, num_keys: int) -> Array | int:

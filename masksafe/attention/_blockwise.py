@@ -20,8 +20,12 @@ from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
 from masksafe.attention._dense import attend_densely, pull_back_densely
 from masksafe.attention._formulas import (
+    Adjustments,
     Config,
     Gradients,
+    add_adjustments,
+    adjusted,
+    adjusted_with_rule,
     capped_logits,
     draw_dropout,
     drop,
@@ -31,9 +35,9 @@ from masksafe.attention._formulas import (
     nan_where,
     pull_back_cap,
     split_scale,
-    with_bias,
 )
-from masksafe.attention._mask import Pairs, add_to_block, cut, for_live_blocks, live_blocks, once_if, unmasked
+from masksafe.attention._mask import Pairs, for_live_blocks, live_blocks, once_if, unmasked
+from masksafe.attention._mods import KEYS_FIRST
 from masksafe.attention._products import (
     dot_keys,
     dot_pairs_with_keys,
@@ -42,6 +46,7 @@ from masksafe.attention._products import (
     dot_queries_as_forward,
     dot_values,
     keys_first,
+    queries_first,
 )
 
 # Forward.
@@ -69,7 +74,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
             key_tile = keys.tile(j)
             mask = unmasked(pairs, query_tile, key_tile)
             x = capped_logits(config, dot_keys(q_i, take(clean_k, 2, key_tile)) * after, mask)
-            x = with_bias(x, pairs, query_tile, key_tile)
+            x = adjusted(config, x, mask, pairs, query_tile, key_tile)
             keep = draw_dropout(config, pairs, i, j, x.shape)
             return add_keys(config, state, x, mask, take(clean_v, 2, key_tile), keep)
 
@@ -124,9 +129,9 @@ def pull_back(
     by_query: tuple[Array, ...],
     by_key: tuple[Array, Array],
     pairs: Pairs,
-    d_bias: Array | None,
+    sums: Adjustments,
 ) -> Gradients:
-    """The cotangents of queries, keys and values, wide, and `d_bias` plus the cotangent of the bias.
+    """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments.
 
     Args:
       config: the static parameters.
@@ -134,12 +139,12 @@ def pull_back(
         of the logsumexp.
       by_key: k and v.
       pairs: what masks the pairs. Queries that are not live in it take no part.
-      d_bias: the sum so far, over the problems solved before.
+      sums: the sums so far, over the problems solved before.
     """
     (q, d_out, largest, total, delta, d_lse), (k, v) = by_query, by_key
     queries, keys = divide(q.shape[3], config.query_tile), divide(k.shape[2], config.key_tile)
     if config.skips and queries.number == keys.number == 1:
-        return pull_back_densely(config, by_query, by_key, pairs, d_bias)
+        return pull_back_densely(config, by_query, by_key, pairs, sums)
     q, d_out, k, v = widened(q), widened(d_out), widened(k), widened(v)
     assert pairs.live_queries is not None
     live_queries = pairs.live_queries[..., None]
@@ -160,37 +165,36 @@ def pull_back(
     )
     is_nan = _mark_keys_of_bad_queries(d_out, clean_queries.q, clean_k, pairs, queries, keys, live)
 
-    def one_tile(carry: tuple[Array, Array | None], j: Any) -> tuple[tuple[Array, Array | None], tuple[Array, Array]]:
+    def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:
         key_tile = keys.tile(j)
         k_j, v_j = take(clean_k, 2, key_tile), take(clean_v, 2, key_tile)
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
             query_tile = queries.tile(i)
             block_queries = jax.tree.map(lambda a: take(a, 3, query_tile), clean_queries)
-            weights, d_dots, d_x = _differentiate_block(
+            weights, d_dots, d_biased, d_captured = _differentiate_block(
                 config, block_queries, k_j, v_j, pairs, (i, query_tile), (j, key_tile)
             )
             d_v = state.value + dot_pairs_with_queries(weights, block_queries.d_out)
             d_k = state.key + dot_pairs_with_queries(d_dots, block_queries.q)
             d_q = _add_to_tile(state.query, 3, dot_pairs_with_keys(d_dots, k_j), query_tile)
-            if state.bias is None:
-                return Gradients(d_q, d_k, d_v, None)
-            d_bias = add_to_block(state.bias, jnp.moveaxis(d_x, 2, -1), pairs.problems, query_tile, key_tile)
-            return Gradients(d_q, d_k, d_v, d_bias)
+            tiles = query_tile, key_tile
+            added = add_adjustments(state.adjustments, queries_first(d_biased), d_captured, pairs, *tiles)
+            return Gradients(d_q, d_k, d_v, added)
 
         live_tiles = None if live is None else live[:, j]
         no_d_k, no_d_v = (jnp.zeros_like(a, total.dtype) for a in (k_j, v_j))
         state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
         state = for_live_blocks(live_tiles, queries.number, add_queries, state)
-        return (state.query, state.bias), (state.key, state.value)
+        return (state.query, state.adjustments), (state.key, state.value)
 
-    initial = (jnp.zeros_like(clean_queries.q, total.dtype), d_bias)
+    initial = (jnp.zeros_like(clean_queries.q, total.dtype), sums)
     if keys.number == 1:
-        (d_q, d_bias), (d_k, d_v) = one_tile(initial, 0)
+        (d_q, sums), (d_k, d_v) = one_tile(initial, 0)
     else:
-        (d_q, d_bias), key_gradients = lax.scan(one_tile, initial, jnp.arange(keys.number, dtype=jnp.int32))
+        (d_q, sums), key_gradients = lax.scan(one_tile, initial, jnp.arange(keys.number, dtype=jnp.int32))
         d_k, d_v = map(keys.join, key_gradients)
-    return Gradients(d_q * config.scale, d_k * after, nan_where(is_nan, d_v), d_bias)
+    return Gradients(d_q * config.scale, d_k * after, nan_where(is_nan, d_v), sums)
 
 
 class _Queries(NamedTuple):
@@ -213,19 +217,15 @@ def _differentiate_block(
     pairs: Pairs,
     at_queries: tuple[Any, Tile],
     at_keys: tuple[Any, Tile],
-) -> tuple[Array, Array, Array]:
-    """A block's weights, and the cotangents of its products q k and of its logits, keys first."""
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """A block's weights, the cotangents of its products q k and of these with the bias, keys first, and of captures."""
     (i, query_tile), (j, key_tile) = at_queries, at_keys
     dots = dot_queries_as_forward(k, by_query.q) * split_scale(config, by_query.q)[1]
     capped = soft_capped(dots, config.soft_cap)
-    x = (
-        capped
-        if pairs.bias is None
-        else capped + keys_first(cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype))
-    )
     mask = unmasked(pairs, query_tile, key_tile)
     assert mask is not None  # live_queries is an array
     mask = keys_first(mask)
+    x, pull_back_adjustments = adjusted_with_rule(capped, mask, pairs, query_tile, key_tile, KEYS_FIRST)
     keep = draw_dropout(config, pairs, i, j, (*by_query.q.shape[:4], key_tile.size))
     keep = None if keep is None else keys_first(keep)
 
@@ -237,7 +237,8 @@ def _differentiate_block(
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
     d_x = jnp.where(p > keys_first(by_query.all_weight), keys_first(by_query.d_lse), d_x)
     d_x = jnp.where(mask, d_x, 0)  # the product with a masked value may overflow
-    return drop(config, keep, p), pull_back_cap(config, d_x, mask, capped), d_x
+    d_biased, d_captured = pull_back_adjustments(d_x)
+    return drop(config, keep, p), pull_back_cap(config, d_biased, mask, capped), d_biased, d_captured
 
 
 # Each call checks once whether any element is bad; only then does it find the pairs that see one.

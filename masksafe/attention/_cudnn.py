@@ -37,7 +37,7 @@ from masksafe._core.typing import Array
 from masksafe.attention._batch import attend_over_batch
 from masksafe.attention._formulas import Config as BlockConfig
 from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
-from masksafe.attention._mask import Pairs, once_if, seen_intervals, unmasked
+from masksafe.attention._mask import Pairs, once_if, seen_keys, seen_positions, unmasked
 
 Saved = list[Array]  # what the kernel keeps for its reverse pass; the last one is `is_bad`
 
@@ -92,6 +92,9 @@ def reason_against(
     window: tuple[int, int] | None,
     has_lengths: bool,
     has_offset: bool,
+    has_positions: bool,
+    has_sinks: bool,
+    has_mods: bool,
     has_array_scale: bool,
     soft_cap: float | None,
     return_residual: bool,
@@ -116,6 +119,9 @@ def reason_against(
         "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
         "the scale is not a number": has_array_scale,
         "it has no causal_offset": has_offset,
+        "it has no positions": has_positions,
+        "it has no sinks": has_sinks,
+        "it has no score_mod and no mask_mod": has_mods,
         "it has no segments": pairs.query_segments is not None,
         "it has no logit_soft_cap": soft_cap is not None,
         "its dropout takes no key": pairs.head_keys is not None,
@@ -457,10 +463,11 @@ def _products_are_small(config: Config, operands: Operands, masks: Masks) -> Arr
 def _intervals(config: Config, operands: Operands, masks: Masks) -> Pairs:
     """The structural masks; made again where they are needed, so that no loop has to carry them."""
     window = None if config.left is None else (config.left, 0)
-    offset = jnp.zeros((1,) * (operands.query.ndim - 2), jnp.int32)
+    num_queries, num_keys = operands.query.shape[-3], operands.key.shape[-3]
+    index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (operands.query.ndim - 3) + (num_queries,))
+    bounds = seen_positions(index, config.is_causal, window)
     lengths = [None if x is None else x[..., None] for x in masks[1:]]
-    sizes = operands.query.shape[-3], operands.key.shape[-3]
-    return Pairs(*seen_intervals(*sizes, config.is_causal, window, offset, *lengths))
+    return Pairs(*seen_keys(num_queries, num_keys, *bounds, *lengths))
 
 
 def _allowed_by_arrays(operands: Operands, masks: Masks) -> Array | None:

@@ -11,8 +11,12 @@ from masksafe._core.precision import widened
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
 from masksafe.attention._formulas import (
+    Adjustments,
     Config,
     Gradients,
+    add_adjustments,
+    adjusted,
+    adjusted_with_rule,
     capped_logits,
     draw_dropout,
     drop,
@@ -21,17 +25,17 @@ from masksafe.attention._formulas import (
     if_bad,
     nan_where,
     pull_back_cap,
-    with_bias,
 )
 from masksafe.attention._heads import keys_by_problem, keys_by_user, queries_by_problem, queries_by_user
-from masksafe.attention._mask import Pairs, add_to_block, unmasked
+from masksafe.attention._mask import Pairs, unmasked
 from masksafe.attention._products import dot_keys, dot_queries_of_rows, dot_values
 
 
 def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array, Array]:
     """As `_blockwise.attend`."""
-    mask = unmasked(pairs, *_all_of(q, k))
-    _, exps, largest = _exponentials(config, q, k, pairs, mask)
+    mask = _mask_of(q, k, pairs)
+    x = adjusted(config, _capped_products(config, q, k, mask), mask, pairs, *_all_of(q, k))
+    exps, largest = _exponentials(x, q, k, mask)
     total = jnp.sum(exps, -1, keepdims=True)
     weights = drop(config, draw_dropout(config, pairs, 0, 0, exps.shape), exps)
     if mask is None:
@@ -49,51 +53,59 @@ def pull_back_densely(
     by_query: tuple[Array, ...],
     by_key: tuple[Array, Array],
     pairs: Pairs,
-    d_bias: Array | None,
+    sums: Adjustments,
 ) -> Gradients:
     """As `_blockwise.pull_back`."""
     (q, d_out, _, total, delta, d_lse), (k, v) = by_query, by_key
     assert pairs.live_queries is not None
     live, pairs = pairs.live_queries[..., None], pairs._replace(live_queries=None)
-    mask = unmasked(pairs, *_all_of(q, k))
-    capped, exps, _ = _exponentials(config, q, k, pairs, mask)
+    mask = _mask_of(q, k, pairs)
+    capped = _capped_products(config, q, k, mask)
+    is_live = live if mask is None else live & mask
+    x, pull_back_adjustments = adjusted_with_rule(capped, is_live, pairs, *_all_of(q, k))
+    exps, _ = _exponentials(x, q, k, mask)
     keep = draw_dropout(config, pairs, 0, 0, exps.shape)
     k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
     clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
 
-    is_live = live if mask is None else live & mask
     p = jnp.where(is_live, exps * (1 / total), 0)  # a bad query has NaN at masked keys, too
     d_p = drop(config, keep, dot_keys(clean_d_out, v))
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
     has_all_weight = (total == 1) & (p > 0.5)
     d_x = jnp.where(has_all_weight, d_lse + (delta - delta), p * (d_p - delta))
     d_x = jnp.where(is_live, d_x, 0)  # the product with a masked value may overflow
-    d_dots = pull_back_cap(config, d_x, is_live, capped)
+    d_biased, d_captured = pull_back_adjustments(d_x)
+    d_dots = pull_back_cap(config, d_biased, is_live, capped)
     d_v = dot_queries_of_rows(drop(config, keep, p), clean_d_out)
     d_v = d_v + (d_v - d_v) if mask is None else nan_where(_seen_by_bad_cotangents(is_live, exps, d_out, live), d_v)
-    if d_bias is not None:
-        d_bias = add_to_block(d_bias, d_x, pairs.problems, *_all_of(q, k))
+    sums = add_adjustments(sums, d_biased, d_captured, pairs, *_all_of(q, k))
     d_q, d_k = dot_values(d_dots, k), dot_queries_of_rows(d_dots, finite_or_zero(widened(q), live))
-    return Gradients(d_q * config.scale, d_k * config.scale, d_v, d_bias)
+    return Gradients(d_q * config.scale, d_k * config.scale, d_v, sums)
 
 
 def _all_of(q: Array, k: Array) -> tuple[Tile, Tile]:
     return Tile(0, q.shape[3], 0, False), Tile(0, k.shape[2], 0, False)
 
 
-def _exponentials(config: Config, q: Array, k: Array, pairs: Pairs, mask: Array | None) -> tuple[Array, Array, Array]:
-    """The capped products q k, exp(x - largest) of the logits x, and the largest logit, -inf if no key is seen."""
-    if mask is None:
-        clean_q, clean_k = q, k
-    else:
-        clean_q, clean_k = finite_or_zero(q), finite_or_zero(k)
-    capped = capped_logits(config, dot_keys(clean_q, clean_k) * config.scale, mask)
-    x = with_bias(capped, pairs, *_all_of(q, k))
+def _mask_of(q: Array, k: Array, pairs: Pairs) -> Array | None:
+    mask = unmasked(pairs, *_all_of(q, k))
+    # A `score_mod` may forget that a logit is NaN: so bad queries and keys are looked for, as under a mask.
+    return jnp.ones((1,) * 5, jnp.bool_) if mask is None and pairs.score_mod is not None else mask
+
+
+def _capped_products(config: Config, q: Array, k: Array, mask: Array | None) -> Array:
+    if mask is not None:
+        q, k = finite_or_zero(q), finite_or_zero(k)
+    return capped_logits(config, dot_keys(q, k) * config.scale, mask)
+
+
+def _exponentials(x: Array, q: Array, k: Array, mask: Array | None) -> tuple[Array, Array]:
+    """exp(x - largest) of the logits x, and the largest, -inf if no key is seen."""
     if mask is not None:
         bad_q = queries_by_problem(has_bad(queries_by_user(q), -1)[..., None], k.shape[1])
         x = jnp.where(mask, jnp.where(bad_q | _bad_keys(k), jnp.nan, x), -jnp.inf)
     largest = jnp.max(x, -1, keepdims=True)
-    return capped, jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min)), largest
+    return jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min)), largest
 
 
 # Bad elements are looked for in the user's layout: a reduction, and a `cond` that looks closer, would have copies made

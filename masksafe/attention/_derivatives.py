@@ -18,6 +18,7 @@ from masksafe.attention._bad_values import see_bad_values, seen_by_bad_cotangent
 from masksafe.attention._blockwise import attend, pull_back
 from masksafe.attention._few_queries import attend_with_few_queries, has_few_queries
 from masksafe.attention._formulas import (
+    Adjustments,
     Config,
     Gradients,
     find_live_queries,
@@ -31,15 +32,15 @@ from masksafe.attention._rowwise import attend_by_row, most_logits_at_once, pull
 
 _Result = tuple[Array, Array]
 _Parts = tuple[Array, Array, Array]  # the output, and the logsumexp in two parts
-_Residuals = tuple[Array, Array, Array, Array | None, Pairs, Array, Array, Array]
+_Residuals = tuple[Array, Array, Array, Adjustments, Pairs, Array, Array, Array]
 
 
 def _forward(
-    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
+    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
-    out, largest, total = _evaluate_in_blocks(config, q, k, v, bias, pairs)
+    out, largest, total = _evaluate_in_blocks(config, q, k, v, adjustments, pairs)
     # The output is kept unrounded, since delta depends on it.
-    return (out.astype(q.dtype), logsumexp(largest, total)), (q, k, v, bias, pairs, out, largest, total)
+    return _rounded(config, q, out, largest, total), (q, k, v, adjustments, pairs, out, largest, total)
 
 
 def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
@@ -47,25 +48,28 @@ def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tupl
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def attention(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Result:
-    """Output `[B, T, N, width of v]` in the dtype of `q`, and logsumexp `[B, T, N]` in float32 at least.
+def attention(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Result:
+    """Output `[B, T, N, width of v]` and logsumexp `[B, T, N]`, wide, but the output if it is rounded.
 
-    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]` and `bias` `[B, K, G, T, S]` up to broadcasting.
+    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]`. `pairs` comes without the adjustments.
     """
-    out, largest, total = _evaluate_in_blocks(config, q, k, v, bias, pairs)
-    return out.astype(q.dtype), logsumexp(largest, total)
+    return _rounded(config, q, *_evaluate_in_blocks(config, q, k, v, adjustments, pairs))
 
 
-def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    return _run_forward(config._replace(skips=False), q, k, v, bias, pairs)
+def _rounded(config: Config, q: Array, out: Array, largest: Array, total: Array) -> _Result:
+    return out.astype(q.dtype) if config.rounds else out, logsumexp(largest, total)
+
+
+def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
+    return _run_forward(config._replace(skips=False), q, k, v, adjustments, pairs)
 
 
 @with_derivatives_of(_evaluate_plainly)
-def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
-    return _run_forward(config, q, k, v, bias, pairs)
+def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
+    return _run_forward(config, q, k, v, adjustments, pairs)
 
 
-def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs) -> _Parts:
+def _run_forward(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
         if config.skips and has_few_queries(q, k, pairs):
             return attend_with_few_queries(config, q, k, v, pairs)
@@ -85,41 +89,41 @@ def _run_forward(config: Config, q: Array, k: Array, v: Array, bias: Array | Non
         (out, largest, total), _, _ = run_elsewhere(kernel, (q,), (k, v), pairs, None, most_logits_at_once(config))
         return nan_where(see_bad_values(q, v, pairs), out), largest, total
 
-    out, largest, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, pairs._replace(bias=bias))
+    out, largest, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
     return out, largest[..., 0], total[..., 0]
 
 
 def _pull_back_plainly(
-    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *results_and_cotangents: Array
+    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
     _, _, _, d_out, d_lse = results_and_cotangents
     live, _ = find_live_queries(*map(lax.stop_gradient, results_and_cotangents))
     pairs = _mark_live_queries(pairs, live, k)
 
-    def plain(q: Array, k: Array, v: Array, bias: Array | None) -> _Result:
-        out, largest, total = _evaluate_plainly(config, q, k, v, bias, pairs)
+    def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> _Result:
+        out, largest, total = _evaluate_plainly(config, q, k, v, adjustments, pairs)
         return out, logsumexp(largest, total)
 
-    _, reverse = jax.vjp(plain, q, k, v, bias)
+    _, reverse = jax.vjp(plain, q, k, v, adjustments)
     d_out = jnp.where(live, d_out, 0).astype(d_lse.dtype)
     return Gradients(*reverse((d_out, jnp.where(live[..., 0], d_lse, 0))))
 
 
 @with_derivatives_of(_pull_back_plainly)
 def _pull_back_in_blocks(
-    config: Config, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs, *results_and_cotangents: Array
+    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
         _, largest, total, d_out, d_lse = results_and_cotangents
         live, delta = find_live_queries(*results_and_cotangents)
 
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back(config, by_query, by_key, pairs, d_bias))
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
+            return _in_dtypes_of(q, k, v, pull_back(config, by_query, by_key, pairs, sums))
 
         by_query = q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None]
-        no_d_bias = _zero_d_bias(pairs.bias, d_lse)
+        no_sums = _zero_sums(adjustments, d_lse)
         pairs = _mark_live_queries(pairs, live, k)
-        return run_on_cpu(kernel, by_query, (k, v), pairs, no_d_bias, platforms.REVERSE_AT_ONCE_LOGITS)
+        return run_on_cpu(kernel, by_query, (k, v), pairs, no_sums, platforms.REVERSE_AT_ONCE_LOGITS)
 
     def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
@@ -128,28 +132,32 @@ def _pull_back_in_blocks(
         wanted, delta = find_wanted_queries(out, d_out, d_lse)
         pairs = _mark_live_queries(pairs, wanted, k)
 
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, d_bias: Array | None) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back_by_row(config, by_query, by_key, pairs, d_bias))
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
+            return _in_dtypes_of(q, k, v, pull_back_by_row(config, by_query, by_key, pairs, sums))
 
         # Of delta the kernel takes only whether it is bad, since an output is that has a cotangent.
-        by_query, no_d_bias = (q, d_out, d_lse[..., None] + 0 * delta), _zero_d_bias(pairs.bias, d_lse)
-        d_q, (d_k, d_v), d_bias = run_elsewhere(kernel, by_query, (k, v), pairs, no_d_bias, most_logits_at_once(config))
-        return d_q, (d_k, nan_where(seen_by_bad_cotangents(d_out, v, pairs), d_v)), d_bias
+        by_query, no_sums = (q, d_out, d_lse[..., None] + 0 * delta), _zero_sums(adjustments, d_lse)
+        d_q, (d_k, d_v), sums = run_elsewhere(kernel, by_query, (k, v), pairs, no_sums, most_logits_at_once(config))
+        return d_q, (d_k, nan_where(seen_by_bad_cotangents(d_out, v, pairs), d_v)), sums
 
-    arguments = q, k, v, pairs._replace(bias=bias), *results_and_cotangents
-    (d_q,), (d_k, d_v), d_bias = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *arguments)
-    return Gradients(d_q, d_k, d_v, d_bias if bias is None else d_bias.astype(bias.dtype))
+    arguments = q, k, v, adjustments.of(pairs), *results_and_cotangents
+    (d_q,), (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *arguments)
+    return Gradients(d_q, d_k, d_v, jax.tree.map(lambda d, x: d.astype(x.dtype), sums, adjustments))
 
 
 def _in_dtypes_of(q: Array, k: Array, v: Array, d: Gradients) -> Results:
-    return (d.query.astype(q.dtype),), (d.key.astype(k.dtype), d.value.astype(v.dtype)), d.bias
+    return (d.query.astype(q.dtype),), (d.key.astype(k.dtype), d.value.astype(v.dtype)), d.adjustments
 
 
 def _mark_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
     return pairs._replace(live_queries=queries_by_problem(live, k.shape[2])[..., 0])
 
 
-def _zero_d_bias(bias: Array | None, d_lse: Array) -> Array | None:
+def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
     # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
     # result.
-    return None if bias is None else jnp.zeros_like(bias, d_lse.dtype) + jnp.sum(d_lse[..., :0])
+    def zero(x: Array) -> Array:
+        return jnp.zeros_like(x, jnp.promote_types(x.dtype, d_lse.dtype)) + jnp.sum(d_lse[..., :0])
+
+    zeros: Adjustments = jax.tree.map(zero, adjustments)
+    return zeros

@@ -20,12 +20,12 @@ from masksafe._core.typing import Array
 from masksafe.attention._blockwise import RunningState, add_keys, divide_by_total, zero_state
 from masksafe.attention._formulas import (
     Config,
+    adjusted,
     capped_logits,
     draw_dropout,
     finite_or_zero,
     if_bad,
     is_bad,
-    with_bias,
 )
 from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
 from masksafe.attention._mask import Pairs, Problems, for_live_blocks, live_blocks, part, unmasked
@@ -67,7 +67,7 @@ def attend_with_few_queries(config: Config, q: Array, k: Array, v: Array, pairs:
             k_j, v_j = (block(bits, i, tile) for bits in (key_bits, value_bits))
             mask = unmasked(own, all_queries, tile)
             x = capped_logits(config, dot_keys(clean_q, finite_or_zero(k_j)), mask)
-            x = with_bias(x, own, all_queries, tile)
+            x = adjusted(config, x, mask, own, all_queries, tile)
             x = jnp.where(bad_q | is_bad(k_j)[:, :, None, None, :, 0], jnp.nan, x)
             keep = draw_dropout(config, own, 0, j, x.shape)
             state = add_keys(config, state, x, mask, finite_or_zero(v_j), keep)

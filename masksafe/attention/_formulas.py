@@ -21,6 +21,8 @@ A problem is the work of one key head of one sample. Arrays are laid out by prob
 `[B, K, G, T, H]` for the G query heads that share a key head, keys and values `[B, K, S, H]`.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,7 +33,9 @@ from jax import lax
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
-from masksafe.attention._mask import Pairs, cut
+from masksafe.attention._mask import Pairs, add_to_block, cut, indices, once_if
+from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
+from masksafe.attention._products import keys_first, queries_first
 
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
 
@@ -47,6 +51,19 @@ class Config(NamedTuple):
     row_tile_logits: int  # elsewhere than on a CPU, of all keys of some queries
     band: Band | None  # what is known of the mask before the program runs
     skips: bool  # whether dead blocks are skipped, in loops whose length depends on values
+    rounds: bool  # whether the output is rounded to the dtype of the queries
+
+
+class Adjustments(NamedTuple):
+    """The arrays that adjust logits and get gradients; or their cotangents, or partial sums of these."""
+
+    bias: Array | None = None  # [B, K, G, T, S]
+    captured: tuple[Array, ...] = ()  # by `score_mod`
+
+    def of(self, pairs: Pairs) -> Pairs:
+        """The pairs with these."""
+        mod = pairs.score_mod
+        return pairs._replace(bias=self.bias, score_mod=mod and dataclasses.replace(mod, captured=self.captured))
 
 
 class Gradients(NamedTuple):
@@ -55,7 +72,7 @@ class Gradients(NamedTuple):
     query: Array
     key: Array
     value: Array
-    bias: Array | None
+    adjustments: Adjustments
 
 
 def logsumexp(largest: Array, total: Array) -> Array:
@@ -70,11 +87,75 @@ def capped_logits(config: Config, dots: Array, mask: Array | None) -> Array:
     return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), config.soft_cap)
 
 
-def with_bias(capped: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile) -> Array:
-    """The logits: the capped products with their bias."""
+def adjusted(
+    config: Config, capped: Array, mask: Array | None, pairs: Pairs, query_tile: Tile, key_tile: Tile
+) -> Array:
+    """The logits: the capped products with their bias, after `score_mod`."""
+    x = _with_bias(capped, pairs, query_tile, key_tile)
+    if pairs.score_mod is None:
+        return x
+    of_block, captured = indices(pairs, query_tile, key_tile), pairs.score_mod.captured
+    if config.skips or mask is None:
+        return modified(pairs.score_mod, captured, x, of_block)
+    return modified_where(pairs.score_mod, captured, x, of_block, mask)  # JAX differentiates the plain form
+
+
+PullBack = Callable[[Array], tuple[Array, tuple[Array, ...]]]
+
+
+def adjusted_with_rule(
+    capped: Array, mask: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile, axes: str = QUERIES_FIRST
+) -> tuple[Array, PullBack]:
+    """The same, with its reverse rule, for a block in the order of `axes`.
+
+    The rule takes the cotangent of the logits, 0 under the mask, and returns those of the capped products with their
+    bias, and of what `score_mod` captured.
+    """
+    to_axes, to_queries_first = (keys_first, queries_first) if axes == KEYS_FIRST else (_as_it_is, _as_it_is)
+    x = capped
+    if pairs.bias is not None:
+        x = x + to_axes(cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype))
+    if pairs.score_mod is None:
+        return x, lambda d_x: (d_x, ())
+    x = jnp.where(mask, x, 0)  # garbage must not even decide whether the rule looks closer
+    mod, of_block = pairs.score_mod, indices(pairs, query_tile, key_tile)
+    result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, of_block, axes), x, mod.captured)
+
+    def pull_back(d_x: Array) -> tuple[Array, tuple[Array, ...]]:
+        d_argument, d_captured = reverse(d_x)
+
+        def leave_out_masked(_: Any) -> Any:
+            block = to_queries_first(x), of_block, to_queries_first(jnp.broadcast_to(mask, x.shape))
+            _, reverse = jax.vjp(lambda captured: modified_where(mod, captured, *block), mod.captured)
+            return reverse(to_queries_first(d_x))[0]
+
+        # At a masked pair the derivative may be NaN, and 0 times it, in the sums of what is captured.
+        is_bad = functools.reduce(jnp.logical_or, map(has_bad, d_captured), jnp.zeros((), jnp.bool_))
+        if d_captured:
+            d_captured = once_if(is_bad, leave_out_masked, d_captured)
+        return jnp.where(mask, d_argument, 0), d_captured
+
+    return result, pull_back
+
+
+def _as_it_is(x: Array) -> Array:
+    return x
+
+
+def _with_bias(capped: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile) -> Array:
     if pairs.bias is None:
         return capped
     return capped + cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype)
+
+
+def add_adjustments(
+    sums: Adjustments, d_biased: Array, d_captured: tuple[Array, ...], pairs: Pairs, query_tile: Tile, key_tile: Tile
+) -> Adjustments:
+    """The sums plus the cotangents of a block, of its logits before `score_mod` `[B, K, G, queries, keys]`."""
+    bias = sums.bias
+    if bias is not None:
+        bias = add_to_block(bias, d_biased, pairs.problems, query_tile, key_tile)
+    return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(sums.captured, d_captured, strict=True)))
 
 
 def pull_back_cap(config: Config, d_x: Array, mask: Array, capped: Array) -> Array:

@@ -1,11 +1,13 @@
 """Which pairs of a query and a key are masked, and which blocks of pairs hold any that are not.
 
 The causal mask, the window and the lengths all mean the same: query `t` sees the keys of one interval,
-[first_key[t], end_key[t]). Segments add a comparison of two numbers. So these structural masks are stored as arrays
-over queries and over keys, and a mask of pairs exists only for the block in work.
+[first_key[t], end_key[t]). If keys have positions of their own, the causal mask and the window are an interval of these
+instead. Segments add a comparison of two numbers. So these structural masks are stored as arrays over queries and over
+keys, and a mask of pairs exists only for the block in work.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +17,7 @@ from jax import lax
 
 from masksafe._core.tiles import Tile, Tiles, take
 from masksafe._core.typing import Array
+from masksafe.attention._mods import Indices, Mod, mask_of
 
 
 def part(x: Array, starts: Sequence[Array | int], sizes: Sequence[int]) -> Array:
@@ -46,10 +49,18 @@ class Pairs(NamedTuple):
 
     first_key: Array | None = None  # [B, T]; None stands for 0
     end_key: Array | None = None  # [B, T]; None stands for S
+    first_position: Array | None = None  # [B, T], like the next one only if keys have positions of their own
+    end_position: Array | None = None  # [B, T]
+    query_positions: Array | None = None  # [B, T], for mods alone
+    key_positions: Array | None = None  # [B, S]
     query_segments: Array | None = None  # [B, T]
     key_segments: Array | None = None  # [B, S]
     allowed: Array | None = None  # [B, K, G, T, S]
     bias: Array | None = None  # [B, K, G, T, S]
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    samples: Array | None = None  # [B], their indices, for mods
+    heads: Array | None = None  # [1, K, G], likewise
     head_keys: Array | None = None  # [B, K], the random keys of dropout
     live_queries: Array | None = None  # [B, K, G, T]; the others take no part in the reverse pass
     problems: Problems | None = None  # None stands for all of them
@@ -60,6 +71,9 @@ class Pairs(NamedTuple):
         def cut_samples(x: Array | None) -> Array | None:
             return x if x is None or x.shape[0] == 1 else lax.dynamic_slice_in_dim(x, problems.sample, problems.samples)
 
+        def cut_heads(x: Array | None) -> Array | None:
+            return x if x is None else lax.dynamic_slice_in_dim(x, problems.head, problems.heads, 1)
+
         def cut_problems(x: Array | None) -> Array | None:
             if x is None:
                 return x
@@ -67,47 +81,69 @@ class Pairs(NamedTuple):
             return part(x, starts, (problems.samples, problems.heads, *x.shape[2:]))
 
         return Pairs(
-            cut_samples(self.first_key),
-            cut_samples(self.end_key),
-            cut_samples(self.query_segments),
-            cut_samples(self.key_segments),
-            self.allowed,
-            self.bias,
-            cut_problems(self.head_keys),
-            cut_problems(self.live_queries),
-            problems,
+            first_key=cut_samples(self.first_key),
+            end_key=cut_samples(self.end_key),
+            first_position=cut_samples(self.first_position),
+            end_position=cut_samples(self.end_position),
+            query_positions=cut_samples(self.query_positions),
+            key_positions=cut_samples(self.key_positions),
+            query_segments=cut_samples(self.query_segments),
+            key_segments=cut_samples(self.key_segments),
+            allowed=self.allowed,
+            bias=self.bias,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            samples=cut_samples(self.samples),
+            heads=cut_heads(self.heads),
+            head_keys=cut_problems(self.head_keys),
+            live_queries=cut_problems(self.live_queries),
+            problems=problems,
         )
 
 
-def seen_intervals(
+def seen_positions(
+    positions: Array, is_causal: bool, window: tuple[int, int] | None
+) -> tuple[Array | None, Array | None]:
+    """The positions `[first, end)` that queries at some positions see; None is no bound."""
+    first, ends = None, []
+    if is_causal:
+        ends.append(positions + 1)
+    if window is not None:
+        left, right = window
+        first = positions - left
+        ends.append(positions + right + 1)
+    return first, functools.reduce(jnp.minimum, ends) if ends else None
+
+
+def seen_keys(
     num_queries: int,
     num_keys: int,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    offset: Array | None,
+    first: Array | None,
+    end: Array | None,
     query_lengths: Array | None,
     key_lengths: Array | None,
 ) -> tuple[Array | None, Array | None]:
-    """The keys `[first, end)` that a query may see, each `[*batch or 1s, T]`; None for the first and the last."""
-    if not is_causal and window is None and query_lengths is None and key_lengths is None:
+    """The keys `[first, end)` that a query sees, each `[*batch or 1s, T]`; None for the first and the last.
+
+    Args:
+      num_queries: T.
+      num_keys: S.
+      first: a bound of the index, `[*batch or 1s, T]`, or None.
+      end: the same.
+      query_lengths: `[*batch or 1s, 1]`, or None.
+      key_lengths: `[*batch or 1s, 1]`, or None.
+    """
+    bounds = [x for x in (end, key_lengths, query_lengths) if x is not None]
+    if not bounds:  # there is no first without an end
         return None, None
-    assert offset is not None  # the default is 0
-    query_index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (offset.ndim - 1) + (num_queries,))
-    position = query_index + offset
-    first: Array | None = None
-    end = jnp.full_like(position, num_keys)
-    if is_causal:
-        end = jnp.minimum(end, position + 1)
-    if window is not None:
-        left, right = window
-        first, end = jnp.maximum(0, position - left), jnp.minimum(end, position + right + 1)
-    if key_lengths is not None:
-        end = jnp.minimum(end, key_lengths)
+    index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (bounds[0].ndim - 1) + (num_queries,))
+    ends = [x for x in (end, key_lengths) if x is not None]
+    end = functools.reduce(jnp.minimum, ends, jnp.full_like(index, num_keys))
     if query_lengths is not None:
-        end = jnp.where(query_index < query_lengths, end, 0)
+        end = jnp.where(index < query_lengths, end, 0)
     if first is None:
         return None, end
-    first, end = jnp.broadcast_arrays(first, end)
+    first, end = jnp.broadcast_arrays(jnp.maximum(0, first), end)
     return first, end
 
 
@@ -147,12 +183,20 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
         conditions.append(key_index >= take(pairs.first_key, 1, queries)[:, None, None, :, None])
     if pairs.end_key is not None:
         conditions.append(key_index < take(pairs.end_key, 1, queries)[:, None, None, :, None])
+    if pairs.key_positions is not None:
+        position = take(pairs.key_positions, 1, keys)[:, None, None, None, :]
+        if pairs.first_position is not None:
+            conditions.append(position >= take(pairs.first_position, 1, queries)[:, None, None, :, None])
+        if pairs.end_position is not None:
+            conditions.append(position < take(pairs.end_position, 1, queries)[:, None, None, :, None])
     if pairs.query_segments is not None and pairs.key_segments is not None:
         query_ids = take(pairs.query_segments, 1, queries)[:, None, None, :, None]
         key_ids = take(pairs.key_segments, 1, keys)[:, None, None, None, :]
         conditions.append(query_ids == key_ids)
     if pairs.allowed is not None:
         conditions.append(cut(pairs.allowed, pairs.problems, queries, keys))
+    if pairs.mask_mod is not None:
+        conditions.append(mask_of(pairs.mask_mod, indices(pairs, queries, keys)))
     if pairs.bias is not None:
         conditions.append(_is_live_bias(cut(pairs.bias, pairs.problems, queries, keys)))
     if pairs.live_queries is not None:
@@ -163,6 +207,23 @@ def unmasked(pairs: Pairs, queries: Tile, keys: Tile) -> Array | None:
         query_index = queries.start + lax.broadcasted_iota(jnp.int32, (1, 1, 1, queries.size, 1), 3)
         conditions.append(query_index >= queries.first)
     return _conjunction(conditions)
+
+
+def indices(pairs: Pairs, queries: Tile, keys: Tile) -> Indices:
+    """What a mod is told of the pairs of a block."""
+    assert pairs.samples is not None
+    assert pairs.heads is not None
+    assert pairs.query_positions is not None
+    assert pairs.key_positions is not None
+
+    number = pairs.samples.shape[0]
+    query_positions, key_positions = take(pairs.query_positions, 1, queries), take(pairs.key_positions, 1, keys)
+    return (
+        pairs.samples,
+        pairs.heads[0],
+        jnp.broadcast_to(query_positions, (number, queries.size)),
+        jnp.broadcast_to(key_positions, (number, keys.size)),
+    )
 
 
 def _conjunction(conditions: list[Array]) -> Array | None:
@@ -183,7 +244,11 @@ def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     conditions = [_live_by_structure(pairs, queries, keys)]
     for array, is_live in ((pairs.allowed, _identity), (pairs.bias, _is_live_bias)):
         if array is not None:
-            conditions.append(_live_by_array(array, is_live, pairs.problems, queries, keys))
+            of_queries = functools.partial(_cut_live, array, is_live, pairs.problems)
+            conditions.append(_live_by_pairs(of_queries, array.shape[3:], queries, keys))
+    if pairs.mask_mod is not None:
+        sizes = queries.length, keys.length
+        conditions.append(_live_by_pairs(functools.partial(_live_by_mod, pairs), sizes, queries, keys))
     return _conjunction([c for c in conditions if c is not None])
 
 
@@ -193,9 +258,14 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
     if pairs.end_key is not None:
         first = starts if pairs.first_key is None else jnp.maximum(pairs.first_key[..., None], starts)
         conditions.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
+    if pairs.key_positions is not None:
+        lowest, highest = _range_of_tiles(pairs.key_positions, keys)
+        if pairs.first_position is not None:
+            conditions.append(pairs.first_position[..., None] <= highest)
+        if pairs.end_position is not None:
+            conditions.append(lowest < pairs.end_position[..., None])
     if pairs.query_segments is not None and pairs.key_segments is not None:
-        segments = _by_tile(pairs.key_segments, keys)  # [B, keys.number, size]
-        lowest, highest = segments.min(-1)[:, None], segments.max(-1)[:, None]
+        lowest, highest = _range_of_tiles(pairs.key_segments, keys)
         query_ids = pairs.query_segments[..., None]
         conditions.append((lowest <= query_ids) & (query_ids <= highest))
     sees_tile = _conjunction(conditions)
@@ -204,32 +274,47 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
     return jnp.any(_by_tile(jnp.any(sees_tile, 0).T, queries), -1).T
 
 
+def _range_of_tiles(x: Array, keys: Tiles) -> tuple[Array, Array]:
+    """The lowest and the highest number of each tile of an array over keys, `[B, 1, keys.number]`."""
+    by_tile = _by_tile(x, keys)
+    return by_tile.min(-1)[:, None], by_tile.max(-1)[:, None]
+
+
 def _by_tile(x: Array, tiles: Tiles) -> Array:
     """`[..., length]` as `[..., number, size]`; the last tile ends with the last element."""
     starts = jnp.minimum(jnp.arange(tiles.number) * tiles.size, tiles.length - tiles.size)
     return jnp.take(x, starts[:, None] + jnp.arange(tiles.size)[None], axis=-1)
 
 
-def _live_by_array(
-    x: Array,
-    is_live: Callable[[Array], Array],
-    problems: Problems | None,
-    queries: Tiles,
-    keys: Tiles,
-) -> Array:
+def _live_by_pairs(live_of: Callable[[Tile, Tile], Array], shape: Sequence[int], queries: Tiles, keys: Tiles) -> Array:
+    """Where a block has a live pair, from a function that says it of pairs `[B, K, G, T, S]`.
+
+    `shape` is that of the last two axes for all queries and keys, 1 on one along which the pairs do not differ.
+    """
     all_keys = Tiles(keys.length, keys.length).tile(0)
 
     def any_in_query_tile(i: Array) -> Array:
-        return jnp.any(is_live(cut(x, problems, queries.tile(i), all_keys)), (0, 1, 2, 3))
+        return jnp.any(live_of(queries.tile(i), all_keys), (0, 1, 2, 3))
 
-    count = 1 if x.shape[3] == 1 else queries.number
+    count = 1 if shape[0] == 1 else queries.number
     by_key = (
         lax.map(any_in_query_tile, jnp.arange(count))
         if count > 1
         else any_in_query_tile(jnp.zeros((), jnp.int32))[None]
     )
-    by_block = by_key if x.shape[4] == 1 else jnp.any(_by_tile(by_key, keys), -1)
+    by_block = by_key if by_key.shape[-1] == 1 else jnp.any(_by_tile(by_key, keys), -1)
     return jnp.broadcast_to(by_block, (queries.number, keys.number))
+
+
+def _cut_live(
+    x: Array, is_live: Callable[[Array], Array], problems: Problems | None, queries: Tile, keys: Tile
+) -> Array:
+    return is_live(cut(x, problems, queries, keys))
+
+
+def _live_by_mod(pairs: Pairs, queries: Tile, keys: Tile) -> Array:
+    assert pairs.mask_mod is not None
+    return mask_of(pairs.mask_mod, indices(pairs, queries, keys))
 
 
 def _identity(allowed: Array) -> Array:

@@ -65,3 +65,8 @@ def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
 def keys_first(x: Array) -> Array:
     """A block of pairs transposed, `[B, K, G, T, S]` to `[B, K, S, G, T]`."""
     return jnp.moveaxis(x, -1, 2)
+
+
+def queries_first(x: Array) -> Array:
+    """The inverse of `keys_first`."""
+    return jnp.moveaxis(x, 2, -1)

@@ -21,8 +21,13 @@ from masksafe._core import platforms
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
 from masksafe.attention._formulas import (
+    Adjustments,
     Config,
     Gradients,
+    PullBack,
+    add_adjustments,
+    adjusted,
+    adjusted_with_rule,
     capped_logits,
     draw_dropout,
     drop,
@@ -30,9 +35,8 @@ from masksafe.attention._formulas import (
     is_bad,
     pull_back_cap,
     split_scale,
-    with_bias,
 )
-from masksafe.attention._mask import Pairs, add_to_block, unmasked
+from masksafe.attention._mask import Pairs, unmasked
 from masksafe.attention._products import dot_keys, dot_queries_of_rows, dot_values
 
 _F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight below 6e-5 would lose digits
@@ -48,7 +52,7 @@ def attend_by_row(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) ->
     def one_tile(tile: _Tile) -> tuple[Array, Array, Array]:
         mask = unmasked(pairs, tile.queries, tile.keys)
         dots = dot_keys(take(clean_q, 3, tile.queries), take(clean_k, 2, tile.keys)) * of_logits
-        x = with_bias(capped_logits(config, dots, mask), pairs, tile.queries, tile.keys)
+        x = adjusted(config, capped_logits(config, dots, mask), mask, pairs, tile.queries, tile.keys)
         x = _poisoned(x, mask, take(bad_q, 3, tile.queries), take(bad_k, 2, tile.keys))
         exps, largest, total = _exponentials(x)
         keep = draw_dropout(config, pairs, tile.number, 0, x.shape)
@@ -72,7 +76,7 @@ def pull_back_by_row(
     by_query: tuple[Array, Array, Array],
     by_key: tuple[Array, Array],
     pairs: Pairs,
-    d_bias: Array | None,
+    sums: Adjustments,
 ) -> Gradients:
     """As `_blockwise.pull_back`, but it takes nothing of the forward pass, and a bad cotangent counts as 0.
 
@@ -81,27 +85,26 @@ def pull_back_by_row(
       by_query: q, the cotangent of the output, and that of the logsumexp, NaN for queries that see a bad cotangent.
       by_key: k and v.
       pairs: what masks the pairs. Queries that are not live in it take no part.
-      d_bias: the sum so far, over the problems solved before.
+      sums: the sums so far, over the problems solved before.
     """
     (q, d_out, d_lse), (k, v) = by_query, by_key
     before, after = split_scale(config, q)
     clean_k, clean_v, bad_k = finite_or_zero(k), finite_or_zero(v), is_bad(k)
     clean_queries = _Queries(finite_or_zero(q) * before, finite_or_zero(d_out), is_bad(q), d_lse)
 
-    def one_tile(tile: _Tile, d_bias: Array | None) -> Gradients:
+    def one_tile(tile: _Tile, sums: Adjustments) -> Gradients:
         queries = jax.tree.map(lambda a: take(a, 3, tile.queries), clean_queries)
         k_j, v_j, bad_k_j = (take(a, 2, tile.keys) for a in (clean_k, clean_v, bad_k))
-        p, d_dots, d_x = _differentiate_tile(config, queries, k_j, v_j, bad_k_j, pairs, tile)
-        if d_bias is not None:
-            d_bias = add_to_block(d_bias, d_x, pairs.problems, tile.queries, tile.keys)
+        p, d_dots, d_biased, d_captured = _differentiate_tile(config, queries, k_j, v_j, bad_k_j, pairs, tile)
+        sums = add_adjustments(sums, d_biased, d_captured, pairs, tile.queries, tile.keys)
         d_k, d_v = dot_queries_of_rows(d_dots, queries.q), dot_queries_of_rows(p, queries.d_out)
-        return Gradients(dot_values(d_dots, k_j), d_k, d_v, d_bias)
+        return Gradients(dot_values(d_dots, k_j), d_k, d_v, sums)
 
     d_q, d_k, d_v = [], [], []
     for part in _parts(config, q, k):
         no_d_k, no_d_v = (jnp.zeros_like(take(x, 2, part.keys), d_lse.dtype) for x in (k, v))
-        of_part = _add_up_tiles(part, one_tile, no_d_k, no_d_v, d_bias)
-        d_bias = of_part.bias
+        of_part = _add_up_tiles(part, one_tile, no_d_k, no_d_v, sums)
+        sums = of_part.adjustments
         d_q.append(of_part.query)
         d_k.append(_padded(of_part.key, part.keys, k.shape[2]))
         d_v.append(_padded(of_part.value, part.keys, k.shape[2]))
@@ -109,7 +112,7 @@ def pull_back_by_row(
         (jnp.concatenate(d_q, 3) if len(d_q) > 1 else d_q[0]) * config.scale,
         functools.reduce(jnp.add, d_k) * after,
         functools.reduce(jnp.add, d_v),
-        d_bias,
+        sums,
     )
 
 
@@ -124,28 +127,29 @@ class _Queries(NamedTuple):
 
 def _differentiate_tile(
     config: Config, by_query: _Queries, k: Array, v: Array, bad_k: Array, pairs: Pairs, tile: "_Tile"
-) -> tuple[Array, Array, Array]:
-    """A tile's weights, and the cotangents of its products q k and of its logits."""
+) -> tuple[Array, Array, Array, tuple[Array, ...]]:
+    """A tile's weights, the cotangents of its products q k and of these with the bias, and of what is captured."""
     mask = unmasked(pairs, tile.queries, tile.keys)
     assert mask is not None  # live_queries is an array
     dots = dot_keys(by_query.q, k) * split_scale(config, by_query.q)[1]
 
-    def weights(dots: Array) -> tuple[Array, Array]:
+    def weights(dots: Array) -> tuple[Array, Array, PullBack]:
         capped = capped_logits(config, dots, mask)
-        x = with_bias(capped, pairs, tile.queries, tile.keys)
+        x, pull_back_adjustments = adjusted_with_rule(capped, mask, pairs, tile.queries, tile.keys)
         exps, _, total = _exponentials(_poisoned(x, mask, by_query.is_bad, bad_k))
-        return jnp.where(mask, exps / _divisor(total), 0), capped
+        return jnp.where(mask, exps / _divisor(total), 0), capped, pull_back_adjustments
 
     # The weights for the product with d_out are another kernel than those in the cotangents of the logits, which is
     # kept from reading the first.
-    weight, _ = weights(dots)
-    p, capped = weights(lax.optimization_barrier(dots))
+    weight, *_ = weights(dots)
+    p, capped, pull_back_adjustments = weights(lax.optimization_barrier(dots))
     keep = draw_dropout(config, pairs, tile.number, 0, dots.shape)
     d_p = drop(config, keep, dot_keys(by_query.d_out, v))
     d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
     # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
     d_x = jnp.where(mask, p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + by_query.d_lse), 0)
-    return drop(config, keep, weight), pull_back_cap(config, d_x, mask, capped), d_x
+    d_biased, d_captured = pull_back_adjustments(d_x)
+    return drop(config, keep, weight), pull_back_cap(config, d_biased, mask, capped), d_biased, d_captured
 
 
 def _poisoned(x: Array, mask: Array | None, bad_q: Array, bad_k: Array) -> Array:
@@ -239,23 +243,23 @@ def _map_tiles(tiles: Tiles, one_tile: Callable[[Any], Any]) -> Any:
 
 def _add_up_tiles(
     part: _Part,
-    one_tile: Callable[[_Tile, Array | None], Gradients],
+    one_tile: Callable[[_Tile, Adjustments], Gradients],
     no_d_k: Array,
     no_d_v: Array,
-    d_bias: Array | None,
+    sums: Adjustments,
 ) -> Gradients:
-    """The gradients of a part's queries, joined, and of its keys and the bias, summed over the tiles."""
+    """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
     if part.tiles.number == 1:
-        return one_tile(part.tile(0), d_bias)
+        return one_tile(part.tile(0), sums)
 
-    def add_tile(sums: Any, i: Array) -> tuple[Any, Array]:
-        d_k, d_v, d_bias = sums
-        of_tile = one_tile(part.tile(i), d_bias)
-        return (d_k + of_tile.key, d_v + of_tile.value, of_tile.bias), of_tile.query
+    def add_tile(carry: Any, i: Array) -> tuple[Any, Array]:
+        d_k, d_v, sums = carry
+        of_tile = one_tile(part.tile(i), sums)
+        return (d_k + of_tile.key, d_v + of_tile.value, of_tile.adjustments), of_tile.query
 
     numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
-    (d_k, d_v, d_bias), d_q = lax.scan(add_tile, (no_d_k, no_d_v, d_bias), numbers)
-    return Gradients(part.tiles.join(d_q), d_k, d_v, d_bias)
+    (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
+    return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
 
 
 def _padded(x: Array, keys: Tile, num_keys: int) -> Array:

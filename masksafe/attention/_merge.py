@@ -1,0 +1,147 @@
+"""Attention over the union of disjoint sets of keys, from the results for each set."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.arguments import as_float_array, message
+from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
+from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.typing import Array, ArrayLike
+
+_OP = "merge_attention"
+
+Outs = tuple[Array | None, ...]
+Arrays = tuple[Array, ...]
+_Result = tuple[Array, Array]
+_Residuals = tuple[Outs, Arrays, Array, Array]
+
+
+def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[ArrayLike] | Array) -> tuple[Array, Array]:
+    r"""Attention over the union of disjoint sets of keys, from the output and the logsumexp for each set.
+
+    For every query and head, with outputs :math:`o_i` and logsumexps :math:`\lambda_i` of the sets :math:`i`,
+
+    .. math::
+      \lambda = \log \sum_i e^{\lambda_i}, \qquad o = \sum_i e^{\lambda_i - \lambda} o_i
+
+    which is what one call for all keys gives: a cache and a new chunk, a prefix that several samples share, the shards
+    of a long sequence. Merging is associative, so results can be merged as they come.
+
+    Args:
+      outs: the outputs, arrays `[..., width]` of one shape, as `dot_product_attention` returns them; or one array whose
+        first axis is that of the sets. Outputs in float32 lose no digits between the parts.
+      logsumexps: as many logsumexps `[...]`, those of `return_residual=True`.
+
+    Returns:
+      The output `[..., width]`, of the dtype to which JAX promotes `outs`, and the logsumexp `[...]`, of that of
+      `logsumexps`. Both have exact gradients.
+
+      * A set of which a query saw nothing, with logsumexp -inf, changes nothing for this query, whatever its output is,
+        NaN included, and gets gradients of exactly 0. A query that saw nothing at all has output 0 and logsumexp -inf.
+      * With sinks, merge without them, and apply them once, in the last part: multiply the merged output by
+        `sigmoid(logsumexp - sinks)`.
+
+    Raises:
+      TypeError: if an array is not of floats.
+      ValueError: if there is no set, the numbers of outputs and logsumexps differ, or the shapes do not fit.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, masksafe
+      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8))
+      >>> attention = functools.partial(masksafe.dot_product_attention, return_residual=True)
+      >>> old, new = attention(query, key[:, :4], value[:, :4]), attention(query, key[:, 4:], value[:, 4:])
+      >>> out, logsumexp = masksafe.merge_attention(*zip(old, new))
+      >>> print(jnp.allclose(out, attention(query, key, value)[0], atol=1e-6))
+      True
+
+    References:
+      Milakov and Gimelshein, `Online normalizer calculation for softmax, 2018 <https://arxiv.org/abs/1805.02867>`_.
+
+      Ye et al., `FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving, 2025
+      <https://arxiv.org/abs/2501.01005>`_, section 2.2.
+    """
+    parts = [as_float_array(_OP, f"outs[{i}]", x) for i, x in enumerate(outs)]
+    lses = [as_float_array(_OP, f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]
+    if not parts:
+        raise ValueError(message(_OP, "outs", "no array", "at least one"))
+    if len(lses) != len(parts):
+        raise ValueError(message(_OP, "logsumexps", f"{len(lses)} arrays", f"{len(parts)}, as many as outs"))
+    for i, (part, lse) in enumerate(zip(parts, lses, strict=True)):
+        if part.ndim == 0 or part.shape != parts[0].shape:
+            expected = f"{parts[0].shape}, that of outs[0]" if parts[0].ndim else "[..., width]"
+            raise ValueError(message(_OP, f"outs[{i}]", f"shape {part.shape}", expected))
+        if lse.shape != part.shape[:-1]:
+            expected = f"{part.shape[:-1]}, that of outs[{i}] without its last axis"
+            raise ValueError(message(_OP, f"logsumexps[{i}]", f"shape {lse.shape}", expected))
+    out, lse = _merge_widened(tuple(parts), tuple(lses))
+    return out.astype(jnp.result_type(*parts)), lse.astype(jnp.result_type(*lses))
+
+
+@explains_forward_mode
+@jax.jit
+def _merge_widened(outs: Arrays, lses: Arrays) -> _Result:
+    dtype = functools.reduce(jnp.promote_types, (wide_dtype(x.dtype) for x in (*outs, *lses)))
+    return merge_parts(tuple(x.astype(dtype) for x in outs), tuple(x.astype(dtype) for x in lses))
+
+
+def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
+    """The wide output `[..., N, width]` for one more key of each query head, whose logit is the sink `[N]` and value 0.
+
+    A query that sees no key sees no sink either.
+    """
+    largest = float(jnp.finfo(lse.dtype).max)  # a sink of inf takes all weight; inf - inf would be NaN
+    wide = jnp.broadcast_to(jnp.minimum(widened(sinks).astype(lse.dtype), largest), lse.shape)
+    merged: Array = merge_parts((out, None), (lse, jnp.where(lse == -jnp.inf, -jnp.inf, wide)))[0]
+    return merged
+
+
+def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
+    out, lse = _evaluate(outs, lses)
+    return (out, lse), (outs, lses, out, lse)
+
+
+def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
+    (outs, lses, out, lse), (d_out, d_lse) = residuals, cotangents
+    # A query without cotangents takes no part, as in the reverse pass of attention: it may be full of NaN.
+    is_wanted = jnp.any(d_out != 0, -1) | (d_lse != 0)
+
+    def pull_back(part: Array | None, lse_of_part: Array) -> tuple[Array | None, Array, Array]:
+        is_live = is_wanted & (lse_of_part != -jnp.inf)
+        weight, is_live_output = jnp.exp(jnp.where(is_live, lse_of_part - lse, -jnp.inf)), is_live[..., None]
+        difference = jnp.where(is_live_output, (0 if part is None else part) - out, 0)
+        slope = weight * jnp.sum(jnp.where(d_out == 0, 0, difference * d_out), -1)
+        d_part = None if part is None else jnp.where(is_live_output, weight[..., None] * d_out, 0)
+        return d_part, weight, jnp.where(is_live, slope, 0)
+
+    d_outs, weights, slopes = zip(*map(pull_back, outs, lses), strict=True)
+    # The slopes add up to 0. That of a part with most of the weight, from its small difference to the output, would
+    # have lost its digits.
+    others = functools.reduce(jnp.add, (jnp.where(w > 0.5, 0, s) for w, s in zip(weights, slopes, strict=True)))
+    d_lses = (
+        jnp.where(w == 0, 0, jnp.where(w > 0.5, -others, s) + w * d_lse) for w, s in zip(weights, slopes, strict=True)
+    )
+    return d_outs, tuple(d_lses)
+
+
+@with_reverse_rule(_forward, _reverse)
+def merge_parts(outs: Outs, lses: Arrays) -> _Result:
+    """The merged output and logsumexp, for wide arrays of one dtype; an output of None is 0 everywhere."""
+    return _evaluate(outs, lses)
+
+
+def _evaluate(outs: Outs, lses: Arrays) -> _Result:
+    largest = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
+    sees_any = largest != -jnp.inf  # True for a NaN, which must stay visible
+    shift = jnp.where(sees_any, largest, 0)
+    exps = [jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - shift)) for lse in lses]
+    total = jnp.where(sees_any, functools.reduce(jnp.add, exps), 1)
+    weighted = [
+        jnp.where((lse == -jnp.inf)[..., None], 0, part) * (exp / total)[..., None]
+        for part, lse, exp in zip(outs, lses, exps, strict=True)
+        if part is not None
+    ]
+    return functools.reduce(jnp.add, weighted), jnp.where(sees_any, shift + jnp.log(total), -jnp.inf)

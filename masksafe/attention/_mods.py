@@ -1,0 +1,204 @@
+"""The user's functions of a pair of a query and a key: `score_mod`, which changes a logit, and `mask_mod`.
+
+They are traced once, for one pair, and then applied to the pairs of a block. What they close over become arguments, so
+that a rule of derivatives may use it, and gives its gradient.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+
+from masksafe._core.arguments import message
+from masksafe._core.masks import first_of
+from masksafe._core.sharding import is_sharded, vary_with
+from masksafe._core.typing import Array
+
+Arrays = tuple[Array, ...]
+
+
+class Program:
+    """A traced function, as a static argument: JAX finds what it compiled for an equal one.
+
+    Functions made anew in each call are then not compiled anew. They are equal if they read alike and hold the same
+    inner constants, which the text does not show.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, is_captured: tuple[bool, ...]) -> None:
+        self.jaxpr = jaxpr
+        self.is_captured = is_captured  # for each constant whether it gets a gradient; the inputs follow them
+        self._key = str(jaxpr), is_captured, tuple(map(id, _inner_constants(jaxpr)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def uses(self) -> tuple[bool, ...]:
+        """Which of the inputs have an effect."""
+        used = {id(v) for equation in self.jaxpr.eqns for v in equation.invars} | set(map(id, self.jaxpr.outvars))
+        return tuple(id(v) in used for v in self.jaxpr.invars)
+
+
+def _inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        is_closed = lambda x: isinstance(x, ClosedJaxpr)  # noqa: E731
+        for inner in filter(is_closed, jax.tree.leaves(list(equation.params.values()), is_leaf=is_closed)):
+            yield from inner.consts
+            yield from _inner_constants(inner.jaxpr)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A user's function, with what it closes over."""
+
+    captured: Arrays  # of floats, which get gradients
+    others: Arrays
+    program: Program = dataclasses.field(metadata={"static": True})
+
+    def of_pair(self, captured: Arrays, *inputs: Any) -> Array:
+        """The function, with other arrays in place of those captured."""
+        kinds = {True: iter(captured), False: iter(self.others)}
+        constants = [next(kinds[kind]) for kind in self.program.is_captured]
+        (result,) = _evaluate(self.program.jaxpr, constants, inputs)
+        return result  # type: ignore[no-any-return]
+
+
+def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs)
+    # On a mesh the types say how arrays are split, and may be others than where the function was traced. In shard_map,
+    # all inputs of an operation have to vary over the same axes.
+    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
+
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
+    for equation in jaxpr.eqns:
+        arguments = [jnp.asarray(value(x)) for x in equation.invars]
+        arguments = vary_with(arguments, arguments) if mesh.manual_axes else arguments
+        inner, primitive = equation.params.get("jaxpr"), equation.primitive
+        if primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
+            results = _evaluate(inner.jaxpr, inner.consts, arguments)
+        else:
+            found = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+            results = found if primitive.multiple_results else [found]
+        values |= zip(equation.outvars, results, strict=True)
+    return [value(x) for x in jaxpr.outvars]
+
+
+class Mods(NamedTuple):
+    """The user's functions of pairs."""
+
+    score: Mod | None = None
+    mask: Mod | None = None
+
+
+def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mod:
+    """The user's function, traced for one pair; `dtype` is that of its result, and of the logit if it gets one."""
+    if not callable(fn):
+        raise TypeError(message(op, argument, f"type {type(fn).__name__}", "a function, or None"))
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
+    closed, result = jax.make_jaxpr(fn, return_shape=True)(*[jax.ShapeDtypeStruct((), dtype)] * of_logits, *indices)
+    expected = "one number for each pair" if of_logits else "one boolean for each pair"
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        raise TypeError(message(op, argument, f"a result of type {type(result).__name__}", expected))
+    if result.shape != ():
+        hint = "It is called for one pair, with numbers."
+        raise ValueError(message(op, argument, f"a result of shape {result.shape}", expected, hint))
+    if not (jnp.issubdtype(result.dtype, jnp.floating) if of_logits else result.dtype == jnp.bool_):
+        raise TypeError(message(op, argument, f"a result of dtype {result.dtype}", expected))
+    is_captured = tuple(bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact)) for x in closed.consts)
+    constants = list(zip(map(jnp.asarray, closed.consts), is_captured, strict=True))
+    captured, others = (tuple(x for x, kind in constants if kind == wanted) for wanted in (True, False))
+    return Mod(captured, others, Program(closed.jaxpr, is_captured))
+
+
+# Applied to the pairs of a block.
+
+# The axes of a block of pairs, and which of the indices, of sample, head, query and key, go along them, each with its
+# first axis that is left.
+QUERIES_FIRST, KEYS_FIRST = "bkgts", "bksgt"
+_INDICES_ALONG = {
+    "b": (0, None, 0, 0),
+    "k": (None, 0, None, None),
+    "g": (None, 0, None, None),
+    "t": (None, None, 0, None),
+    "s": (None, None, None, 0),
+}
+Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
+
+
+def mask_of(mod: Mod, indices: Indices) -> Array:
+    """The booleans of a `mask_mod` `[B, K, G, T, S]`, with size 1 on axes along which they cannot differ."""
+    uses = mod.program.uses
+    used = [x if is_used else 0 for x, is_used in zip(indices, uses, strict=True)]
+    along = {
+        axis: tuple(a if is_used else None for a, is_used in zip(_INDICES_ALONG[axis], uses, strict=True))
+        for axis in QUERIES_FIRST
+    }
+    fn = lambda *used: mod.of_pair(mod.captured, *used)  # noqa: E731
+    differing = [axis for axis in QUERIES_FIRST if any(a is not None for a in along[axis])]
+    for axis in reversed(differing):
+        fn = jax.vmap(fn, along[axis])
+    return jnp.expand_dims(fn(*used), [i for i, axis in enumerate(QUERIES_FIRST) if axis not in differing])
+
+
+def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) -> Array:
+    """`fn(x, *arguments)`, where the compiler splits its arrays if the logits `x` are split over an explicit mesh.
+
+    JAX asks for the sharding of what is looked up in an array, which the user's function does not say.
+    """
+    if not is_sharded(x):
+        return fn(x, *arguments)
+    result: Array = jax.sharding.auto_axes(fn, out_sharding=jax.typeof(x).sharding)(x, *arguments)
+    return result
+
+
+def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices, axes: str = QUERIES_FIRST) -> Array:
+    """The logits of a block after `score_mod`."""
+
+    def of_block(x: Array, captured: Arrays, *indices: Array) -> Array:
+        fn: Callable[..., Array] = lambda *pair: mod.of_pair(captured, *pair)  # noqa: E731
+        for axis in reversed(axes):
+            fn = jax.vmap(fn, (0, *_INDICES_ALONG[axis]))
+        return fn(x, *indices).astype(x.dtype)
+
+    return _with_automatic_axes(of_block, x, captured, *indices)
+
+
+def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask: Array) -> Array:
+    """The same of a block in the order of `QUERIES_FIRST`, in whose derivatives a masked pair has no part.
+
+    In its place stands an unmasked pair of the block: so the function is never asked about a masked one. In a block
+    without any, what was captured gets no gradient.
+    """
+
+    def of_block(
+        x: Array, captured: Arrays, mask: Array, sample: Array, head: Array, query: Array, key: Array
+    ) -> Array:
+        of_samples, of_heads = sample[:, None, None, None, None], head[None, ..., None, None]
+        arrays = x, of_samples, of_heads, query[:, None, None, :, None], key[:, None, None, None]
+        mask = jnp.broadcast_to(mask, x.shape)
+        _, is_first = first_of(mask)
+
+        def only_unmasked(array: Array) -> Array:
+            array = jnp.broadcast_to(array, x.shape)
+            return jnp.where(mask, array, jnp.sum(jnp.where(is_first, array, 0), dtype=array.dtype))
+
+        is_live = jnp.any(mask)
+        captured = tuple(jnp.where(is_live, a, lax.stop_gradient(a)) for a in captured)
+        fn: Callable[..., Array] = lambda *pair: mod.of_pair(captured, *pair)  # noqa: E731
+        for _ in QUERIES_FIRST:
+            fn = jax.vmap(fn)
+        return fn(*map(only_unmasked, arrays)).astype(x.dtype)
+
+    return _with_automatic_axes(of_block, x, captured, mask, *indices)

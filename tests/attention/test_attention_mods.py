@@ -1,0 +1,339 @@
+"""The user's functions of a pair: score_mod, mask_mod, and the ready-made masks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import attention, causal, exact, normals, random_inputs, replaced, shrink_blocks, with_gradients
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import masksafe
+from masksafe import attention_masks
+from masksafe._core import platforms
+from masksafe.attention import _rowwise
+
+with_residual = functools.partial(attention, return_residual=True)
+QUERY, KEY = np.arange(6)[:, None], np.arange(7)
+SLOPES = np.float32([0.5, -1.5])
+COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
+
+
+def assert_close(actual, expected, tolerance=3e-5):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(params=["dense", "blocks of keys", "blocks", "by row"])
+def form(request, monkeypatch):
+    """Each of the forms of attention."""
+    if request.param == "blocks":
+        shrink_blocks(monkeypatch)
+    if request.param == "blocks of keys":
+        request.getfixturevalue("monkeypatch")
+        from attention_cases import decode_always
+
+        decode_always(monkeypatch)
+    if request.param == "by row":
+        monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
+        monkeypatch.setattr(platforms, "ROW_TILE_LOGITS", 21)
+        monkeypatch.setattr(platforms, "SKIPPING_ROW_TILE_LOGITS", 16)
+        monkeypatch.setattr(_rowwise, "_ALIGNMENT", 2)
+        jax.clear_caches()
+    yield request.param
+    if request.param == "by row":
+        jax.clear_caches()
+
+
+# score_mod
+
+
+def alibi(query, key, value, slopes):
+    return with_residual(
+        query, key, value, is_causal=True, score_mod=lambda x, batch, head, q, k: x + slopes[head] * (k - q)
+    )
+
+
+def test_alibi_is_a_bias_with_exact_gradients(form):
+    inputs = random_inputs()
+    distance = (KEY - QUERY).astype(np.float64)
+    outputs, gradients = with_gradients(alibi)((*inputs, SLOPES), COTANGENTS)
+    bias = np.float64(SLOPES)[:, None, None] * distance
+    expected, of_all = exact(*inputs, causal(6, 7), bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
+    assert_close(outputs, expected)
+    assert_close(gradients[:3], [of_all[name] for name in ("query", "key", "value")])
+    assert_close(gradients[3], np.sum(of_all["bias"] * distance, (0, 2, 3)))
+
+
+def densely(mod, query, key, value, captured, live, bias=0.0):
+    """All logits at once, in JAX's own operations."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
+    x = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias
+    sample, head, q, k = np.indices(x.shape)
+    x = jnp.where(live, mod(captured, jnp.where(live, x, 0), sample, head, q, k), -jnp.inf)
+    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, -1), value)
+    return out, jnp.moveaxis(jax.nn.logsumexp(x, -1), 1, 2)
+
+
+def bent(captured, x, batch, head, q, k):
+    """Depends on all of its inputs, not linearly, and on a table."""
+    table, factor = captured
+    return jnp.sin(x) * factor[batch] + table[head, jnp.abs(q - k) // 2] * x
+
+
+def test_any_function_with_a_bias_and_grouped_heads(form):
+    inputs = *random_inputs(N=4, K=2), normals(2, 4, 6, 7, seed=5)
+    captured = normals(4, 4, seed=8), normals(2, seed=9)
+    cotangents = normals(2, 6, 4, 4, seed=6), normals(2, 6, 4, seed=7)
+
+    def ours(query, key, value, bias, captured):
+        mod = lambda *pair: bent(captured, *pair)  # noqa: E731
+        return with_residual(query, key, value, bias, is_causal=True, score_mod=mod)
+
+    def theirs(query, key, value, bias, captured):
+        return densely(bent, query, key, value, captured, causal(6, 7), bias)
+
+    arguments = (*inputs, captured)
+    assert_close(with_gradients(ours)(arguments, cotangents), with_gradients(theirs)(arguments, cotangents), 1e-4)
+
+
+# At a masked pair, k > q, the first is NaN, with a derivative of NaN; at others both are alike.
+def undefined(captured, x, batch, head, q, k):
+    return x + captured[head] * jnp.sqrt((q - k).astype(jnp.float32)) * jnp.where(k > q, jnp.nan, x)
+
+
+def defined(captured, x, batch, head, q, k):
+    return x + captured[head] * jnp.sqrt(jnp.maximum(q - k, 0).astype(jnp.float32)) * x
+
+
+def test_a_masked_pair_never_counts(form):
+    def run(mod):
+        fn = lambda q, k, v, a: with_residual(  # noqa: E731
+            q, k, v, is_causal=True, mask=np.arange(7) != 3, score_mod=lambda *pair: mod(a, *pair)
+        )
+        return with_gradients(fn)((*random_inputs(), SLOPES), COTANGENTS)
+
+    # Compared to a few rounding errors, not to the bit: the functions compute differently.
+    assert_close(run(undefined), run(defined), 2e-6)
+
+
+def test_garbage_under_the_mask_changes_no_bit(form):
+    inputs, masked = random_inputs(), np.isin(KEY, (3, 6))[:, None, None]
+    fn = lambda q, k, v, a: with_residual(  # noqa: E731
+        q, k, v, is_causal=True, mask=KEY != 3, score_mod=lambda *pair: undefined(a, *pair)
+    )
+    run = with_gradients(fn)
+    clean = run((*inputs, SLOPES), COTANGENTS)
+    for garbage in (np.nan, np.inf, 3e38):
+        dirty = [inputs[0], *(np.where(masked, np.float32(garbage), x) for x in inputs[1:])]
+        jax.tree.map(np.testing.assert_array_equal, run((*dirty, SLOPES), COTANGENTS), clean)
+
+
+def test_a_bad_query_or_key_shows_whatever_the_function_returns(form):
+    forgets = lambda x, batch, head, q, k: 0.0 * k  # noqa: E731
+    query, key, value = random_inputs()
+    out = attention(replaced(query, (0, 2, 1, 0), np.nan), key, value, score_mod=forgets)
+    assert (np.isnan(out).all(-1) == (np.indices((2, 6, 2)).T == (0, 2, 1)).all(-1).T).all()
+    out = attention(query, replaced(key, (1, 3, 0, 0), np.inf), value, is_causal=True, score_mod=forgets)
+    assert (np.isnan(out).all((2, 3)) == ((np.arange(2) == 1)[:, None] & (np.arange(6) >= 3))).all()
+
+
+@pytest.mark.parametrize("derivative", ["forward", "forward over reverse", "reverse over reverse"])
+def test_other_derivatives(derivative):
+    inputs = (*random_inputs(), SLOPES)
+    along = tuple(normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs))
+
+    def ours(*args):
+        return attention(*args[:3], is_causal=True, score_mod=lambda *pair: undefined(args[3], *pair))
+
+    def theirs(*args):
+        return densely(defined, *args, causal(6, 7))[0]
+
+    def derived(fn):
+        gradient = jax.grad(lambda *args: jnp.sum(jnp.square(fn(*args))) / 2, range(4))
+        if derivative == "forward":
+            with masksafe.forward_mode():
+                return jax.jit(lambda *args: jax.jvp(fn, args, along)[1])(*inputs)
+        if derivative == "forward over reverse":
+            return jax.jit(lambda *args: jax.jvp(gradient, args, along)[1])(*inputs)
+        return jax.jit(lambda *args: jax.vjp(gradient, *args)[1](along))(*inputs)
+
+    assert_close(derived(ours), derived(theirs), 3e-4)
+
+
+def test_a_function_is_traced_once_and_compiled_once():
+    calls, inputs = [], random_inputs()
+
+    def attend(slopes):
+        def mod(x, batch, head, q, k):
+            calls.append((x.shape, x.dtype, q.dtype))
+            return x + slopes[head] * (k - q)
+
+        return attention(*inputs, score_mod=mod)
+
+    first = attend(jnp.array([1.0, 2.0]))
+    before = masksafe.attention._batch.attend_over_batch.__wrapped__._cache_size()
+    second = attend(jnp.array([3.0, 4.0]))
+    assert calls == [((), jnp.float32, jnp.int32)] * 2
+    assert masksafe.attention._batch.attend_over_batch.__wrapped__._cache_size() == before
+    assert np.abs(first - second).max() > 1e-3
+
+
+def test_functions_that_read_alike_but_hold_other_constants_are_told_apart():
+    query, key, value = random_inputs()
+    outs = []
+    for factor in (1.0, 2.0):
+        table = np.full(7, factor, np.float32)
+        inner = jax.jit(lambda k, table=table: jnp.asarray(table)[k])
+        outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
+    expected = [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)]
+    assert_close(outs, expected)
+
+
+def test_nothing_of_the_size_of_all_pairs_is_held():
+    shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
+
+    def loss(query, key, value, slopes):
+        return jnp.sum(alibi(query, key, value, slopes)[0])
+
+    program = (
+        jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*[shape] * 3, jax.ShapeDtypeStruct((1,), jnp.float32)).compile()
+    )
+    assert program.memory_analysis().temp_size_in_bytes < 2048**2 * 4 / 2
+
+
+# mask_mod
+
+OF_SAMPLES = np.array([2, 5])
+MASKS = {
+    "chunked": (lambda b, h, q, k: q // 3 == k // 3, (QUERY // 3 == KEY // 3)),
+    "of samples and heads": (
+        lambda b, h, q, k: (k < jnp.asarray(OF_SAMPLES)[b]) & ((q + k) % 2 == h),
+        (OF_SAMPLES[:, None, None, None] > KEY) & (np.arange(2)[:, None, None] == (QUERY + KEY) % 2),
+    ),
+    "of keys": (lambda b, h, q, k: k != 4, KEY != 4),
+    "of queries": (lambda b, h, q, k: q > 1, QUERY > 1),
+    "of nothing": (lambda b, h, q, k: jnp.asarray(False), np.array(False)),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_function_masks_as_an_array_does(name, form):
+    mod, live = MASKS[name]
+    live, inputs = np.broadcast_to(live, (2, 2, 6, 7)), random_inputs()
+    run = with_gradients(functools.partial(with_residual, mask_mod=mod))
+    clean = run(inputs, COTANGENTS)
+    expected, of_all = exact(*inputs, live, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
+    assert_close(clean[0], expected)
+    assert_close(clean[1], [of_all[name] for name in ("query", "key", "value")])
+    masked = ~live.any((1, 3))[..., None, None], *[~live.any((1, 2))[..., None, None]] * 2
+    dirty = [np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True)]
+    jax.tree.map(np.testing.assert_array_equal, run(tuple(dirty), COTANGENTS), clean)
+
+
+def test_functions_get_positions_and_the_index_of_a_sample_in_any_batch(form):
+    query, key, value = (x.reshape(1, 2, *x.shape[1:]) for x in random_inputs())
+    positions = np.array([[4, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]])[None], np.array([3, 7, -5, 0, 0, 4, 2])
+    of_sample = np.float32([1.0, -2.0])
+    out = attention(
+        query,
+        key,
+        value,
+        query_positions=positions[0],
+        key_positions=positions[1][None, None],
+        score_mod=lambda x, b, h, q, k: x + jnp.asarray(of_sample)[b] * (q - k),
+        mask_mod=attention_masks.causal,
+    )
+    distance = (positions[0][0][:, None, :, None] - positions[1]).astype(np.float32)
+    bias = of_sample[:, None, None, None] * distance
+    assert_close(out[0], exact(query[0], key[0], value[0], distance >= 0, bias)[0])
+
+
+# The ready-made masks.
+
+READY_MADE = {
+    "causal": (attention_masks.causal, KEY <= QUERY),
+    "window": (attention_masks.window(2, 1), (QUERY - KEY <= 2) & (KEY - QUERY <= 1)),
+    "chunked": (attention_masks.chunked(3), QUERY // 3 == KEY // 3),
+    "prefix": (attention_masks.prefix(2), np.broadcast_to(KEY < 2, (6, 7))),
+    "prefix of each sample": (attention_masks.prefix(jnp.array([1, 4])), np.array([[[1]], [[4]]]) > KEY),
+    "and": (attention_masks.causal & attention_masks.chunked(2), (KEY <= QUERY) & (QUERY // 2 == KEY // 2)),
+    "or": (attention_masks.causal | attention_masks.prefix(3), (KEY <= QUERY) | (KEY < 3)),
+    "not": (~attention_masks.causal, KEY > QUERY),
+    "with a function": ((lambda b, h, q, k: k > 1) & attention_masks.causal, (KEY <= QUERY) & (KEY > 1)),
+}
+
+
+@pytest.mark.parametrize("name", READY_MADE)
+def test_ready_made_masks(name):
+    mask, live = READY_MADE[name]
+    inputs = random_inputs()
+    live = np.broadcast_to(live[:, None] if live.ndim == 3 else live, (2, 2, 6, 7))
+    np.testing.assert_allclose(attention(*inputs, mask_mod=mask), exact(*inputs, live)[0], rtol=2e-5, atol=1e-5)
+
+
+# In JAX's transformations.
+
+
+def test_vmap_remat_scan_and_shard_map():
+    inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
+    fn = lambda *args: alibi(*args)[0]  # noqa: E731
+    expected = with_gradients(fn)(inputs, d_out)
+    assert_close(with_gradients(jax.checkpoint(fn))(inputs, d_out), expected)
+
+    def samples_in_turn(query, key, value, slopes):
+        one = lambda _, x: (None, fn(*(y[None] for y in x), slopes)[0])  # noqa: E731
+        return jax.lax.scan(one, None, (query, key, value))[1]
+
+    assert_close(with_gradients(samples_in_turn)(inputs, d_out), expected)
+    assert_close(with_gradients(jax.vmap(fn, (0, 0, 0, None)))(inputs, d_out), expected)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("batch")
+    sharded = jax.shard_map(fn, mesh=mesh, in_specs=(rows, rows, rows, PartitionSpec()), out_specs=rows)
+    assert_close(with_gradients(sharded)(inputs, d_out), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_sharded(kind):
+    inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
+    masks = dict(mask_mod=attention_masks.chunked(4))
+    fn = lambda q, k, v, a: attention(q, k, v, score_mod=lambda *pair: defined(a, *pair), **masks)  # noqa: E731
+    expected = with_gradients(fn)(inputs, d_out)
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
+        actual = with_gradients(fn)((*map(place, inputs[:3]), jnp.asarray(SLOPES)), place(d_out))
+    assert_close(actual, expected)
+
+
+BAD_FUNCTIONS = {
+    "an array": (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
+    "a vector": (
+        dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)),
+        ValueError,
+        r"score_mod: got a result of shape \(2,\)",
+    ),
+    "a boolean": (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
+    "a number": (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
+    "two results": (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
+    "an offset as well": (
+        dict(is_causal=True, causal_offset=1, query_positions=np.arange(6)[None]),
+        ValueError,
+        "causal_offset: got an offset and query_positions",
+    ),
+    "floats": (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
+    "positions of another length": (
+        dict(query_positions=np.ones((2, 5), int)),
+        ValueError,
+        "query_positions: got shape",
+    ),
+    "sinks": (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FUNCTIONS)
+def test_bad_arguments_are_refused(name):
+    arguments, error, text = BAD_FUNCTIONS[name]
+    with pytest.raises(error, match=f"^dot_product_attention: {text}"):
+        attention(*random_inputs(), **arguments)
