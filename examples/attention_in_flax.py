@@ -2,8 +2,9 @@
 
     python examples/attention_in_flax.py
 
-Both flax.nnx and flax.linen take the attention function as an argument, so a short adapter is enough. Equinox does not:
-there the projections of its layer are called by hand.
+Both flax.nnx and flax.linen take the attention function as an argument, and `masksafe.adapters.flax_attention` is one.
+Sinks, the slopes of ALiBi and a chunked mask go through it. Equinox takes none: there the projections of its layer are
+called by hand.
 """
 
 import functools
@@ -16,44 +17,41 @@ import jax.numpy as jnp
 import masksafe
 
 
-def flax_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    *,
-    dropout_rng: jax.Array | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    is_causal: bool = False,
-    **ignored: Any,  # dtype, precision, module; and broadcast_dropout: dropout draws every weight separately
-) -> jax.Array:
-    """Attention of masksafe with the signature that `flax.linen` and `flax.nnx` expect."""
-    return masksafe.dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        None if mask is None else mask != 0,  # flax's own masks are floats
-        is_causal=is_causal,
-        dropout_rate=0.0 if deterministic or dropout_rng is None else dropout_rate,
-        dropout_key=dropout_rng,
-    )
-
-
 def nnx_layer(**arguments: Any) -> Any:
     """`flax.nnx.MultiHeadAttention` with masksafe inside; without `attention_fn` it uses flax's own attention."""
     from flax import nnx
 
-    return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=flax_attention, **arguments)
+    attention_fn = masksafe.adapters.flax_attention
+    return nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0), attention_fn=attention_fn, **arguments)
 
 
 def linen_layer(**arguments: Any) -> Any:
     """`flax.linen.MultiHeadDotProductAttention` with masksafe inside."""
     from flax import linen
 
-    return linen.MultiHeadDotProductAttention(2, attention_fn=flax_attention, **arguments)
+    return linen.MultiHeadDotProductAttention(2, attention_fn=masksafe.adapters.flax_attention, **arguments)
+
+
+def make_modern_layer(rngs: Any) -> Any:
+    """An nnx layer whose attention is causal in chunks, weighs distances as ALiBi does, and has learned sinks."""
+    from flax import nnx
+
+    class ModernAttention(nnx.Module):
+        def __init__(self) -> None:
+            self.layer = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+            self.sinks, self.slopes = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.array([0.25, 0.0625]))
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            slopes = self.slopes[...]
+            self.layer.attention_fn = functools.partial(
+                masksafe.adapters.flax_attention,
+                sinks=self.sinks[...],
+                score_mod=lambda logit, batch, head, query, key: logit - slopes[head] * (query - key),
+                mask_mod=masksafe.attention_masks.chunked(2),
+            )
+            return self.layer(x, is_causal=True)
+
+    return ModernAttention()
 
 
 def equinox_attention(layer: Any, x: jax.Array, context: jax.Array, **masks: Any) -> jax.Array:
@@ -74,6 +72,16 @@ def show(name: str, apply: Any, x: jax.Array, context: jax.Array) -> None:
     print(f"{name:10} outputs move by {moved[0]:.3g} (three words), {moved[1]:.3g} (no words)")
 
 
+def show_gradients(x: jax.Array) -> None:
+    """Prints the gradients of the sinks and the slopes of a layer that has both."""
+    from flax import nnx
+
+    layer = make_modern_layer(nnx.Rngs(0))
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(x) ** 2))(layer)
+    for name in ("sinks", "slopes"):
+        print(f"{name:10} gradients {gradient[name][...].round(3)}")
+
+
 def main() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 4, 8))
     is_word = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)
@@ -87,6 +95,7 @@ def main() -> None:
         linen = linen_layer()
         variables = linen.init(jax.random.key(0), x, context, mask=mask)
         show("linen", lambda x, context: linen.apply(variables, x, context, mask=mask), x, context)
+        show_gradients(x)
     if importlib.util.find_spec("equinox") is None:
         print("equinox is not installed.")
     else:

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from masksafe import attention_masks, losses
+from masksafe import adapters, attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._reductions import mean, sum, var, var_mean
 from masksafe._selection import apply_where, mask_where
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "adapters",
     "apply_where",
     "attention_masks",
     "dot_product_attention",

@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_in_flax import flax_attention
+from attention_in_flax import make_modern_layer
 from flax import linen, nnx
+
+from masksafe.adapters import flax_attention
 
 TIME, WIDTH, HEADS = 5, 8, 2
 X = jax.random.normal(jax.random.key(0), (2, TIME, WIDTH))
@@ -110,3 +112,35 @@ def test_mean_over_dropout_is_what_comes_without(dropout):
     mean = jax.jit(jax.vmap(run))(jax.random.split(jax.random.key(0), 2000)).mean(0)
     expected = layer.apply({"params": params}, X, mask=CAUSAL, deterministic=True)
     np.testing.assert_allclose(mean, expected, atol=0.1 if dropout else 1e-6)
+
+
+def test_a_causal_mask_in_decoding_hides_nothing_of_the_cache():
+    """Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone."""
+    layer = nnx_layer(attention_fn=flax_attention)
+    at_once = layer(X, is_causal=True)
+    layer.init_cache(X.shape)
+    steps = [layer(X[:, t : t + 1], decode=True, is_causal=True) for t in range(TIME)]
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
+    query, key, value = (jnp.ones((1, n, 2, 4)) * jnp.arange(n)[:, None, None] for n in (1, 3, 3))
+    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=True)
+    np.testing.assert_allclose(out, jnp.ones((1, 1, 2, 4)), rtol=1e-6)
+
+
+def test_sinks_score_mod_and_mask_mod_inside_of_a_layer():
+    layer = make_modern_layer(nnx.Rngs(0))
+    expected = layer(X)
+    moved = layer(X.at[:, 2].add(1.0))  # the first key of the second chunk
+    np.testing.assert_array_equal(moved[:, [0, 1, 4]], expected[:, [0, 1, 4]])
+    assert (moved[:, 2:4] != expected[:, 2:4]).all()
+    gradient = nnx.grad(lambda layer: jnp.sum(layer(X) ** 2))(layer)
+    for name in ("sinks", "slopes"):
+        assert (np.abs(gradient[name][...]) > 1e-6).all()
+
+
+def test_what_flax_asks_for_in_vain_is_refused():
+    with pytest.raises(ValueError, match=r"^flax_attention: module: got MultiHeadAttention; expected None"):
+        nnx_layer(attention_fn=flax_attention)(X, sow_weights=True)
+    with pytest.raises(TypeError, match="einsum"):
+        flax_attention(X[:, :, None], X[:, :, None], X[:, :, None], einsum=None)
+    half = flax_attention(X[:, :, None], X[:, :, None], X[:, :, None], dtype=jnp.bfloat16)
+    assert half.dtype == jnp.bfloat16

@@ -1,0 +1,88 @@
+"""masksafe's attention with the signature that layers of other libraries expect. None of them is imported here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from masksafe._core.arguments import message
+from masksafe._core.typing import Array
+from masksafe.attention import dot_product_attention
+
+__all__ = ["flax_attention"]
+
+
+def flax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    *,
+    is_causal: bool = False,
+    dropout_rng: Array | None = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    broadcast_dropout: bool = True,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    **arguments: Any,
+) -> Array:
+    """`dot_product_attention` as the `attention_fn` of `flax.nnx.MultiHeadAttention` and of flax.linen's layers.
+
+    Args:
+      query: floats `[..., time, heads, width]`.
+      key: floats `[..., keys, heads, width]`.
+      value: floats `[..., keys, heads, width]`.
+      bias: floats that broadcast to `[..., heads, time, keys]`.
+      mask: booleans, or as flax makes them floats, that broadcast to the same; 0 is masked.
+      is_causal: query t sees the keys up to t. A single query with a mask is taken for decoding, where flax's mask says
+        what it sees of the cache; some versions ask for a causal mask on top, which would hide all keys but the first.
+      dropout_rng: the random key for dropout.
+      dropout_rate: probability that a weight becomes 0.
+      deterministic: no dropout.
+      broadcast_dropout: without effect: dropout draws every weight by itself.
+      dtype: the dtype in which flax asks to compute; None is that of the inputs.
+      precision: without effect; `jax.default_matmul_precision` has one.
+      module: flax hands over its layer where it is to store the weights, which are never there as a whole: refused.
+      **arguments: further ones of `dot_product_attention`, set by `functools.partial`: sinks, segments, `score_mod`...
+
+    Returns:
+      The output `[..., time, heads, width]`. A query that sees no key has output 0.
+
+    Raises:
+      TypeError: for an argument that neither knows.
+      ValueError: if flax asks to store the weights (`sow_weights`), or as `dot_product_attention` does.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, masksafe
+      >>> from flax import linen
+      >>> chunks = masksafe.attention_masks.chunked(2)
+      >>> attention_fn = functools.partial(masksafe.adapters.flax_attention, mask_mod=chunks)
+      >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn)
+      >>> out, _ = layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 8)))
+      >>> print(out.shape)
+      (1, 4, 8)
+
+    References:
+      `flax.nnx.MultiHeadAttention
+      <https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/attention.html>`_.
+    """
+    del broadcast_dropout, precision
+    if module is not None:
+        hint = "Do not set sow_weights."
+        raise ValueError(message("flax_attention", "module", type(module).__name__, "None", hint))
+    if dtype is not None:
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    is_decoding = mask is not None and query.shape[-3] == 1
+    return dot_product_attention(
+        query,
+        key,
+        value,
+        bias,
+        None if mask is None else mask != 0,
+        is_causal=is_causal and not is_decoding,
+        dropout_rate=0.0 if deterministic or dropout_rng is None else dropout_rate,
+        dropout_key=dropout_rng,
+        **arguments,
+    )
