@@ -16,7 +16,7 @@ import masksafe
 
 PUBLIC = {
     f"{module.__name__}.{name}"
-    for module in (masksafe, masksafe.losses, masksafe.testing)
+    for module in (masksafe, masksafe.losses, masksafe.testing, masksafe.attention_masks, masksafe.adapters)
     for name, value in vars(module).items()
     if callable(value) and not name.startswith("_")
 }
