@@ -105,6 +105,81 @@ def prepare(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     return Work(functions, (*qkv, arrays), leaves=3, torch_args=tuple(torch_args))
 
 
+# Causal attention of today's models, with what is learned as a fourth argument. For jax.nn it has to be a bias or a
+# mask of all pairs, or to follow by hand.
+
+BUCKETS = 32
+
+
+def distances(length: int) -> jax.Array:
+    return jnp.arange(length)[:, None] - jnp.arange(length)
+
+
+def bucket(distance: jax.Array) -> jax.Array:
+    """T5's: each distance below 16 its own, then logarithmically up to 128."""
+    near = jnp.maximum(distance, 0)
+    far = 16 + (jnp.log(jnp.maximum(near, 1) / 16) / jnp.log(8) * 16).astype(jnp.int32)
+    return jnp.where(near < 16, near, jnp.minimum(far, BUCKETS - 1))
+
+
+def with_score_mod(mod: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+        return masksafe.dot_product_attention(q, k, v, is_causal=True, score_mod=functools.partial(mod, learned))
+
+    return attention
+
+
+def with_bias(bias_of: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+        bias = bias_of(learned, distances(q.shape[1])).astype(q.dtype)
+        return jax.nn.dot_product_attention(q, k, v, bias[None], is_causal=True)
+
+    return attention
+
+
+def chunked(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+    chunks = masksafe.attention_masks.chunked(q.shape[1] // SEGMENTS)
+    return masksafe.dot_product_attention(q, k, v, is_causal=True, mask_mod=chunks)
+
+
+def chunked_in_jax(q: jax.Array, k: jax.Array, v: jax.Array, learned: jax.Array) -> jax.Array:
+    chunk = jnp.arange(q.shape[1]) // (q.shape[1] // SEGMENTS)
+    return jax.nn.dot_product_attention(q, k, v, mask=(chunk[:, None] == chunk)[None, None], is_causal=True)
+
+
+def with_sinks(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+    return masksafe.dot_product_attention(q, k, v, is_causal=True, sinks=sinks)
+
+
+def with_sinks_in_jax(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array) -> jax.Array:
+    out, logsumexp = jax.nn.dot_product_attention(q, k, v, is_causal=True, return_residual=True)
+    return out * jax.nn.sigmoid(logsumexp - sinks)[..., None]
+
+
+SLOPES = 2.0 ** -np.arange(1, HEADS + 1, dtype=np.float32)
+ADJUSTED: dict[str, tuple[np.ndarray, Callable[..., jax.Array], Callable[..., jax.Array]]] = {
+    "ALiBi": (
+        SLOPES,
+        with_score_mod(lambda slopes, x, batch, head, query, key: x - slopes[head] * (query - key)),
+        with_bias(lambda slopes, distance: -slopes[:, None, None] * distance),
+    ),
+    "T5 bias": (
+        np.zeros((HEADS, BUCKETS), np.float32),
+        with_score_mod(lambda table, x, batch, head, query, key: x + table[head, bucket(query - key)]),
+        with_bias(lambda table, distance: table[:, bucket(distance)]),
+    ),
+    "chunked": (SLOPES, chunked, chunked_in_jax),
+    "sinks": (SLOPES, with_sinks, with_sinks_in_jax),
+}
+
+
+def prepare_adjusted(name: str, sizes: tuple[int, int, int]) -> Work:
+    samples, queries, keys = sizes
+    qkv = [random_normal((samples, length, HEADS, WIDTH), seed=i) for i, length in enumerate((queries, keys, keys))]
+    learned, ours, theirs = ADJUSTED[name]
+    return Work({"masksafe": ours, "jax.nn": theirs}, (*qkv, jnp.asarray(learned)), leaves=4)
+
+
 CASES = [
     Case(
         "attention",
@@ -118,6 +193,18 @@ CASES = [
     for dtype, masks_of in MASKS.items()
     for size, masks in masks_of.items()
     for mask in masks
+]
+CASES += [
+    Case(
+        "attention",
+        f"causal, {name}",
+        "float32",
+        size,
+        "{}x{}x{}".format(*SIZES[size]),
+        functools.partial(prepare_adjusted, name, SIZES[size]),
+    )
+    for name in ADJUSTED
+    for size in ("tiny", "large", "long")
 ]
 BENCHMARK = Benchmark("attention", "Attention", (("masksafe", "jax.nn"), ("masksafe", "torch")), list(eager_too(CASES)))
 
