@@ -159,6 +159,15 @@ def pack(functions: Iterable[Function], vocabulary: Vocabulary, length: int) -> 
     return Rows(*map(np.stack, zip(*rows, strict=True)))
 
 
+def prepare_data(config: Config) -> tuple[Rows, Rows, list[Function], Vocabulary]:
+    """Rows for training, rows held out, the functions of these, and the vocabulary."""
+    functions = read_functions()
+    np.random.default_rng(config.seed).shuffle(functions)
+    held_out, training = functions[:256], functions[256:]
+    vocabulary = Vocabulary(training, config.vocabulary)
+    return pack(training, vocabulary, config.length), pack(held_out, vocabulary, config.length), held_out, vocabulary
+
+
 def batches(data: Rows, config: Config) -> Iterator[Rows]:
     rng = np.random.default_rng(config.seed)
     while True:
@@ -168,8 +177,17 @@ def batches(data: Rows, config: Config) -> Iterator[Rows]:
 # The model.
 
 
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # of queries, keys and values
+
+
+def within(segments: jax.Array) -> Attend:
+    """Causal attention within each segment."""
+    masks = {"is_causal": True, "query_segment_ids": segments, "key_value_segment_ids": segments}
+    return functools.partial(masksafe.dot_product_attention, **masks)
+
+
 class Layer(nnx.Module):
-    """Attention within each segment, and a feed-forward network."""
+    """Attention, and a feed-forward network."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs) -> None:
         dense = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
@@ -178,11 +196,10 @@ class Layer(nnx.Module):
         self.query_key_value, self.attention_out = dense(width, 3 * width), dense(width, width)
         self.up, self.down = dense(width, 4 * width), dense(4 * width, width)
 
-    def __call__(self, x: jax.Array, segments: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, attend: Attend) -> jax.Array:
         heads = self.query_key_value(masksafe.rms_norm(x, self.attention_scale[...]))
         query, key, value = jnp.split(heads.reshape(*x.shape[:-1], 3 * self.heads, -1), 3, axis=-2)
-        masks = {"is_causal": True, "query_segment_ids": segments, "key_value_segment_ids": segments}
-        x += self.attention_out(masksafe.dot_product_attention(query, key, value, **masks).reshape(x.shape))
+        x += self.attention_out(attend(query, key, value).reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(masksafe.rms_norm(x, self.feed_forward_scale[...]))))
 
 
@@ -197,11 +214,15 @@ class Decoder(nnx.Module):
         self.scale = nnx.Param(jnp.ones(config.width))
         self.kernel = nnx.Param(small(rngs.params(), (config.width, config.vocabulary)))
 
-    def __call__(self, batch: Rows) -> jax.Array:
-        x = self.embed(batch.inputs) + self.place(batch.positions)
-        for layer in self.layers:
-            x = layer(x, batch.segments)
+    def __call__(self, tokens: jax.Array, positions: jax.Array, attends: Iterable[Attend]) -> jax.Array:
+        """Takes an attention for each layer."""
+        x = self.embed(tokens) + self.place(positions)
+        for layer, attend in zip(self.layers, attends, strict=True):
+            x = layer(x, attend)
         return masksafe.rms_norm(x, self.scale[...])
+
+    def within_segments(self, batch: Rows) -> jax.Array:
+        return self(batch.inputs, batch.positions, [within(batch.segments)] * len(self.layers))
 
 
 # The losses, of features [batch, length, width], the kernel of the output layer, and labels [batch, length].
@@ -249,7 +270,7 @@ class Trainer:
 
     def loss_of(self, loss: Loss, params: Any, batch: Rows) -> jax.Array:
         model = nnx.merge(self.graph, params)
-        return loss(model(batch), model.kernel[...], batch.labels)
+        return loss(model.within_segments(batch), model.kernel[...], batch.labels)
 
     def compile_step(self, loss: Loss, batch: Rows) -> Callable[[State, Rows], tuple[State, jax.Array]]:
         def step(state: State, batch: Rows) -> tuple[State, jax.Array]:
@@ -268,7 +289,7 @@ class Trainer:
         def next_token(inputs: jax.Array, at: jax.Array, key: jax.Array) -> jax.Array:
             ones = jnp.ones((1, length), int)
             model = nnx.merge(self.graph, params)
-            features = model(Rows(inputs[None], ones, ones, jnp.arange(length)[None]))[0, at]
+            features = model.within_segments(Rows(inputs[None], ones, ones, jnp.arange(length)[None]))[0, at]
             return jax.random.categorical(key, features @ model.kernel[...] / temperature)
 
         for key in jax.random.split(jax.random.key(self.config.seed), number):
@@ -399,13 +420,9 @@ def main() -> None:
     console = Console()
     arguments.output.mkdir(parents=True, exist_ok=True)
 
-    functions = read_functions()
-    np.random.default_rng(config.seed).shuffle(functions)
-    held_out_functions, training_functions = functions[:256], functions[256:]
-    vocabulary = Vocabulary(training_functions, config.vocabulary)
-    data, held_out = (pack(part, vocabulary, config.length) for part in (training_functions, held_out_functions))
+    data, held_out, held_out_functions, vocabulary = prepare_data(config)
     share = unmasked(data) / data.labels.size
-    console.print(f"{len(functions)} functions in {data.labels.size} tokens; {share:.0%} of these are not masked")
+    console.print(f"{data.labels.size} tokens; {share:.0%} of these are not masked")
 
     trainer = Trainer(config)
     show(compare(trainer, data), console)

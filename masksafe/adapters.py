@@ -75,7 +75,7 @@ def flax_attention(
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     is_decoding = mask is not None and query.shape[-3] == 1
-    return dot_product_attention(
+    out: Array = dot_product_attention(
         query,
         key,
         value,
@@ -86,3 +86,4 @@ def flax_attention(
         dropout_key=dropout_rng,
         **arguments,
     )
+    return out

@@ -74,7 +74,7 @@ class Mod:
 def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs)
+        return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs))
     # On a mesh the types say how arrays are split, and may be others than where the function was traced. In shard_map,
     # all inputs of an operation have to vary over the same axes.
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
