@@ -7,12 +7,14 @@ and `~a` are masks again, and a function of one's own becomes one with `Attentio
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.typing import ArrayLike
+from masksafe._core.arguments import as_array, message
+from masksafe._core.typing import Array, ArrayLike
 
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
 
@@ -36,10 +38,18 @@ class AttentionMask:
     def __call__(self, batch: Any, head: Any, query_position: Any, key_position: Any) -> Any:
         return self.allows(batch, head, query_position, key_position)
 
+    def __post_init__(self) -> None:
+        if not callable(self.allows):
+            raise TypeError(message("AttentionMask", "allows", f"type {type(self.allows).__name__}", "a function"))
+
     def __and__(self, other: Callable[..., Any]) -> AttentionMask:
+        if not callable(other):
+            return NotImplemented
         return AttentionMask(lambda *pair: jnp.logical_and(self(*pair), other(*pair)))
 
     def __or__(self, other: Callable[..., Any]) -> AttentionMask:
+        if not callable(other):
+            return NotImplemented
         return AttentionMask(lambda *pair: jnp.logical_or(self(*pair), other(*pair)))
 
     def __invert__(self) -> AttentionMask:
@@ -60,18 +70,24 @@ def window(left: int, right: int = 0) -> AttentionMask:
       >>> print([bool(window(2)(0, 0, 5, key)) for key in range(8)])
       [False, False, False, True, True, True, False, False]
     """
+    for argument, width in (("left", left), ("right", right)):
+        if not isinstance(width, numbers.Integral):
+            raise TypeError(message("attention_masks.window", argument, f"value {width!r}", "an int"))
     return AttentionMask(lambda batch, head, query, key: (query - key <= left) & (key - query <= right))
 
 
 def chunked(size: ArrayLike) -> AttentionMask:
-    """A query sees the keys of its own chunk, of which each has `size` positions, as in the chunked layers of Llama 4.
+    """A query sees the keys of its own chunk of `size` positions, an integer, as in the chunked layers of Llama 4.
 
     Example:
       >>> from masksafe.attention_masks import causal, chunked
       >>> print([bool((causal & chunked(4))(0, 0, 6, key)) for key in range(8)])
       [False, False, False, False, True, True, True, False]
     """
-    return AttentionMask(lambda batch, head, query, key: query // size == key // size)
+    positions = _as_integers("attention_masks.chunked", "size", size)
+    if isinstance(size, numbers.Integral) and size < 1:
+        raise ValueError(message("attention_masks.chunked", "size", f"value {size}", "a positive integer"))
+    return AttentionMask(lambda batch, head, query, key: query // positions == key // positions)
 
 
 def prefix(length: ArrayLike) -> AttentionMask:
@@ -84,5 +100,12 @@ def prefix(length: ArrayLike) -> AttentionMask:
       >>> print([bool((causal | prefix(3))(0, 0, 1, key)) for key in range(5)])
       [True, True, True, False, False]
     """
-    lengths = jnp.asarray(length)
+    lengths = _as_integers("attention_masks.prefix", "length", length)
     return AttentionMask(lambda batch, head, query, key: key < (lengths if lengths.ndim == 0 else lengths[batch]))
+
+
+def _as_integers(op: str, argument: str, value: ArrayLike) -> Array:
+    array = as_array(op, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype"))
+    return array

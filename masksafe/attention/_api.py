@@ -170,16 +170,23 @@ def dot_product_attention(
         can be merged and the sink applied once, at the end; see `merge_attention`. Sinks get gradients. A query that
         sees no key has output 0 as ever.
       query_positions: integers `[B, T]`, which causal masks and windows compare with those of keys; by default the
-        index plus `causal_offset`, which they exclude. They need not be sorted.
+        index plus `causal_offset`, which they exclude. They need not be sorted, and are clipped to 2^29.
       key_positions: integers `[B, S]`; by default the index. A cache that is written in turn, or padded on the left,
         says here where its keys belong. Negative ones are numbers like others: padding is masked by lengths, segments
         or a mask.
       score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, such as the slope of ALiBi or
-        a bias looked up in a table. It is traced once for one pair, of a float in the dtype of the logsumexp and four
-        int32, and applied to every logit, after the bias. Floats that it closes over get gradients. At a masked pair
-        it has no effect, whatever it returns there, and no derivative.
+        a bias looked up in a table. It is traced for one pair, of a float in the dtype of the logsumexp and four int32,
+        and applied to every logit, after the bias. The batch is the index of a sample, one number for all batch
+        dimensions together; it and the head count from 0 within `jax.vmap` and `jax.shard_map`. Floats that the
+        function closes over get gradients. At a masked pair it has no effect, whatever it returns there, and no
+        derivative; but `checkify` reports what it meets there. A bad number that it closes over and that masked pairs
+        alone read may move the gradients of others by a rounding error.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
+
+    Functions with control flow (`lax.cond`, loops) or rules of derivatives of their own (`jax.nn.relu`) are refused on
+    explicit meshes, and in `jax.shard_map` unless it has `check_vma=False`. Called without `jax.jit`, those with such
+    rules are compiled anew each time.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, message
@@ -17,7 +18,7 @@ _OP = "merge_attention"
 Outs = tuple[Array | None, ...]
 Arrays = tuple[Array, ...]
 _Result = tuple[Array, Array]
-_Residuals = tuple[Outs, Arrays, Array, Array]
+_Residuals = tuple[Outs, Arrays, Array]
 
 
 def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[ArrayLike] | Array) -> tuple[Array, Array]:
@@ -64,6 +65,11 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
       Ye et al., `FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving, 2025
       <https://arxiv.org/abs/2501.01005>`_, section 2.2.
     """
+    for argument, arrays in (("outs", outs), ("logsumexps", logsumexps)):
+        is_array = isinstance(arrays, (jax.Array, np.ndarray)) and arrays.ndim > 0
+        if not is_array and not isinstance(arrays, Sequence):
+            expected = "a sequence of arrays, or an array with an axis in front"
+            raise TypeError(message(_OP, argument, f"type {type(arrays).__name__}", expected))
     parts = [as_float_array(_OP, f"outs[{i}]", x) for i, x in enumerate(outs)]
     lses = [as_float_array(_OP, f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]
     if not parts:
@@ -77,8 +83,9 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
         if lse.shape != part.shape[:-1]:
             expected = f"{part.shape[:-1]}, that of outs[{i}] without its last axis"
             raise ValueError(message(_OP, f"logsumexps[{i}]", f"shape {lse.shape}", expected))
-    out, lse = _merge_widened(tuple(parts), tuple(lses))
-    return out.astype(jnp.result_type(*parts)), lse.astype(jnp.result_type(*lses))
+    with jax.numpy_dtype_promotion("standard"):  # as the docstring says
+        out, lse = _merge_widened(tuple(parts), tuple(lses))
+        return out.astype(jnp.result_type(*parts)), lse.astype(jnp.result_type(*lses))
 
 
 @explains_forward_mode
@@ -101,29 +108,32 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
 
 def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
     out, lse = _evaluate(outs, lses)
-    return (out, lse), (outs, lses, out, lse)
+    return (out, lse), (outs, lses, out)
 
 
 def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
-    (outs, lses, out, lse), (d_out, d_lse) = residuals, cotangents
+    (outs, lses, out), (d_out, d_lse) = residuals, cotangents
     # A query without cotangents takes no part, as in the reverse pass of attention: it may be full of NaN.
     is_wanted = jnp.any(d_out != 0, -1) | (d_lse != 0)
+    live_lses = tuple(jnp.where(is_wanted, lse, -jnp.inf) for lse in lses)
+    largest, weights, _ = _softmax(live_lses)
 
-    def pull_back(part: Array | None, lse_of_part: Array) -> tuple[Array | None, Array, Array]:
-        is_live = is_wanted & (lse_of_part != -jnp.inf)
-        weight, is_live_output = jnp.exp(jnp.where(is_live, lse_of_part - lse, -jnp.inf)), is_live[..., None]
-        difference = jnp.where(is_live_output, (0 if part is None else part) - out, 0)
+    def pull_back(part: Array | None, weight: Array, lse: Array) -> tuple[Array | None, Array]:
+        is_live = (lse != -jnp.inf)[..., None]
+        difference = jnp.where(is_live, (0 if part is None else part) - out, 0)
         slope = weight * jnp.sum(jnp.where(d_out == 0, 0, difference * d_out), -1)
-        d_part = None if part is None else jnp.where(is_live_output, weight[..., None] * d_out, 0)
-        return d_part, weight, jnp.where(is_live, slope, 0)
+        d_part = None if part is None else jnp.where(is_live, weight[..., None] * d_out, 0)
+        return d_part, jnp.where(is_live[..., 0], slope, 0)
 
-    d_outs, weights, slopes = zip(*map(pull_back, outs, lses), strict=True)
-    # The slopes add up to 0. That of a part with most of the weight, from its small difference to the output, would
-    # have lost its digits.
-    others = functools.reduce(jnp.add, (jnp.where(w > 0.5, 0, s) for w, s in zip(weights, slopes, strict=True)))
-    d_lses = (
-        jnp.where(w == 0, 0, jnp.where(w > 0.5, -others, s) + w * d_lse) for w, s in zip(weights, slopes, strict=True)
-    )
+    d_outs, slopes = zip(*map(pull_back, outs, weights, live_lses), strict=True)
+    # The slopes add up to 0. That of the largest part, from its small difference to the output, may have lost its
+    # digits, and follows from the others.
+    d_lses, is_found = [], jnp.zeros_like(is_wanted)
+    for lse, weight, slope in zip(live_lses, weights, slopes, strict=True):
+        is_main = (lse == largest) & ~is_found
+        others = functools.reduce(jnp.add, (s for s in slopes if s is not slope), jnp.zeros_like(slope))
+        is_found |= is_main
+        d_lses.append(jnp.where(lse == -jnp.inf, 0, jnp.where(is_main, -others, slope) + weight * d_lse))
     return d_outs, tuple(d_lses)
 
 
@@ -134,14 +144,21 @@ def merge_parts(outs: Outs, lses: Arrays) -> _Result:
 
 
 def _evaluate(outs: Outs, lses: Arrays) -> _Result:
+    largest, weights, total = _softmax(lses)
+    weighted = [
+        jnp.where((lse == -jnp.inf)[..., None], 0, part) * weight[..., None]
+        for part, lse, weight in zip(outs, lses, weights, strict=True)
+        if part is not None
+    ]
+    lse = jnp.where(largest == -jnp.inf, -jnp.inf, largest + jnp.log(total))
+    return functools.reduce(jnp.add, weighted), lse
+
+
+def _softmax(lses: Arrays) -> tuple[Array, Arrays, Array]:
+    """The largest of the logsumexps, the weights of the parts, 0 if nothing was seen, and the sum of exponentials."""
     largest = lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     sees_any = largest != -jnp.inf  # True for a NaN, which must stay visible
     shift = jnp.where(sees_any, largest, 0)
     exps = [jnp.where(lse == -jnp.inf, 0, jnp.exp(lse - shift)) for lse in lses]
     total = jnp.where(sees_any, functools.reduce(jnp.add, exps), 1)
-    weighted = [
-        jnp.where((lse == -jnp.inf)[..., None], 0, part) * (exp / total)[..., None]
-        for part, lse, exp in zip(outs, lses, exps, strict=True)
-        if part is not None
-    ]
-    return functools.reduce(jnp.add, weighted), jnp.where(sees_any, shift + jnp.log(total), -jnp.inf)
+    return largest, tuple(exp / total for exp in exps), total

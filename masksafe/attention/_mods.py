@@ -5,13 +5,16 @@ that a rule of derivatives may use it, and gives its gradient.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from masksafe._core.arguments import message
 from masksafe._core.masks import first_of
@@ -24,14 +27,14 @@ Arrays = tuple[Array, ...]
 class Program:
     """A traced function, as a static argument: JAX finds what it compiled for an equal one.
 
-    Functions made anew in each call are then not compiled anew. They are equal if they read alike and hold the same
-    inner constants, which the text does not show.
+    Functions made anew in each call are then not compiled anew. They are equal if they read alike, and if what the text
+    does not show is equal, too: constants of inner functions, and rules of derivatives.
     """
 
     def __init__(self, jaxpr: Jaxpr, is_captured: tuple[bool, ...]) -> None:
         self.jaxpr = jaxpr
         self.is_captured = is_captured  # for each constant whether it gets a gradient; the inputs follow them
-        self._key = str(jaxpr), is_captured, tuple(map(id, _inner_constants(jaxpr)))
+        self._key = str(jaxpr), is_captured, tuple(_hidden(jaxpr))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self._key == other._key
@@ -46,12 +49,21 @@ class Program:
         return tuple(id(v) in used for v in self.jaxpr.invars)
 
 
-def _inner_constants(jaxpr: Jaxpr) -> Iterator[Any]:
+def _hidden(jaxpr: Jaxpr) -> Iterator[Any]:
+    """What the text of a jaxpr may not show; arrays by identity."""
     for equation in jaxpr.eqns:
-        is_closed = lambda x: isinstance(x, ClosedJaxpr)  # noqa: E731
-        for inner in filter(is_closed, jax.tree.leaves(list(equation.params.values()), is_leaf=is_closed)):
-            yield from inner.consts
-            yield from _inner_constants(inner.jaxpr)
+        yield from (id(x.val) for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
+        for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if isinstance(x, ClosedJaxpr):
+                yield from map(id, x.consts)
+            if _is_jaxpr(x):
+                yield from _hidden(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+            else:
+                yield x if isinstance(x, Hashable) else id(x)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, (ClosedJaxpr, Jaxpr))
 
 
 @jax.tree_util.register_dataclass
@@ -68,6 +80,8 @@ class Mod:
         kinds = {True: iter(captured), False: iter(self.others)}
         constants = [next(kinds[kind]) for kind in self.program.is_captured]
         (result,) = _evaluate(self.program.jaxpr, constants, inputs)
+        if not any(self.program.uses):  # but it has to vary as the pairs do
+            result = _varying_alike([jnp.asarray(result), *map(jnp.asarray, inputs)])[0]
         return result  # type: ignore[no-any-return]
 
 
@@ -84,15 +98,35 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
 
     for equation in jaxpr.eqns:
         arguments = [jnp.asarray(value(x)) for x in equation.invars]
-        arguments = vary_with(arguments, arguments) if mesh.manual_axes else arguments
+        arguments = _varying_alike(arguments)
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
         if primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
             results = _evaluate(inner.jaxpr, inner.consts, arguments)
         else:
-            found = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+            try:
+                found = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
+            except (TypeError, ValueError) as error:
+                if not any(map(_is_jaxpr, jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr))):
+                    raise
+                raise ValueError(_REFUSAL_ON_A_MESH.format(primitive.name)) from error
             results = found if primitive.multiple_results else [found]
         values |= zip(equation.outvars, results, strict=True)
     return [value(x) for x in jaxpr.outvars]
+
+
+_REFUSAL_ON_A_MESH = (
+    "dot_product_attention: score_mod or mask_mod: got a function with {}; expected one without control flow and "
+    "rules of derivatives of its own, as arrays are split over an explicit mesh or jax.shard_map checks how they vary. "
+    "There, check_vma=False allows it."
+)
+
+
+def _varying_alike(arguments: list[Any]) -> list[Any]:
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return arguments
+    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arguments]
+    others = iter(vary_with([x for x, key in zip(arguments, is_key, strict=True) if not key], arguments))
+    return [x if key else next(others) for x, key in zip(arguments, is_key, strict=True)]
 
 
 class Mods(NamedTuple):
@@ -106,9 +140,10 @@ def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mo
     """The user's function, traced for one pair; `dtype` is that of its result, and of the logit if it gets one."""
     if not callable(fn):
         raise TypeError(message(op, argument, f"type {type(fn).__name__}", "a function, or None"))
+    _check_parameters(op, argument, fn, (["logit"] if of_logits else []) + _INDICES)
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*[jax.ShapeDtypeStruct((), dtype)] * of_logits, *indices)
-    expected = "one number for each pair" if of_logits else "one boolean for each pair"
+    expected = "one float for each pair" if of_logits else "one boolean for each pair"
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(message(op, argument, f"a result of type {type(result).__name__}", expected))
     if result.shape != ():
@@ -120,6 +155,21 @@ def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mo
     constants = list(zip(map(jnp.asarray, closed.consts), is_captured, strict=True))
     captured, others = (tuple(x for x, kind in constants if kind == wanted) for wanted in (True, False))
     return Mod(captured, others, Program(closed.jaxpr, is_captured))
+
+
+_INDICES = ["batch", "head", "query_position", "key_position"]
+
+
+def _check_parameters(op: str, argument: str, fn: Callable[..., Any], names: list[str]) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:  # some functions do not tell
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        expected = f"one that can be called as ({', '.join(names)})"
+        raise TypeError(message(op, argument, f"a function of {signature}", expected)) from error
 
 
 # Applied to the pairs of a block.
@@ -140,7 +190,9 @@ Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
 def mask_of(mod: Mod, indices: Indices) -> Array:
     """The booleans of a `mask_mod` `[B, K, G, T, S]`, with size 1 on axes along which they cannot differ."""
     uses = mod.program.uses
-    used = [x if is_used else 0 for x, is_used in zip(indices, uses, strict=True)]
+    # Whole on an explicit mesh: JAX does not look anything up by indices that are split.
+    whole = [jax.sharding.reshard(x, PartitionSpec()) if is_sharded(x) else x for x in indices]
+    used = [x if is_used else 0 for x, is_used in zip(whole, uses, strict=True)]
     along = {
         axis: tuple(a if is_used else None for a, is_used in zip(_INDICES_ALONG[axis], uses, strict=True))
         for axis in QUERIES_FIRST

@@ -191,6 +191,27 @@ def test_functions_that_read_alike_but_hold_other_constants_are_told_apart():
     assert_close(outs, expected)
 
 
+def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
+    """A rule of derivatives, and a constant of a function inside of one that is recomputed."""
+    query, key, value = random_inputs()
+
+    def with_rule(factor):
+        fn = jax.custom_vjp(lambda x: x)
+        fn.defvjp(lambda x: (x, None), lambda _, d: (factor * d,))
+        return lambda x, *_: fn(x)
+
+    def gradient(mod):
+        return jax.grad(lambda query: jnp.sum(attention(query, key, value, score_mod=mod) ** 2))(query)
+
+    np.testing.assert_allclose(gradient(with_rule(3.0)), 3 * gradient(with_rule(1.0)), rtol=1e-5)
+    outs = []
+    for factor in (1.0, 2.0):
+        table = np.full(7, factor, np.float32)
+        inner = jax.checkpoint(jax.jit(lambda k, table=table: jnp.asarray(table)[k]))
+        outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
+    assert_close(outs, [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)])
+
+
 def test_nothing_of_the_size_of_all_pairs_is_held():
     shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
@@ -294,6 +315,41 @@ def test_vmap_remat_scan_and_shard_map():
     assert_close(with_gradients(sharded)(inputs, d_out), expected)
 
 
+def in_shard_map(fn, **arguments):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
+    rows = PartitionSpec("batch")
+    return jax.shard_map(fn, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, **arguments)
+
+
+def test_constants_and_random_numbers_in_shard_map():
+    key = jax.random.key(0)
+    for mod in (lambda *_: 1.0, lambda x, b, h, q, k: x + jax.random.uniform(jax.random.fold_in(key, h), ()) * q):
+        fn = functools.partial(attention, score_mod=mod)
+        d_out = COTANGENTS[0]
+        assert_close(
+            with_gradients(in_shard_map(fn))(random_inputs(), d_out), with_gradients(fn)(random_inputs(), d_out)
+        )
+
+
+def test_what_shard_map_cannot_check_is_refused_with_a_way_out():
+    fn = functools.partial(attention, score_mod=lambda x, *_: jax.nn.relu(x))
+    inputs, d_out = random_inputs(), COTANGENTS[0]
+    with pytest.raises(ValueError, match=r"score_mod or mask_mod: got a function with \w+; .* check_vma=False"):
+        with_gradients(in_shard_map(fn))(inputs, d_out)
+    unchecked = with_gradients(in_shard_map(fn, check_vma=False))(inputs, d_out)
+    assert_close(unchecked, with_gradients(fn)(inputs, d_out))
+
+
+def test_a_table_and_positions_that_are_split():
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
+    table, positions = np.arange(7) != 3, np.stack([np.arange(7), np.arange(7)[::-1]])
+    fn = lambda q, k, v, at: attention(q, k, v, key_positions=at, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])  # noqa: E731
+    with jax.set_mesh(mesh):
+        place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
+        out = jax.jit(fn)(*map(place, (*random_inputs(), positions)))
+    assert_close(out, exact(*random_inputs(), (positions != 3)[:, None, None])[0])
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_sharded(kind):
     inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
@@ -316,6 +372,12 @@ BAD_FUNCTIONS = {
     ),
     "a boolean": (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
     "a number": (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
+    "an integer": (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
+    "other parameters": (
+        dict(score_mod=lambda x, q, k: x),
+        TypeError,
+        r"score_mod: got a function of \(x, q, k\); expected one that can be called as \(logit, batch",
+    ),
     "two results": (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
     "an offset as well": (
         dict(is_causal=True, causal_offset=1, query_positions=np.arange(6)[None]),
@@ -337,3 +399,20 @@ def test_bad_arguments_are_refused(name):
     arguments, error, text = BAD_FUNCTIONS[name]
     with pytest.raises(error, match=f"^dot_product_attention: {text}"):
         attention(*random_inputs(), **arguments)
+
+
+BAD_MASKS = {
+    "window": (lambda: attention_masks.window(None), "attention_masks.window: left: got value None"),
+    "chunked": (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
+    "no chunk": (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
+    "prefix": (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
+    "no function": (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
+    "joined with a number": (lambda: attention_masks.causal & 3, "unsupported operand"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_MASKS)
+def test_bad_masks_are_refused(name):
+    make, text = BAD_MASKS[name]
+    with pytest.raises((TypeError, ValueError), match=text):
+        make()

@@ -121,6 +121,17 @@ def test_a_part_with_nearly_all_weight_keeps_its_digits():
     np.testing.assert_allclose(d_lses[1], -slope, rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [2, 3])
+def test_parts_of_one_weight(number):
+    """Of weights that were computed apart and rounded, two might exceed a half."""
+    for size in (1, 7, 28, 35, 1000):
+        outs, lses = random_parts(number)[0], np.full((number, 2, 5), np.log(size), np.float32)
+        d_out = normals(2, 5, 4, seed=3)
+        _, (_, d_lses) = with_gradients(lambda *args: masksafe.merge_attention(*args)[0])((outs, lses), d_out)
+        slopes = np.sum((outs - outs.mean(0)) * d_out, -1) / number
+        np.testing.assert_allclose(d_lses, slopes, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_dtypes(dtype):
     outs, lses, _ = random_parts()
@@ -129,6 +140,12 @@ def test_dtypes(dtype):
     assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
     expected = reference(np.asarray(narrow, np.float64), lses)[0]
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=float(jnp.finfo(dtype).eps), atol=1e-3)
+
+
+def test_dtypes_are_promoted_even_where_jax_refuses():
+    with jax.numpy_dtype_promotion("strict"):
+        out, _ = masksafe.merge_attention([jnp.ones((3, 4), jnp.bfloat16), jnp.ones((3, 4))], jnp.ones((2, 3)))
+    assert out.dtype == jnp.float32
 
 
 def test_vmap_scan_and_arguments_in_any_form():
@@ -160,6 +177,7 @@ def test_sharded(kind):
 BAD_ARGUMENTS = {
     "no parts": (([], []), ValueError, "outs: got no array"),
     "numbers": ((np.ones((2, 3, 4)), np.ones((1, 3))), ValueError, "logsumexps: got 1 arrays; expected 2"),
+    "no sequence": ((3, 4), TypeError, "outs: got type int; expected a sequence"),
     "integers": ((np.ones((1, 3, 4), int), np.ones((1, 3))), TypeError, r"outs\[0\]: got dtype int"),
     "shapes": (([np.ones((3, 4)), np.ones((2, 4))], np.ones((2, 3))), ValueError, r"outs\[1\]: got shape"),
     "a logsumexp": (([np.ones((3, 4))], [np.ones((3, 4))]), ValueError, r"logsumexps\[0\]: got shape \(3, 4\)"),

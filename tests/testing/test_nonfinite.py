@@ -217,6 +217,7 @@ OPS = {
     "dot_product_attention of a key": attention("k", is_causal=True),
     "dot_product_attention of a value": attention("v"),
     "dot_product_attention of a bias": lambda x: masksafe.dot_product_attention(HEADS, HEADS, HEADS, bias=x[:, :3]),
+    "merge_attention": lambda x: masksafe.merge_attention([x, x], jnp.zeros((2, *x.shape[:-1])))[0],
     "apply_where": lambda x: masksafe.apply_where(TARGETS < 2, x, jnp.exp, fill_value=0.0),
     "mask_where": lambda x: masksafe.mask_where(TARGETS > 2, x, 0.0),
 }
@@ -225,6 +226,7 @@ NO_OPS = {"losses", "testing", "forward_mode", "label_checks", "set_label_checks
 FINITE_GRADIENTS = {
     "softmax_cross_entropy of labels", "kl_divergence", "kl_divergence_with_log_targets", "hinge_loss",
     "perceptron_loss", "smooth_labels", "sum", "mean", "mask_where", "dot_product_attention of a value",
+    "merge_attention",
 }  # fmt: skip
 
 
