@@ -212,6 +212,23 @@ def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
     assert_close(outs, [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)])
 
 
+def test_lowers_for_cuda():
+    def loss(query, key, value, slopes):
+        out, lse = with_residual(
+            query,
+            key,
+            value,
+            score_mod=lambda x, batch, head, q, k: x + slopes[head] * (k - q),
+            mask_mod=attention_masks.causal,
+            sinks=slopes,
+            key_positions=jnp.arange(7)[None],
+        )
+        return jnp.sum(out) + jnp.sum(lse)
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    assert jax.export.export(step, platforms=["cuda"])(*random_inputs(), SLOPES).platforms == ("cuda",)
+
+
 def test_nothing_of_the_size_of_all_pairs_is_held():
     shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
