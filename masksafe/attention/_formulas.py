@@ -87,6 +87,10 @@ def capped_logits(config: Config, dots: Array, mask: Array | None) -> Array:
     return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), config.soft_cap)
 
 
+def _as_it_is(x: Array) -> Array:
+    return x
+
+
 def adjusted(
     config: Config, capped: Array, mask: Array | None, pairs: Pairs, query_tile: Tile, key_tile: Tile
 ) -> Array:
@@ -112,9 +116,7 @@ def adjusted_with_rule(
     bias, and of what `score_mod` captured.
     """
     to_axes, to_queries_first = (keys_first, queries_first) if axes == KEYS_FIRST else (_as_it_is, _as_it_is)
-    x = capped
-    if pairs.bias is not None:
-        x = x + to_axes(cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype))
+    x = _with_bias(capped, pairs, query_tile, key_tile, to_axes)
     if pairs.score_mod is None:
         return x, lambda d_x: (d_x, ())
     x = jnp.where(mask, x, 0)  # garbage must not even decide whether the rule looks closer
@@ -138,14 +140,12 @@ def adjusted_with_rule(
     return result, pull_back
 
 
-def _as_it_is(x: Array) -> Array:
-    return x
-
-
-def _with_bias(capped: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile) -> Array:
+def _with_bias(
+    capped: Array, pairs: Pairs, query_tile: Tile, key_tile: Tile, to_axes: Callable[[Array], Array] = _as_it_is
+) -> Array:
     if pairs.bias is None:
         return capped
-    return capped + cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype)
+    return capped + to_axes(cut(pairs.bias, pairs.problems, query_tile, key_tile).astype(capped.dtype))
 
 
 def add_adjustments(

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, causal, exact, normals, random_inputs, replaced, shrink_blocks, with_gradients
+from attention_cases import (
+    attention,
+    causal,
+    decode_always,
+    exact,
+    normals,
+    random_inputs,
+    replaced,
+    shrink_blocks,
+    with_gradients,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
@@ -31,9 +41,6 @@ def form(request, monkeypatch):
     if request.param == "blocks":
         shrink_blocks(monkeypatch)
     if request.param == "blocks of keys":
-        request.getfixturevalue("monkeypatch")
-        from attention_cases import decode_always
-
         decode_always(monkeypatch)
     if request.param == "by row":
         monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
