@@ -245,3 +245,18 @@ def test_other_derivatives_of_sinks(derivative):
         reference(*(np.float64(x) + sign * step * d for x, d in zip(inputs, along, strict=True))) for sign in (1, -1)
     )
     assert_close(actual(inputs, along), [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 2e-4)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_sinks_and_soft_cap_are_those_of_splash_attention(with_sinks):
+    """Against the reference that JAX ships for its kernel for TPUs, one head and one sample at a time."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+
+    query, key, value = random_inputs(T=8, S=8, N=2, K=2)
+    reference = functools.partial(splash_attention_kernel.attention_reference, attn_logits_soft_cap=2.0)
+    over_heads = jax.vmap(reference, (None, 1, 1, 1, None, 0 if with_sinks else None), 1)
+    over_samples = jax.vmap(over_heads, (None, 0, 0, 0, None, None))
+    sinks = SINKS if with_sinks else None
+    expected = over_samples(jnp.tril(jnp.ones((8, 8), bool)), query * 0.5, key, value, None, sinks)
+    out = attention(query, key, value, is_causal=True, logit_soft_cap=2.0, sinks=sinks)
+    np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-6)
