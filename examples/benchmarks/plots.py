@@ -1,6 +1,6 @@
 """A picture for each benchmark: the ratios of its CSV on a logarithmic axis."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +32,20 @@ def draw(benchmark: Benchmark, rows: Sequence[Row], path: Path) -> None:
     sizes = list(dict.fromkeys(ratio.row.size for ratio in found))
     pairs = list(dict.fromkeys(ratio.pair for ratio in found))
     edges = np.cumsum([0, *(max(len(series), FEWEST_SLOTS) + 1 for series in lines.values())])
-    figure, axes = plt.subplots(
-        1, 2, sharex=True, sharey=True, figsize=(WIDTH, MARGIN + SLOT * edges[-1]), layout="constrained"
+    passes = [what for what in PASSES if any(ratio.row.what == what for ratio in found)]
+    size = WIDTH, MARGIN + SLOT * edges[-1]
+    figure, grid = plt.subplots(
+        1, len(passes), sharex=True, sharey=True, squeeze=False, figsize=size, layout="constrained"
     )
+    axes = dict(zip(passes, grid[0], strict=True))
     for ratio in found:
-        ax = axes[PASSES.index(ratio.row.what)]
+        ax = axes[ratio.row.what]
         series = lines[line_of(ratio)]
         i = list(lines).index(line_of(ratio))
         y = (edges[i] + edges[i + 1] - len(series)) / 2 + series.index(series_of(ratio)) + 0.5
         draw_ratio(ax, ratio, y, COLOURS[sizes.index(ratio.row.size)], MARKERS[pairs.index(ratio.pair)])
     dress_x(axes, [value for ratio in found for value in (ratio.median, ratio.minimum)])
-    dress_y(axes, names_of(list(lines)), edges)
+    dress_y(list(axes.values()), names_of(list(lines)), edges)
     save(figure, legend(sizes, pairs), path)
 
 
@@ -94,8 +97,9 @@ def draw_ratio(ax: Axes, ratio: Ratio, y: float, colour: str, marker: str) -> No
     ax.plot(ratio.median, y, marker=marker, color=colour, markersize=4.5)
 
 
-def dress_x(axes: Sequence[Axes], values: Sequence[float], label: str = FASTER) -> None:
-    for ax, title in zip(axes, PASSES, strict=True):
+def dress_x(axes: Mapping[str, Axes], values: Sequence[float], label: str = FASTER) -> None:
+    """Of axes by the pass that they show."""
+    for title, ax in axes.items():
         ax.set_title(title)
         dress_ratios(ax, values, label)
 
@@ -150,7 +154,11 @@ def draw_programs(found: Sequence[Any], path: Path) -> None:
             markerfacecolor="none" if is_masked else None,
             color=COLOURS[dtypes.index(pair.row.dtype)],
         )
-    dress_x(axes, [pair.bytes_ratio for pair in found], "ratio of the bytes moved (left of 1: fewer)")
+    dress_x(
+        dict(zip(PASSES, axes, strict=True)),
+        [pair.bytes_ratio for pair in found],
+        "ratio of the bytes moved (left of 1: fewer)",
+    )
     dress_y(axes, [f"{work} / {peer}" for work, peer in order], np.arange(len(order) + 1))
     marks = [Line2D([], [], color=COLOURS[i], linewidth=5, label=dtype) for i, dtype in enumerate(dtypes)]
     for label, marker, fill in (("no mask", "s", "grey"), ("masked", "o", "none")):
