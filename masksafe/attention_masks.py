@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_array, message
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.arguments import as_integer_array, message
+from masksafe._core.typing import ArrayLike
 
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
 
@@ -84,7 +84,7 @@ def chunked(size: ArrayLike) -> AttentionMask:
       >>> print([bool((causal & chunked(4))(0, 0, 6, key)) for key in range(8)])
       [False, False, False, False, True, True, True, False]
     """
-    positions = _as_integers("attention_masks.chunked", "size", size)
+    positions = as_integer_array("attention_masks.chunked", "size", size)
     if isinstance(size, numbers.Integral) and size < 1:
         raise ValueError(message("attention_masks.chunked", "size", f"value {size}", "a positive integer"))
     return AttentionMask(lambda batch, head, query, key: query // positions == key // positions)
@@ -100,12 +100,5 @@ def prefix(length: ArrayLike) -> AttentionMask:
       >>> print([bool((causal | prefix(3))(0, 0, 1, key)) for key in range(5)])
       [True, True, True, False, False]
     """
-    lengths = _as_integers("attention_masks.prefix", "length", length)
+    lengths = as_integer_array("attention_masks.prefix", "length", length)
     return AttentionMask(lambda batch, head, query, key: key < (lengths if lengths.ndim == 0 else lengths[batch]))
-
-
-def _as_integers(op: str, argument: str, value: ArrayLike) -> Array:
-    array = as_array(op, argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype"))
-    return array

@@ -63,6 +63,14 @@ def _is_narrow_float(array: Array) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 16)
 
 
+def as_integer_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array of integers."""
+    array = as_array(op, argument, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype"))
+    return array
+
+
 def as_label_array(op: str, argument: str, value: Any) -> Array:
     """`value` as an array of integers of at least 32 bits, none of which has wrapped round.
 

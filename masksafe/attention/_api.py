@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core import platforms
-from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
+from masksafe._core.arguments import as_float_array, as_integer_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import as_mask
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import gathered_along, has_symbolic_size
@@ -387,9 +387,7 @@ def _as_integers(argument: str, x: ArrayLike, limit: int) -> Array:
         x.dtype, np.integer
     ):  # before JAX truncates to 32 bits
         x = np.clip(x, max(-limit, np.iinfo(x.dtype).min), min(limit, np.iinfo(x.dtype).max))
-    x = as_array(_OP, argument, x)
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise TypeError(message(_OP, argument, f"dtype {x.dtype}", "an integer dtype"))
+    x = as_integer_array(_OP, argument, x)
     limits = jnp.iinfo(x.dtype)
     return jnp.clip(x, max(-limit, int(limits.min)), min(limit, int(limits.max))).astype(jnp.int32)
 
@@ -417,9 +415,7 @@ def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
     if ids is None:
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given", hint))
-    ids = as_array(_OP, argument, ids)
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(message(_OP, argument, f"dtype {ids.dtype}", "an integer dtype"))
+    ids = as_integer_array(_OP, argument, ids)
     hint = _HEADS_FIRST if ids.shape[-1:] == x.shape[-2:-1] else ""
     ids = gathered_along(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]", hint), -1)
     return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))

@@ -67,9 +67,8 @@ def _attend_flattened(
             return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
 
         flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flatten, leaves))
-        flat_pairs = flat_pairs._replace(score_mod=mods.score, mask_mod=mods.mask)
         adjustments = Adjustments(flat_bias, () if mods.score is None else mods.score.captured)
-        flat_pairs = Adjustments().of(flat_pairs)
+        flat_pairs = Adjustments().of(flat_pairs._replace(score_mod=mods.score, mask_mod=mods.mask))
         out, lse = attention(config, flatten(q), flatten(k), flatten(v), adjustments, flat_pairs)
         return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
     # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.

@@ -6,6 +6,7 @@ import pytest
 
 import masksafe
 from masksafe._core import platforms
+from masksafe.attention import _rowwise
 
 attention = masksafe.dot_product_attention
 
@@ -32,6 +33,20 @@ def decode_always(monkeypatch):
         monkeypatch.setattr(platforms, name, 1)
     for name in ("KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED"):  # of another size, for the compilation cache
         monkeypatch.setattr(platforms, name, getattr(platforms, name) + 1)
+
+
+def by_rows(monkeypatch):
+    """The form for an accelerator, in tiles of few queries of one sample and head. Forgets programs for the CPU."""
+    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
+    monkeypatch.setattr(platforms, "ROW_TILE_LOGITS", 21)
+    monkeypatch.setattr(platforms, "SKIPPING_ROW_TILE_LOGITS", 16)
+    monkeypatch.setattr(_rowwise, "_ALIGNMENT", 2)
+    jax.clear_caches()
+
+
+def assert_close(actual, expected, tolerance=2e-5):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
 def normals(*shape, seed=0, dtype=np.float32):

@@ -6,31 +6,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, attention, causal, exact, few_of, normals, random_inputs, replaced, with_gradients
+from attention_cases import (
+    CASES,
+    assert_close,
+    attention,
+    by_rows,
+    causal,
+    exact,
+    few_of,
+    normals,
+    random_inputs,
+    replaced,
+    with_gradients,
+)
 from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.attention import _rowwise
 
 
 @pytest.fixture(autouse=True, params=["tiles", pytest.param("at once", marks=pytest.mark.slow)])
 def by_row(request, monkeypatch):
     """Tiles of few queries, one sample and head at a time, and a search for bad values only where there are any."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
     if request.param == "tiles":
-        monkeypatch.setattr(platforms, "ROW_TILE_LOGITS", 21)
-        monkeypatch.setattr(platforms, "SKIPPING_ROW_TILE_LOGITS", 16)
         monkeypatch.setattr(platforms, "UNCHECKED_LOOK_UPS", 0)
-        monkeypatch.setattr(_rowwise, "_ALIGNMENT", 2)
-    jax.clear_caches()  # of programs for the CPU
+        by_rows(monkeypatch)
+    else:
+        monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
+        jax.clear_caches()  # of programs for the CPU
     yield
     jax.clear_caches()
-
-
-def assert_close(actual, expected, tolerance=2e-5):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
 def gradients_of(expected, *names):

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
+    assert_close,
     attention,
+    by_rows,
     causal,
     decode_always,
     exact,
@@ -21,18 +23,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe import attention_masks
-from masksafe._core import platforms
-from masksafe.attention import _rowwise
 
 with_residual = functools.partial(attention, return_residual=True)
 QUERY, KEY = np.arange(6)[:, None], np.arange(7)
 SLOPES = np.float32([0.5, -1.5])
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
-
-
-def assert_close(actual, expected, tolerance=3e-5):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(params=["dense", "blocks of keys", "blocks", "by row"])
@@ -43,11 +38,7 @@ def form(request, monkeypatch):
     if request.param == "blocks of keys":
         decode_always(monkeypatch)
     if request.param == "by row":
-        monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-        monkeypatch.setattr(platforms, "ROW_TILE_LOGITS", 21)
-        monkeypatch.setattr(platforms, "SKIPPING_ROW_TILE_LOGITS", 16)
-        monkeypatch.setattr(_rowwise, "_ALIGNMENT", 2)
-        jax.clear_caches()
+        by_rows(monkeypatch)
     yield request.param
     if request.param == "by row":
         jax.clear_caches()

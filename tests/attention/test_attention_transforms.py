@@ -9,6 +9,7 @@ import pytest
 from attention_cases import (
     CASES,
     PAIRS,
+    assert_close,
     attention,
     below,
     causal,
@@ -28,11 +29,6 @@ from masksafe._core import platforms
 from masksafe._core.tiles import divide
 from masksafe.attention._mask import Pairs, live_blocks
 from masksafe.testing import assert_consistent
-
-
-def assert_close(actual, expected, tolerance=2e-5):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
 def assert_exact(actual, inputs, live, d_out, tolerance=2e-5, **arguments):

@@ -9,17 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, causal, exact, normals, random_inputs, replaced, with_gradients
+from attention_cases import assert_close, attention, causal, exact, normals, random_inputs, replaced, with_gradients
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 
 with_residual = functools.partial(attention, return_residual=True)
-
-
-def assert_close(actual, expected, tolerance=2e-5):
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
 
 
 def in_parts(query, key, value, ends=(2, 5), **arguments):
