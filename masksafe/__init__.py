@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 
 from masksafe import adapters, attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
-from masksafe._reductions import mean, sum, var, var_mean
+from masksafe._reductions import MaskedMean, max, mean, min, sum, value_and_grad_of_mean, var, var_mean
 from masksafe._selection import apply_where, mask_where
 from masksafe._softmax import log_softmax, logsumexp, softmax
 from masksafe.attention import dot_product_attention, merge_attention
-from masksafe.normalization import layer_norm, rms_norm, standardize
+from masksafe.normalization import batch_norm, group_norm, l2_normalize, layer_norm, rms_norm, standardize
 
 if TYPE_CHECKING:
     from masksafe import testing
@@ -17,25 +17,32 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "MaskedMean",
     "adapters",
     "apply_where",
     "attention_masks",
+    "batch_norm",
     "dot_product_attention",
     "forward_mode",
+    "group_norm",
+    "l2_normalize",
     "label_checks",
     "layer_norm",
     "log_softmax",
     "logsumexp",
     "losses",
     "mask_where",
+    "max",
     "mean",
     "merge_attention",
+    "min",
     "rms_norm",
     "set_label_checks",
     "softmax",
     "standardize",
     "sum",
     "testing",
+    "value_and_grad_of_mean",
     "var",
     "var_mean",
 ]

@@ -1,11 +1,12 @@
 """Selecting under a mask, and reading the argument `where`."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_array, at_rank_of, message
+from masksafe._core.arguments import as_array, as_real_array, at_rank_of, message
+from masksafe._core.precision import widened
 from masksafe._core.typing import Array
 
 
@@ -43,3 +44,27 @@ def as_mask(op: str, argument: str, value: Any) -> Array:
 def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Array | None:
     """The argument `where` of an op, reshaped to the rank of `shape`, the shape of `of`, but not expanded; or None."""
     return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
+
+
+def as_weights_of(op: str, weights: Any, shape: Sequence[int]) -> Array | None:
+    """The argument `weights` of an op, reshaped to the rank of `shape`, the shape of `x`, but not expanded; or None."""
+    if weights is None:
+        return None
+    return at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, "x")
+
+
+class Weighting(NamedTuple):
+    """Which elements take part, and how much. Both arrays have the rank of the elements, but are not expanded."""
+
+    where: Array | None  # None: all of them
+    weights: Array | None  # wide, 0 under the mask; None: all alike
+
+
+def weighting_of(x: Array, where: Array | None, weights: Array | None) -> Weighting:
+    """The weighting of the elements of `x`. A NaN or infinity of weight 0 takes no part; a negative weight is NaN."""
+    if weights is None:
+        return Weighting(where, None)
+    takes_part = (weights != 0) | jnp.isfinite(x)
+    where = takes_part if where is None else where & takes_part
+    wide = widened(selected(weights, where))
+    return Weighting(where, jnp.where(wide < 0, jnp.nan, wide))

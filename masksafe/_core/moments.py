@@ -91,6 +91,14 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
     return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
 
 
+def variance(correction: float, mean: Mean, square_sum: Array, n: Array) -> Array:
+    """The variance of `n` elements with this sum of squared deviations; 0 where `n` does not exceed `correction`."""
+    degrees_of_freedom = n - correction
+    variance = square_sum / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
+    # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
+    return jnp.where((degrees_of_freedom > 0) & ~is_rounding(variance, mean), variance, 0 * variance)
+
+
 # Few passes over an array, for accelerators.
 
 

@@ -125,19 +125,21 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 # Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
 # not split, and nothing is exchanged.
 
-AxisName = str | None
+AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
-    """The name of an existing mesh axis, or None."""
+def as_axis_name(op: str, axis_name: Any) -> Any:
+    """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        expected = "an axis of the mesh of the jax.shard_map around the call, or None"
-        raise ValueError(message(op, "axis_name", f"value {axis_name!r}", expected)) from None
-    return axis_name
+    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    expected = "an axis of the mesh of the jax.shard_map around the call, or None"
+    for name in names or ("",):
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise ValueError(message(op, "axis_name", f"value {name!r}", expected)) from None
+    return axis_name if isinstance(axis_name, str) else names
 
 
 def size_over_devices(axis_name: AxisName, number: int) -> int:
@@ -153,6 +155,44 @@ def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
 def sum_over_devices(axis_name: AxisName, x: Array) -> Array:
     """The sum over the devices, the same on each."""
     return x if axis_name is None else lax.psum(x, axis_name)
+
+
+def sums_over_devices(axis_name: AxisName, *arrays: Array) -> tuple[Array, ...]:
+    """The sums of several arrays of one shape and dtype over the devices, in one exchange."""
+    return arrays if axis_name is None else tuple(lax.psum(jnp.stack(arrays), axis_name))
+
+
+def of_all_devices(axis_name: AxisName, x: Array) -> Array:
+    """The arrays of all devices along a new axis, the first; the same on each device."""
+    of_mesh, of_vmap = _names_of_mesh_and_vmap(axis_name)
+    if not of_mesh:
+        return _of_all_samples(of_vmap, x)
+    # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.
+    here = _of_all_samples(of_vmap, x)
+    parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
+    placed: Array = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
+    return jnp.reshape(lax.psum(placed, of_mesh), (-1, *x.shape))
+
+
+def _of_all_samples(names: tuple[str, ...], x: Array) -> Array:
+    """The arrays along a new axis, the first, for named axes of `jax.vmap`."""
+    gathered: Array = lax.all_gather(x, names) if names else x[None]
+    return jnp.reshape(gathered, (-1, *x.shape))
+
+
+def _names_of_mesh_and_vmap(axis_name: AxisName) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return tuple(n for n in names if n in manual), tuple(n for n in names if n not in manual)
+
+
+def varying_over(axis_name: AxisName, tree: Any) -> Any:
+    """The floats of `tree`, with a type that says that they vary over the axes: their cotangents are not yet summed."""
+    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
+    if not of_mesh:
+        return tree
+    zero = lax.pcast(jnp.zeros(()), of_mesh, to="varying")
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
 
 
 def max_over_devices(axis_name: AxisName, x: Array) -> Array:

@@ -19,18 +19,21 @@ from masksafe._core import moments, platforms
 from masksafe._core.arguments import (
     as_array,
     as_float_array,
-    as_number,
     as_promoted_float_array,
     at_rank_of,
     canonical_axes,
     message,
 )
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import as_mask_of, as_weights_of, selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
+from masksafe._core.row_moments import Config, or_one, row_moments
+from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._statistics import How, normalize, reciprocal_root
 
 
 def layer_norm(
@@ -41,6 +44,8 @@ def layer_norm(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     epsilon: float = 1e-6,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     r"""Layer normalisation over the unmasked elements; 0 at the masked ones.
 
@@ -68,6 +73,11 @@ def layer_norm(
         them form a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the variance, 0 or more.
+      weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
+        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which rows are split; or the named axis
+        of a `jax.vmap`. The devices exchange their moments once in either pass. `scale` and `bias` are
+        those of the device's own elements.
 
     Returns:
       An array of the shape and dtype of `x`, whatever the dtypes of `scale` and `bias`; float16 and bfloat16 are
@@ -78,8 +88,8 @@ def layer_norm(
 
     Raises:
       TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, or `epsilon` is traced.
-      ValueError: if `scale` or `bias` has the wrong shape, `where` does not broadcast to the shape of `x`, `axis` is
-        out of range, or `epsilon` is negative.
+      ValueError: if `scale` or `bias` has the wrong shape, `where` or `weights` do not broadcast to the shape of `x`,
+        `axis` is out of range, `epsilon` is negative, or there is no axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -101,7 +111,7 @@ def layer_norm(
     References:
       `Ba, Kiros, Hinton, Layer Normalization, 2016 <https://arxiv.org/abs/1607.06450>`_.
     """
-    return _normalize("layer_norm", x, scale, bias, axis, where, epsilon, centred=True)
+    return _normalize("layer_norm", x, scale, bias, axis, where, epsilon, weights, axis_name, centred=True)
 
 
 def rms_norm(
@@ -111,6 +121,8 @@ def rms_norm(
     axis: Axis = -1,
     where: ArrayLike | None = None,
     epsilon: float = 1e-6,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     r"""Root-mean-square normalisation over the unmasked elements; 0 at the masked ones.
 
@@ -123,6 +135,8 @@ def rms_norm(
       axis: the axis, or a tuple of axes in any order, over which the mean is taken; the elements along them form a row.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the mean square, 0 or more.
+      weights: as for `layer_norm`.
+      axis_name: as for `layer_norm`.
 
     Returns:
       An array of the shape and dtype of `x`. It is 0 at masked elements, in a row with nothing left and in a row of
@@ -148,7 +162,7 @@ def rms_norm(
     References:
       `Zhang, Sennrich, Root Mean Square Layer Normalization, 2019 <https://arxiv.org/abs/1910.07467>`_.
     """
-    return _normalize("rms_norm", x, scale, None, axis, where, epsilon, centred=False)
+    return _normalize("rms_norm", x, scale, None, axis, where, epsilon, weights, axis_name, centred=False)
 
 
 def standardize(
@@ -160,6 +174,8 @@ def standardize(
     where: ArrayLike | None = None,
     *,
     algorithm: Literal["fast", "stable"] = "fast",
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
 ) -> Array:
     r"""Shifts and scales the unmasked elements to mean 0 and variance 1; 0 at the masked ones.
 
@@ -176,6 +192,8 @@ def standardize(
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       algorithm: how the variance is defined if only `mean` is given: "fast" means :math:`E[x^2] - \mu^2`, and "stable"
         :math:`E[(x - \mu)^2]`. Without `mean` these are the same number. Both are computed without cancellation.
+      weights: as for `layer_norm`.
+      axis_name: as for `layer_norm`.
 
     Returns:
       An array of the shape of `x`, of the dtype to which `x`, `mean`, `variance` and `epsilon` promote.
@@ -201,11 +219,12 @@ def standardize(
     if algorithm not in ("fast", "stable"):
         raise ValueError(message(op, "algorithm", f"value {algorithm!r}", "'fast' or 'stable'"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
-        return _normalize(op, x, None, None, axis, where, epsilon, centred=True)
+        return _normalize(op, x, None, None, axis, where, epsilon, weights, axis_name, centred=True)
     axes, where = canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
-    epsilon = _as_epsilon(op, epsilon)
+    epsilon = _as_traced_epsilon(op, epsilon)
+    weights, name = as_weights_of(op, weights, x.shape), as_axis_name(op, axis_name)
     mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
-    y: Array = _standardize_with_given_statistics(axes, algorithm, x, mean, variance, epsilon, where)
+    y: Array = _standardize_with_given_statistics(axes, algorithm, name, x, mean, variance, epsilon, where, weights)
     return y
 
 
@@ -217,23 +236,28 @@ def _normalize(
     axis: Axis | None,
     where: ArrayLike | None,
     epsilon: Any,
+    weights: ArrayLike | None,
+    axis_name: AxisName,
     centred: bool,
 ) -> Array:
     x = as_float_array(op, "x", x, of_any_width=True)
     axes = canonical_axes(op, axis, x.ndim)
-    epsilon = as_number(op, "epsilon", epsilon)
-    if not epsilon >= 0:
-        raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
-    scale = _along_axes(op, "scale", scale, x, axes)
-    bias = _along_axes(op, "bias", bias, x, axes)
-    config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
-    y: Array = _norm(config, x, as_mask_of(op, where, x.shape), scale, bias)
+    epsilon = as_epsilon(op, epsilon)
+    scale = along_axes(op, "scale", scale, x, axes)
+    bias = along_axes(op, "bias", bias, x, axes)
+    where, weights = as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)
+    name = as_axis_name(op, axis_name)
+    if weights is None and name is None:
+        config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
+        y: Array = _norm(config, x, where, scale, bias)
+        return y
+    y, _ = normalize(How(axes, epsilon, name, centred), x, where, weights, scale, bias)
     return y
 
 
-def _as_epsilon(op: str, epsilon: ArrayLike) -> Array:
-    if isinstance(epsilon, numbers.Real) and not epsilon >= 0:
-        raise ValueError(message(op, "epsilon", f"value {epsilon}", "0 or more"))
+def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
+    if isinstance(epsilon, numbers.Real):
+        as_epsilon(op, epsilon)
     array = as_array(op, "epsilon", epsilon)
     if array.size != 1 or array.ndim:
         raise ValueError(message(op, "epsilon", f"shape {array.shape}", "a scalar"))
@@ -244,19 +268,6 @@ def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> 
     if value is None:
         return None
     return at_rank_of(op, argument, as_promoted_float_array(op, argument, value), x.shape, "x")
-
-
-def _along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes: Axes) -> Array | None:
-    """A parameter of the shape of the normalised axes, laid out to broadcast with `x`."""
-    if value is None:
-        return None
-    parameter = as_float_array(op, argument, value, of_any_width=True)
-    expected = tuple(x.shape[a] for a in axes)
-    if parameter.shape != expected:
-        expectation = f"shape {expected}, that of the axes {axes} of x"
-        raise ValueError(message(op, argument, f"shape {parameter.shape}", expectation))
-    in_memory_order = jnp.transpose(parameter, sorted(range(len(axes)), key=axes.__getitem__))
-    return jnp.expand_dims(in_memory_order, [a for a in range(x.ndim) if a not in axes])
 
 
 # The core. Scale and bias have the rank of x, with size 1 along the axes that are not normalised.
@@ -511,7 +522,7 @@ def _statistics_and_averages(
         product, cotangent = product - d_total * (about_shift[0] / n), d_total / n
     else:
         square_sum, product = moments.sums(config.axes, None, wide * wide, d_normalized * wide)
-        statistics, cotangent = _Statistics(None, _reciprocal_root(square_sum / n, None, config.epsilon)), None
+        statistics, cotangent = _Statistics(None, reciprocal_root(square_sum / n, None, config.epsilon)), None
     averages = _Averages(product * statistics.reciprocal_std / n, cotangent)
     statistics, averages = jax.tree.map(lambda a: selected(a, where), (statistics, averages))
     return statistics, averages
@@ -531,7 +542,7 @@ def _count(config: _Config, x: Array, where: Array | None) -> Array | int:
 def _statistics_of(config: _Config, narrow: Any, mean: Mean, square_sum: Array, n: Array | int) -> _Statistics:
     if _has_one_part(narrow):
         mean = Mean(moments.total(mean), None)
-    return _Statistics(mean, _reciprocal_root(square_sum / n, mean, config.epsilon))
+    return _Statistics(mean, reciprocal_root(square_sum / n, mean, config.epsilon))
 
 
 def _zero_statistics(config: _Config, x: Array) -> _Statistics:
@@ -541,22 +552,24 @@ def _zero_statistics(config: _Config, x: Array) -> _Statistics:
     return _Statistics(mean, zero)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _standardize_with_given_statistics(
     axes: Axes,
     algorithm: str,
+    axis_name: AxisName,
     x: Array,
     mean: Array | None,
     variance: Array | None,
     epsilon: Array,
     where: Array | None,
+    weights: Array | None,
 ) -> Array:
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
     wide = widened(selected(x.astype(dtype), where))
-    sample_mean = moments.mean(wide, axes, where)
+    weight, sample_mean, squares = row_moments(Config(axes), axis_name, wide, weighting_of(x, where, weights))
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = moments.squares(deviations, axes) / jnp.maximum(moments.count(wide, axes, where), 1)
+    sample_variance = squares / or_one(weight)
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))
@@ -581,7 +594,7 @@ def _compute_statistics(config: _Config, x: Array, where: Array | None, narrow: 
     mean = moments.mean(x, config.axes, where, in_one_part=_has_one_part(narrow)) if config.centred else None
     square_sum = moments.squares(_deviations(x, mean, where), config.axes)
     variance = square_sum / jnp.maximum(moments.count(x, config.axes, where), 1)
-    return _Statistics(mean, _reciprocal_root(variance, mean, config.epsilon))
+    return _Statistics(mean, reciprocal_root(variance, mean, config.epsilon))
 
 
 def _has_one_part(dtype: Any) -> bool:
@@ -598,14 +611,6 @@ def _standardize(x: Array, statistics: _Statistics, where: Array | None) -> Arra
 
 def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
     return x if mean is None else moments.deviations(x, mean, where)
-
-
-def _reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
-    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0."""
-    if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
-        return lax.rsqrt(variance + epsilon)
-    is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
-    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
 def _is_fused(x: Array, where: Array | None) -> bool:

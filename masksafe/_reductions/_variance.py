@@ -1,4 +1,4 @@
-"""Sums, means and variances over the unmasked elements; 0 where there are none."""
+"""The variance of the unmasked elements."""
 
 from __future__ import annotations
 
@@ -10,89 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import moments, platforms
-from masksafe._core.arguments import as_array, as_number, canonical_axes
+from masksafe._core.arguments import as_number, message
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.sharding import may_loop
+from masksafe._core.row_moments import Config, row_moments
+from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-
-
-def sum(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:  # noqa: A001
-    r"""The sum of the unmasked elements; 0 if there are none.
-
-    .. math:: \sum_{i : \text{where}_i} x_i
-
-    Args:
-      x: the array.
-      axis: an axis, a tuple of axes, or None for all of them.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      keepdims: keep the reduced axes, with size 1.
-
-    Returns:
-      The sum, of the dtype that `jnp.sum` gives; float16 and bfloat16 are accumulated in float32. The
-      gradient with respect to a masked element is exactly 0.
-
-    Raises:
-      TypeError: if `where` is not boolean.
-      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
-
-    Example:
-      >>> import jax.numpy as jnp, masksafe
-      >>> x = jnp.array([1.0, 2.0, jnp.nan])
-      >>> print(masksafe.sum(x, where=jnp.array([True, True, False])))
-      3.0
-
-    References:
-      `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
-    """
-    x, axes, where = _check_arguments("sum", x, axis, where)
-    return jnp.sum(selected(x, where), axes, keepdims=keepdims)
-
-
-def mean(x: ArrayLike, axis: Axis | None = None, where: ArrayLike | None = None, *, keepdims: bool = False) -> Array:
-    r"""The mean of the unmasked elements; 0 if there are none.
-
-    .. math:: \frac{1}{n} \sum_{i : \text{where}_i} x_i, \qquad n = \max(1, |\{i : \text{where}_i\}|)
-
-    It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`, which is then
-    0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. The mean of an array sharded across
-    devices is that of the whole array, however unevenly the mask is distributed.
-
-    Args:
-      x: the array; integers and booleans are averaged as floats.
-      axis: an axis, a tuple of axes, or None for all of them.
-      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      keepdims: keep the reduced axes, with size 1.
-
-    Returns:
-      The mean, of the dtype that `jnp.mean` gives; float16 and bfloat16 are accumulated in float32 and
-      rounded once. The gradient with respect to a masked element is exactly 0.
-
-    Raises:
-      TypeError: if `where` is not boolean.
-      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
-
-    Example:
-      >>> import jax.numpy as jnp, masksafe
-      >>> loss = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
-      >>> mask = jnp.array([[True, True, False], [False, False, False]])
-      >>> print(masksafe.mean(loss, axis=1, where=mask), masksafe.mean(loss, where=mask))
-      [2. 0.] 2.0
-
-    References:
-      `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
-    """
-    x, axes, where = _check_arguments("mean", x, axis, where)
-    average: Array = _mean(axes, keepdims, x, where)
-    return average
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _mean(axes: Axes, keepdims: bool, x: Array, where: Array | None) -> Array:
-    average = moments.average(widened(selected(x, where)), axes, where)
-    return (average if keepdims else jnp.squeeze(average, axes)).astype(float_dtype(x.dtype))
+from masksafe._reductions._arguments import How, read_arguments
 
 
 def var(
@@ -100,14 +26,16 @@ def var(
     axis: Axis | None = None,
     where: ArrayLike | None = None,
     *,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> Array:
     r"""The variance of the unmasked elements; 0 if there are none.
 
     .. math::
-      \sigma^2 = \frac{1}{n - \text{correction}} \sum_{i : \text{where}_i} (x_i - \mu)^2,
-      \qquad n = |\{i : \text{where}_i\}|
+      \sigma^2 = \frac{1}{W - \text{correction}} \sum_{i : \text{where}_i} w_i (x_i - \mu)^2,
+      \qquad W = \sum_{i : \text{where}_i} w_i
 
     It is computed without cancellation, as in `var_mean`, which also returns the mean.
 
@@ -115,8 +43,12 @@ def var(
       x: the array; integers and booleans are converted to floats.
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      correction: subtracted from the count; 1 gives the unbiased estimate. The variance is 0 where the count does
-        not exceed it.
+      weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
+        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows extend as well, inside
+        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+      correction: subtracted from the weight; 1 gives the unbiased estimate for weights that count repetitions. The
+        variance is 0 where the weight does not exceed it.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
@@ -124,8 +56,10 @@ def var(
       once. The gradient with respect to a masked element is exactly 0.
 
     Raises:
-      TypeError: if `where` is not boolean, or `correction` is not a number.
-      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
+      TypeError: if `where` is not boolean, `weights` are not real, or `correction` is not a number; or if `x` is
+        complex and there are weights or an `axis_name`.
+      ValueError: if `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, or there is no
+        axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -135,7 +69,7 @@ def var(
     References:
       `jax.numpy.var <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.var.html>`_.
     """
-    return _check_and_reduce("var", x, axis, where, correction, keepdims)[0]
+    return _check_and_reduce("var", x, axis, where, weights, axis_name, correction, keepdims)[0]
 
 
 def var_mean(
@@ -143,25 +77,31 @@ def var_mean(
     axis: Axis | None = None,
     where: ArrayLike | None = None,
     *,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> tuple[Array, Array]:
     r"""The variance and the mean of the unmasked elements; both 0 if there are none.
 
     .. math::
-      \mu = \frac{1}{n} \sum_{i : \text{where}_i} x_i, \qquad
-      \sigma^2 = \frac{1}{n - \text{correction}} \sum_{i : \text{where}_i} (x_i - \mu)^2,
-      \qquad n = |\{i : \text{where}_i\}|
+      \mu = \frac{1}{W} \sum_{i : \text{where}_i} w_i x_i, \qquad
+      \sigma^2 = \frac{1}{W - \text{correction}} \sum_{i : \text{where}_i} w_i (x_i - \mu)^2,
+      \qquad W = \sum_{i : \text{where}_i} w_i
 
     The variance is computed from squared deviations, never as :math:`E[x^2] - E[x]^2`, which cancels when the mean is
-    large.
+    large. With `axis_name` the moments of the devices are exchanged once, and merged by their weights.
 
     Args:
       x: the array; integers and booleans are converted to floats.
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
-      correction: subtracted from the count; 1 gives the unbiased estimate. The variance is 0 where the count does
-        not exceed it.
+      weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
+        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows extend as well, inside
+        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+      correction: subtracted from the weight; 1 gives the unbiased estimate for weights that count repetitions. The
+        variance is 0 where the weight does not exceed it.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
@@ -169,8 +109,10 @@ def var_mean(
       accumulated in float32 and rounded once. Gradients with respect to masked elements are exactly 0.
 
     Raises:
-      TypeError: if `where` is not boolean, or `correction` is not a number.
-      ValueError: if `where` does not broadcast to the shape of `x`, or `axis` is out of range.
+      TypeError: if `where` is not boolean, `weights` are not real, or `correction` is not a number; or if `x` is
+        complex and there are weights or an `axis_name`.
+      ValueError: if `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, or there is no
+        axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -180,18 +122,29 @@ def var_mean(
       [1. 0.] [2. 0.]
 
     References:
+      Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+
       `torch.var_mean <https://docs.pytorch.org/docs/stable/generated/torch.var_mean.html>`_.
     """
-    return _check_and_reduce("var_mean", x, axis, where, correction, keepdims)
+    return _check_and_reduce("var_mean", x, axis, where, weights, axis_name, correction, keepdims)
 
 
 def _check_and_reduce(
-    op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None, correction: float, keepdims: bool
+    op: str,
+    x: ArrayLike,
+    axis: Axis | None,
+    where: ArrayLike | None,
+    weights: ArrayLike | None,
+    axis_name: AxisName,
+    correction: float,
+    keepdims: bool,
 ) -> tuple[Array, Array]:
-    x, axes, where = _check_arguments(op, x, axis, where)
+    how, x, where, weights = read_arguments(op, x, axis, where, weights, axis_name, keepdims)
     dtype = float_dtype(x.dtype)
     x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
-    variance, mean = _reduce((axes, as_number(op, "correction", correction)), keepdims, x, where)
+    if jnp.iscomplexobj(x) and not (weights is None and axis_name is None):
+        raise TypeError(message(op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
+    variance, mean = _reduce(how, as_number(op, "correction", correction), x, where, weights)
     return variance, mean
 
 
@@ -200,12 +153,15 @@ _AxesAndCorrection = tuple[Axes, float]
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _reduce(config: _AxesAndCorrection, keepdims: bool, x: Array, where: Array | None) -> tuple[Array, Array]:
+def _reduce(how: How, correction: float, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`."""
-    variance, mean = _variance_and_mean(config, x, where)
-    if not keepdims:
-        variance, mean = jnp.squeeze(variance, config[0]), jnp.squeeze(mean, config[0])
-    return variance.astype(jnp.finfo(x.dtype).dtype), mean.astype(x.dtype)
+    if weights is None and how.axis_name is None:
+        variance, mean = _variance_and_mean((how.axes, correction), x, where)
+    else:
+        of_rows = row_moments(Config(how.axes), how.axis_name, x, weighting_of(x, where, weights))
+        variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight)
+        mean = moments.total(of_rows.mean)
+    return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)
 
 
 def _variance_and_mean_forward(
@@ -265,17 +221,17 @@ def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None)
 
 
 def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    axes, _ = config
+    axes, correction = config
     wide = selected(widened(x), where)
     mean = moments.mean(wide, axes, where)
     square_sum = moments.squares(moments.deviations(wide, mean, where), axes)
-    return _variance(config, mean, square_sum, moments.count(wide, axes, where)), mean
+    return moments.variance(correction, mean, square_sum, moments.count(wide, axes, where)), mean
 
 
 @with_derivatives_of(_reduce_rows)
 def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
     """As `_reduce_rows` without a mask, with the mean in one part where its rounding error does not matter."""
-    axes, _ = config
+    axes, correction = config
     wide = widened(x)
     centre, n = moments.average(wide, axes, where), moments.count(wide, axes, where)
     centre, square_sum = platforms.apart((centre, moments.squares(wide - centre, axes)))
@@ -284,27 +240,12 @@ def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | Non
     mean = moments.Mean(centre, jnp.zeros_like(centre))
     is_rounded = jnp.any(square_sum < n * jnp.square(rounding))
     exactly = functools.partial(_reduce_in_blocks, config, x, where)
-    variance, mean = lax.cond(is_rounded, exactly, lambda: (_variance(config, mean, square_sum, n), mean))
+    variance, mean = lax.cond(is_rounded, exactly, lambda: (moments.variance(correction, mean, square_sum, n), mean))
     return variance, mean
 
 
 @with_derivatives_of(_reduce_rows)
 def _reduce_all_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    axes, _ = config
+    axes, correction = config
     mean, square_sum = moments.mean_and_squares(x, axes, where)
-    return _variance(config, mean, square_sum, moments.count(widened(x), axes, where)), mean
-
-
-def _variance(config: _AxesAndCorrection, mean: moments.Mean, square_sum: Array, n: Array) -> Array:
-    degrees_of_freedom = n - config[1]
-    variance = square_sum / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
-    # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
-    return jnp.where((degrees_of_freedom > 0) & ~moments.is_rounding(variance, mean), variance, 0 * variance)
-
-
-def _check_arguments(
-    op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
-) -> tuple[Array, Axes, Array | None]:
-    """The array, its canonical axes, and the mask at the array's rank, not broadcast to its shape."""
-    x = as_array(op, "x", x)
-    return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
+    return moments.variance(correction, mean, square_sum, moments.count(widened(x), axes, where)), mean

@@ -1,0 +1,164 @@
+r"""Mean and variance of rows whose elements have weights, or lie on several devices.
+
+Every device chooses a centre :math:`c_i` close to the mean of its own part and computes three sums,
+
+.. math::
+  W_i = \sum_j w_j, \qquad
+  T_i = \sum_j w_j (x_j - c_i), \qquad
+  Q_i = \sum_j w_j (x_j - c_i)^2
+
+They are exchanged once, and moved to a common centre :math:`c`, the weighted average of the centres, where they add up.
+With :math:`d_i = c_i - c`,
+
+.. math::
+  T = \sum_i T_i + W_i d_i, \qquad
+  Q = \sum_i Q_i + 2 d_i T_i + W_i d_i^2, \qquad
+  \mu = c + \frac{T}{W}, \qquad
+  \sum_j w_j (x_j - \mu)^2 = Q - \frac{T^2}{W}
+
+which are the formulae of Chan, Golub and LeVeque for parts whose means are known but for their rounding. Since
+:math:`T_i` and :math:`T` are no more than rounding errors, nothing cancels. A part in which nothing is left has three
+sums of 0, and changes nothing. The centres are constants for derivatives.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import moments
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import Weighting, selected
+from masksafe._core.moments import Mean
+from masksafe._core.precision import widened
+from masksafe._core.sharding import AxisName, of_all_devices
+from masksafe._core.typing import Array, Axes
+
+
+class RowMoments(NamedTuple):
+    """Of each row, in the wide dtype; the reduced axes stay, with size 1."""
+
+    weight: Array  # of all unmasked elements together
+    mean: Mean
+    squares: Array  # the sum of the weighted squared deviations
+
+
+class Config(NamedTuple):
+    axes: Axes
+    centred: bool = True  # otherwise the mean is taken for 0
+
+
+def row_moments(config: Config, axis_name: AxisName, x: Array, weighting: Weighting) -> RowMoments:
+    """The moments of each row, over all devices of the mesh axis."""
+    sums = _Sums(*_local_sums(config, x, *weighting))
+    if axis_name is not None:
+        sums = _merged(_Sums(*_exchanged(axis_name, list(sums))))
+    if not config.centred:
+        return RowMoments(sums.weight, Mean(sums.centre, sums.first), sums.second)
+    return RowMoments(sums.weight, *moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight)))
+
+
+def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
+    """The sum of the weights of the unmasked elements of each row; without weights, their number."""
+    if weighting.weights is None:
+        weight = moments.count(x, axes, weighting.where)
+    else:
+        repeats = math.prod(x.shape[a] for a in axes if weighting.weights.shape[a] == 1)
+        weight = jnp.sum(weighting.weights, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype) * repeats
+    return jnp.broadcast_to(weight, [1 if a in axes else n for a, n in enumerate(x.shape)])
+
+
+def weighted(x: Array, weights: Array | None) -> Array:
+    return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
+
+
+def or_one(weight: Array) -> Array:
+    """A divisor for what is 0 where nothing is left."""
+    return jnp.where(weight == 0, 1, weight)
+
+
+# The sums of one device.
+
+
+class _Sums(NamedTuple):
+    weight: Array
+    centre: Array
+    first: Array  # the sum of the deviations from the centre
+    second: Array  # that of their squares
+
+
+def _evaluate(config: Config, x: Array, where: Array | None, weights: Array | None) -> _Sums:
+    wide = selected(widened(x), where)
+    weight = total_weight(wide, config.axes, Weighting(where, weights))
+    if not config.centred:
+        zero = jnp.zeros_like(weight)
+        return _Sums(weight, zero, zero, _sum(config, wide * wide, weights))
+    centre = lax.stop_gradient(_centre(config, wide, where, weights, weight))
+    shifted = selected(wide - centre, where)
+    return _Sums(weight, centre, _sum(config, shifted, weights), _sum(config, shifted * shifted, weights))
+
+
+def _centre(config: Config, wide: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
+    average = _sum(config, wide, weights) / or_one(weight)
+    if weights is None:
+        return average
+    # Elements of weight 0 need a centre close to them as well, for the derivative by their weights.
+    return jnp.where(weight == 0, moments.average(wide, config.axes, where), average)
+
+
+def _sum(config: Config, x: Array, weights: Array | None) -> Array:
+    return jnp.sum(weighted(x, weights), config.axes, keepdims=True)
+
+
+_Residuals = tuple[Array, Array | None, Array | None, Array]
+_Arrays = tuple[Array, ...]
+
+
+def _forward(config: Config, x: Array, where: Array | None, weights: Array | None) -> tuple[_Arrays, _Residuals]:
+    sums = _evaluate(config, x, where, weights)
+    return tuple(sums), (x, where, weights, sums.centre)
+
+
+def _reverse(config: Config, residuals: _Residuals, cotangents: Any) -> tuple[Array, None, Array | None]:
+    (x, where, weights, centre), (d_weight, _, d_first, d_second) = residuals, cotangents
+    shifted = selected(selected(widened(x), where) - centre, where)
+    d_first = d_first if config.centred else 0
+    d_x = selected(weighted(d_first + 2 * shifted * d_second, weights), where).astype(x.dtype)
+    if weights is None:
+        return d_x, None, None
+    d_weights = selected(d_weight + shifted * (d_first + shifted * d_second), where)
+    repeated = [a for a in range(x.ndim) if weights.shape[a] == 1]
+    return d_x, None, jnp.sum(d_weights, repeated, keepdims=True).astype(weights.dtype)
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def _local_sums(config: Config, x: Array, where: Array | None, weights: Array | None) -> _Arrays:
+    return tuple(_evaluate(config, x, where, weights))
+
+
+# The sums of all devices.
+
+
+def _exchanged(axis_name: AxisName, arrays: list[Array]) -> list[Array]:
+    """The arrays of one shape, with those of all devices along a new first axis."""
+    return list(jnp.moveaxis(of_all_devices(axis_name, jnp.stack(arrays)), 1, 0))
+
+
+def _merged(parts: _Sums) -> _Sums:
+    """The sums about a common centre, from those along the first axis."""
+    weight = jnp.sum(parts.weight, 0)
+    centre = lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight))
+    distances = parts.centre - centre
+    first = jnp.sum(parts.first + parts.weight * distances, 0)
+    second = jnp.sum(parts.second + distances * (2 * parts.first + parts.weight * distances), 0)
+    return _Sums(weight, centre, first, second)
+
+
+def _average_of_centres(centres: Array, weights: Array, weight: Array) -> Array:
+    """The weighted average; exactly the value of equal centres, so that a constant row has no deviations."""
+    shares = weights / or_one(weight)
+    average = jnp.sum(shares * centres, 0)
+    some = jnp.take_along_axis(centres, jnp.argmax(weights != 0, 0, keepdims=True), 0)[0]
+    difference = jnp.sum(shares * (centres - some), 0)
+    return jnp.where(jnp.isfinite(average), some + difference, average)

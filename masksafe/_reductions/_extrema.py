@@ -1,0 +1,152 @@
+"""The largest and the smallest of the unmasked elements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.arguments import message
+from masksafe._core.masks import selected
+from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
+from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._reductions._arguments import How, read_arguments
+
+
+def max(  # noqa: A001
+    x: ArrayLike,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    keepdims: bool = False,
+) -> Array:
+    r"""The largest unmasked element; -inf if there are none.
+
+    .. math:: \max_{i : \text{where}_i} x_i
+
+    Args:
+      x: an array of a real dtype.
+      axis: an axis, a tuple of axes, or None for all of them.
+      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
+        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      The maximum, of the dtype of `x`. Of nothing it is -inf, or the lowest integer, or False. It is NaN if an unmasked
+      element is. Equal largest elements share the gradient; it is exactly 0 at masked ones.
+
+    Raises:
+      TypeError: if `where` is not boolean, or `x` is complex.
+      ValueError: if `where` does not broadcast to the shape of `x`, `axis` is out of range, or there is no axis of the
+        name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> print(masksafe.max(x, axis=1, where=~jnp.isnan(x)))
+      [  3. -inf]
+
+    References:
+      `jax.numpy.max <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.max.html>`_, which takes a `where` only
+      together with an `initial` value.
+    """
+    return _extremum("max", x, axis, where, axis_name, keepdims)
+
+
+def min(  # noqa: A001
+    x: ArrayLike,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+    *,
+    axis_name: AxisName = None,
+    keepdims: bool = False,
+) -> Array:
+    r"""The smallest unmasked element; +inf if there are none.
+
+    .. math:: \min_{i : \text{where}_i} x_i
+
+    Args:
+      x: an array of a real dtype.
+      axis: an axis, a tuple of axes, or None for all of them.
+      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      axis_name: as for `max`.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      The minimum, of the dtype of `x`. Of nothing it is +inf, or the highest integer, or True. Otherwise see `max`.
+
+    Raises:
+      TypeError: if `where` is not boolean, or `x` is complex.
+      ValueError: if `where` does not broadcast to the shape of `x`, `axis` is out of range, or there is no axis of the
+        name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> print(masksafe.min(x, axis=1, where=~jnp.isnan(x)))
+      [ 1. inf]
+
+    References:
+      `jax.numpy.min <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.min.html>`_.
+    """
+    return _extremum("min", x, axis, where, axis_name, keepdims)
+
+
+def _extremum(op: str, x: ArrayLike, axis: Axis | None, where: Any, axis_name: AxisName, keepdims: bool) -> Array:
+    how, x, where, _ = read_arguments(op, x, axis, where, None, axis_name, keepdims)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(message(op, "x", f"dtype {x.dtype}", "a real dtype, which has an order"))
+    extremum: Array = _reduce(op, how, x, where)
+    return extremum
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _reduce(op: str, how: How, x: Array, where: Array | None) -> Array:
+    reduce, of_nothing = (jnp.max, _lowest(x.dtype)) if op == "max" else (jnp.min, _highest(x.dtype))
+    x = selected(x, where, of_nothing)
+    local = reduce(x, how.axes, keepdims=True, initial=of_nothing)
+    if how.axis_name is None:
+        return how.shaped(local)
+    ties = jnp.sum(x == local, how.axes, keepdims=True)
+    return how.shaped(_of_devices(reduce, how.axis_name, local, ties))
+
+
+def _of_devices(reduce: Callable[..., Array], axis_name: AxisName, local: Array, ties: Array) -> Array:
+    """The extremum over devices, whose gradient is shared by all elements that are equal to it."""
+    whole = lax.stop_gradient(reduce(of_all_devices(axis_name, lax.stop_gradient(local)), 0))
+    if not jnp.issubdtype(local.dtype, jnp.floating):
+        return whole
+    ties_here = jnp.where(local == whole, ties, 0)
+    share = ties_here / jnp.maximum(sum_over_devices(axis_name, ties_here), 1)
+    extremum: Array = _with_slope(axis_name, whole, local, share.astype(local.dtype))
+    return extremum
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _with_slope(axis_name: AxisName, whole: Array, local: Array, share: Array) -> Array:
+    """The extremum of all devices, with the derivative of the device's own times its share."""
+    return whole
+
+
+@_with_slope.defjvp
+def _slope(axis_name: AxisName, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    whole, _, share = primals
+    return whole, sum_over_devices(axis_name, share * tangents[1])
+
+
+def _lowest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf
+    return False if dtype == jnp.bool_ else int(jnp.iinfo(dtype).min)
+
+
+def _highest(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.inf
+    return True if dtype == jnp.bool_ else int(jnp.iinfo(dtype).max)

@@ -1,0 +1,136 @@
+"""The sum and the mean of the unmasked elements."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._core import sharding
+from masksafe._core.masks import selected, weighting_of
+from masksafe._core.precision import float_dtype, widened
+from masksafe._core.row_moments import or_one, total_weight, weighted
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._reductions._arguments import How, read_arguments
+
+
+def sum(  # noqa: A001
+    x: ArrayLike,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    keepdims: bool = False,
+) -> Array:
+    r"""The sum of the unmasked elements; 0 if there are none.
+
+    .. math:: \sum_{i : \text{where}_i} w_i x_i
+
+    Args:
+      x: the array.
+      axis: an axis, a tuple of axes, or None for all of them.
+      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
+        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
+        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      The sum, of the dtype that `jnp.sum` gives; float16 and bfloat16 are accumulated in float32. The
+      gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `where` is not boolean, or `weights` are not real.
+      ValueError: if `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, or there is no
+        axis of the name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([1.0, 2.0, jnp.nan])
+      >>> print(masksafe.sum(x, where=jnp.array([True, True, False])))
+      3.0
+
+    References:
+      `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
+    """
+    how, x, where, weights = read_arguments("sum", x, axis, where, weights, axis_name, keepdims)
+    if weights is None and axis_name is None:
+        return jnp.sum(selected(x, where), how.axes, keepdims=keepdims)
+    total: Array = _weighted_sum(how, x, where, weights)
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _weighted_sum(how: How, x: Array, where: Array | None, weights: Array | None) -> Array:
+    dtype = float_dtype(x.dtype)
+    if weights is None and x.dtype != dtype:  # a sum of integers
+        return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
+    where, weights = weighting_of(x, where, weights)
+    total = jnp.sum(weighted(widened(selected(x, where)), weights), how.axes, keepdims=how.keepdims)
+    return sharding.sum_over_devices(how.axis_name, total).astype(dtype)
+
+
+def mean(
+    x: ArrayLike,
+    axis: Axis | None = None,
+    where: ArrayLike | None = None,
+    *,
+    weights: ArrayLike | None = None,
+    axis_name: AxisName = None,
+    keepdims: bool = False,
+) -> Array:
+    r"""The mean of the unmasked elements; 0 if there are none.
+
+    .. math:: \frac{1}{W} \sum_{i : \text{where}_i} w_i x_i, \qquad W = \sum_{i : \text{where}_i} w_i
+
+    It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`, which is then
+    0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. The mean of an array sharded across
+    devices is that of the whole array, however unevenly the mask is distributed; inside `jax.shard_map` it is with
+    `axis_name`, which exchanges the sum and the weight of each device, once.
+
+    Args:
+      x: the array; integers and booleans are averaged as floats.
+      axis: an axis, a tuple of axes, or None for all of them.
+      where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
+      weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
+        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
+        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+      keepdims: keep the reduced axes, with size 1.
+
+    Returns:
+      The mean, of the dtype that `jnp.mean` gives; float16 and bfloat16 are accumulated in float32 and
+      rounded once. The gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `where` is not boolean, or `weights` are not real.
+      ValueError: if `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, or there is no
+        axis of the name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> loss = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> mask = jnp.array([[True, True, False], [False, False, False]])
+      >>> print(masksafe.mean(loss, axis=1, where=mask), masksafe.mean(loss, where=mask))
+      [2. 0.] 2.0
+
+    References:
+      `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
+    """
+    average: Array = _mean(*read_arguments("mean", x, axis, where, weights, axis_name, keepdims))
+    return average
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean(how: How, x: Array, where: Array | None, weights: Array | None) -> Array:
+    where, weights = weighting = weighting_of(x, where, weights)
+    wide = widened(selected(x, where))
+    total = jnp.sum(weighted(wide, weights), how.axes, keepdims=True)
+    weight = total_weight(wide, how.axes, weighting)
+    if how.axis_name is not None:
+        total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
+    return how.shaped(total / or_one(weight)).astype(float_dtype(x.dtype))

@@ -1,0 +1,156 @@
+"""Batch normalisation."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._core import moments
+from masksafe._core.arguments import as_float_array, canonical_axes, message
+from masksafe._core.derivatives import explains_forward_mode
+from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core.moments import Mean
+from masksafe._core.precision import widened
+from masksafe._core.sharding import AxisName, as_axis_name
+from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._statistics import How, normalize, normalize_by, reciprocal_root
+
+_OP = "batch_norm"
+
+
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    epsilon: float = 1e-5,
+    mean: ArrayLike | None = None,
+    var: ArrayLike | None = None,
+    axis_name: AxisName = None,
+) -> tuple[Array, Array, Array]:
+    r"""Batch normalisation of each feature over the unmasked elements of the whole batch; 0 at the masked ones.
+
+    .. math::
+      y_i = \gamma \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}} + \beta, \qquad
+      \mu = \frac{1}{W} \sum_{i : \text{where}_i} w_i x_i, \qquad
+      \sigma^2 = \frac{1}{W} \sum_{i : \text{where}_i} w_i (x_i - \mu)^2, \qquad
+      W = \sum_{i : \text{where}_i} w_i
+
+    With `axis_name` the batch is that of all devices, however many unmasked elements each of them has: the mean of
+    their means is another number, and so is the mean of their variances. The variance is computed from squared
+    deviations, and the moments of the devices are exchanged once; so are the cotangents of mean and variance in the
+    reverse pass, which gives the gradient of the whole batch.
+
+    Args:
+      x: floats `[...]`.
+      scale: :math:`\gamma`, of the shape of the features; None means 1.
+      bias: :math:`\beta`, of the same shape; None means 0.
+      axis: the axis of the features, or a tuple of axes. The statistics are taken over all other axes.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing. To
+        mask positions write `where[..., None]`.
+      weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
+        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+      epsilon: added to the variance, 0 or more.
+      mean: statistics to normalise by, of the shape of the features, as for inference; with `var`.
+      var: the variance that belongs to `mean`.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
+        axis of a `jax.vmap` over its samples. On meshes without `jax.shard_map` it is not needed.
+
+    Returns:
+      `(y, mean, var)`. `y` has the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded
+      once. `mean` and `var` are the statistics by which it was normalised, in float32 at least, of the shape of the
+      features and the same on all devices; they have gradients too. A running average of them is the caller's to keep.
+
+      * Masked elements are 0 (`bias` is not added), and get a gradient of 0.
+      * A feature with nothing left anywhere has a `y`, mean and variance of 0. A running average should leave it out.
+      * A feature of equal elements is `bias`, even with an `epsilon` of 0, which makes its gradient 0.
+      * A NaN or infinity in an unmasked element makes the unmasked elements of its feature NaN.
+      * The variance is divided by :math:`W`; torch's running variance by :math:`W - 1`.
+
+    Raises:
+      TypeError: if an argument is not an array of floats, `where` is not boolean, or `epsilon` is traced.
+      ValueError: if `scale`, `bias`, `mean` or `var` has the wrong shape, only one of `mean` and `var` is given,
+        `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or
+        there is no axis of the name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([[1.0, 5.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
+      >>> y, mean, var = masksafe.batch_norm(x, where=~jnp.isnan(x), epsilon=0)
+      >>> print(y, mean, var)
+      [[-1.  0.]
+       [ 1.  0.]
+       [ 0.  0.]] [2. 5.] [1. 0.]
+
+      A running average:
+
+      >>> momentum, running_mean = 0.9, jnp.zeros(2)
+      >>> is_live = (~jnp.isnan(x)).any(axis=0)
+      >>> print(jnp.where(is_live, momentum * running_mean + (1 - momentum) * mean, running_mean))
+      [0.2 0.5]
+
+    Coming from another library:
+      * `flax.nnx.BatchNorm` and `flax.linen.BatchNorm` compute :math:`E[x^2] - E[x]^2` by default, and with `mask` and
+        `axis_name` the mean of the devices' means. `axis` and `epsilon` are the same.
+      * `torch.nn.BatchNorm1d` and its kin have the features on axis 1, and no mask.
+
+    References:
+      `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_.
+
+      Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+    """
+    x = as_float_array(_OP, "x", x, of_any_width=True)
+    features = canonical_axes(_OP, axis, x.ndim)
+    parameters = (along_axes(_OP, name, p, x, features) for name, p in (("scale", scale), ("bias", bias)))
+    statistics = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
+    given_mean, given_var = statistics
+    if (given_mean is None) != (given_var is None):
+        argument = "var" if given_var is None else "mean"
+        raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given"))
+    where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
+    rest = tuple(a for a in range(x.ndim) if a not in features)
+    how = How(rest, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name))
+    if given_mean is not None:
+        y: Array = _normalize_by(how, x, where, given_mean, given_var, *parameters)
+        return y, jnp.asarray(mean), jnp.asarray(var)
+    normalized: tuple[Array, Array, Array] = _normalize(how, features, x, where, weights, *parameters)
+    return normalized
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normalize(
+    how: How,
+    features: tuple[int, ...],
+    x: Array,
+    where: Array | None,
+    weights: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+) -> tuple[Array, Array, Array]:
+    y, (mean, variance) = normalize(how, x, where, weights, scale, bias)
+    order = [sorted(features).index(a) for a in features]  # the user's order of the axes
+    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, how.axes), order)  # noqa: E731
+    return y, of_features(moments.total(mean)), of_features(variance)
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=0)
+def _normalize_by(
+    how: How,
+    x: Array,
+    where: Array | None,
+    mean: Array,
+    variance: Array,
+    scale: Array | None,
+    bias: Array | None,
+) -> Array:
+    wide_mean, wide_variance = widened(mean), widened(variance)
+    root = reciprocal_root(wide_variance, None, how.epsilon)
+    return normalize_by(how, x, where, Mean(jnp.zeros_like(wide_mean), wide_mean), root, scale, bias)

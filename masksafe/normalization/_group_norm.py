@@ -1,0 +1,110 @@
+"""Group normalisation."""
+
+from __future__ import annotations
+
+import functools
+import numbers
+
+import jax
+
+from masksafe._core.arguments import as_float_array, canonical_axes, message
+from masksafe._core.derivatives import explains_forward_mode
+from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core.sharding import AxisName, as_axis_name
+from masksafe._core.typing import Array, ArrayLike
+from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._statistics import How, normalize
+
+_OP = "group_norm"
+
+
+def group_norm(
+    x: ArrayLike,
+    num_groups: int,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    axis: int = -1,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    epsilon: float = 1e-6,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""Group normalisation over the unmasked elements of each sample and group of channels; 0 at the masked ones.
+
+    .. math::
+      y_i = \gamma_i \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}} + \beta_i
+
+    with the mean :math:`\mu` and the variance :math:`\sigma^2` of all positions of a sample and of all channels of a
+    group. As many groups as channels are instance normalisation; one group is layer normalisation of a whole sample.
+
+    Args:
+      x: floats `[samples, ..., channels]`. The first axis is that of the samples, unless it is the axis of the
+        channels: then `x` is one sample.
+      num_groups: the number of groups, which divides that of the channels. A group is channels that follow each other.
+      scale: :math:`\gamma`, `[channels]`; None means 1.
+      bias: :math:`\beta`, `[channels]`; None means 0.
+      axis: the axis of the channels.
+      where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing. To
+        mask positions write `where[..., None]`.
+      weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
+        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+      epsilon: added to the variance, 0 or more.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the positions of a sample are
+        split. The devices exchange their moments once in either pass.
+
+    Returns:
+      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. Masked
+      elements are 0 (`bias` is not added), and get a gradient of 0. A group with nothing left is 0; a group of one
+      element or of equal elements is `bias`, even with an `epsilon` of 0. A NaN or infinity in an unmasked element
+      makes the unmasked elements of its group NaN, and no others.
+
+    Raises:
+      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, `num_groups` is not an int, or
+        `epsilon` is traced.
+      ValueError: if `num_groups` does not divide the channels, `scale` or `bias` has the wrong shape, `where` or
+        `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or there is no
+        axis of the name `axis_name`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x = jnp.array([[1.0, 3.0, 5.0, jnp.nan]])
+      >>> print(masksafe.group_norm(x, 2, where=~jnp.isnan(x), epsilon=0))
+      [[-1.  1.  0.  0.]]
+
+    Coming from another library:
+      `flax.nnx.GroupNorm`, `torch.nn.GroupNorm` and `equinox.nn.GroupNorm` add the `epsilon` in the same place; that of
+      the last two is 1e-5. torch's channels lie on axis 1, and so do those of equinox's single samples on axis 0.
+
+    References:
+      `Wu, He, Group Normalization, 2018 <https://arxiv.org/abs/1803.08494>`_; `Ulyanov, Vedaldi, Lempitsky, Instance
+      Normalization, 2016 <https://arxiv.org/abs/1607.08022>`_.
+    """
+    x = as_float_array(_OP, "x", x, of_any_width=True)
+    (channels,) = canonical_axes(_OP, (axis,), x.ndim)
+    number = x.shape[channels]
+    if not isinstance(num_groups, numbers.Integral):
+        raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
+    if int(num_groups) < 1 or number % int(num_groups):
+        raise ValueError(message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels"))
+    parameters = (along_axes(_OP, name, p, x, (channels,)) for name, p in (("scale", scale), ("bias", bias)))
+    where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
+    # Behind the axis of the channels, which becomes that of the groups, follows one of the channels of a group.
+    row = tuple(a if a < channels else a + 1 for a in range(x.ndim) if a not in (0, channels))
+    how = How((*row, channels + 1), as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name))
+    y: Array = _normalize(how, channels, int(num_groups), x, where, weights, *parameters)
+    return y
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _normalize(how: How, channels: int, num_groups: int, x: Array, *others: Array | None) -> Array:
+    def grouped(a: Array | None) -> Array | None:
+        if a is None:
+            return None
+        groups = 1 if a.shape[channels] == 1 and x.shape[channels] != 1 else num_groups
+        return a.reshape(*a.shape[:channels], groups, a.shape[channels] // groups, *a.shape[channels + 1 :])
+
+    where, weights, scale, bias = map(grouped, others)
+    y, _ = normalize(how, grouped(x), where, weights, scale, bias)  # type: ignore[arg-type]
+    return y.reshape(x.shape)

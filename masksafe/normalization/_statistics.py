@@ -1,0 +1,142 @@
+r"""Normalisation by statistics that more than the elements of a row in one array have a part in.
+
+That is, by those of a batch, of a group of channels, of weighted elements, or of rows split over devices:
+
+.. math:: y_i = \gamma_i \frac{x_i - \mu}{\sqrt{\sigma^2 + \varepsilon}} + \beta_i
+
+The statistics and what follows from them have a reverse rule each. In between, the statistics are two small arrays: the
+mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import moments
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import selected, weighting_of
+from masksafe._core.moments import Mean
+from masksafe._core.precision import widened
+from masksafe._core.row_moments import Config, or_one, row_moments
+from masksafe._core.sharding import AxisName, varying_over
+from masksafe._core.typing import Array, Axes
+
+
+class How(NamedTuple):
+    """It is static."""
+
+    axes: Axes  # those of a row
+    epsilon: float
+    axis_name: AxisName
+    centred: bool = True  # otherwise by the root mean square
+
+
+class Statistics(NamedTuple):
+    """Of each row; the normalised axes have size 1."""
+
+    mean: Mean
+    variance: Array
+
+
+def normalize(
+    how: How,
+    x: Array,
+    where: Array | None,
+    weights: Array | None,
+    scale: Array | None,
+    bias: Array | None,
+) -> tuple[Array, Statistics]:
+    """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
+    weighting = weighting_of(x, where, weights)
+    of_rows = row_moments(Config(how.axes, how.centred), how.axis_name, x, weighting)
+    variance = of_rows.squares / or_one(of_rows.weight)
+    statistics = Statistics(of_rows.mean, variance)
+    root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
+    root = jnp.where(of_rows.weight == 0, 0, root)
+    return normalize_by(how, x, weighting.where, of_rows.mean, root, scale, bias), statistics
+
+
+def normalize_by(
+    how: How, x: Array, where: Array | None, mean: Mean, root: Array, scale: Array | None, bias: Array | None
+) -> Array:
+    """The result for given statistics, which are the same on all devices."""
+    assert mean.remainder is not None
+    remainder, root = varying_over(how.axis_name, jnp.stack([mean.remainder, root]))
+    y: Array = _apply(x, where, mean.centre, remainder, root, scale, bias)
+    return y
+
+
+def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
+    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0."""
+    if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
+        return lax.rsqrt(variance + epsilon)
+    is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
+    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
+
+
+# From the statistics to the result.
+
+_Arguments = tuple[Array, Array | None, Array, Array, Array, Array | None, Array | None]
+
+
+def _deviations(x: Array, where: Array | None, centre: Array, remainder: Array) -> Array:
+    return moments.deviations(selected(widened(x), where), Mean(centre, remainder), where)
+
+
+def _evaluate(
+    x: Array,
+    where: Array | None,
+    centre: Array,
+    remainder: Array,
+    root: Array,
+    scale: Array | None,
+    bias: Array | None,
+) -> Array:
+    y = selected(_deviations(x, where, centre, remainder) * root, where)
+    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
+        y *= selected(scale.astype(y.dtype), where)
+    if bias is not None:
+        y += bias.astype(y.dtype)
+    return selected(y, where).astype(x.dtype)
+
+
+def _forward(*args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
+    return _evaluate(*args), args  # type: ignore[arg-type]
+
+
+def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
+    x, where, centre, remainder, root, scale, bias = residuals
+    deviations = _deviations(x, where, centre, remainder)
+    d_y = selected(d_y.astype(deviations.dtype), where)
+    d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
+    d_deviations = selected(d_normalized * root, where)
+    d_scale: Any
+    if scale is not None and scale.shape == root.shape:  # two sums give four cotangents
+        total, product = _sum_to(root, d_y), _sum_to(root, d_y * deviations)
+        wide_scale = scale.astype(d_y.dtype)
+        d_scale, d_remainder, d_root = product * root, -total * wide_scale * root, product * wide_scale
+    else:
+        d_scale = None if scale is None else _sum_to(scale, selected(d_y * deviations * root, where))
+        d_remainder, d_root = -_sum_to(root, d_deviations), _sum_to(root, d_normalized * deviations)
+    d_scale = None if scale is None else d_scale.astype(scale.dtype)
+    d_bias = None if bias is None else _sum_to(bias, d_y).astype(bias.dtype)
+    return d_deviations.astype(x.dtype), None, None, d_remainder, d_root, d_scale, d_bias
+
+
+@with_reverse_rule(_forward, _reverse)
+def _apply(
+    x: Array,
+    where: Array | None,
+    centre: Array,
+    remainder: Array,
+    root: Array,
+    scale: Array | None,
+    bias: Array | None,
+) -> Array:
+    return _evaluate(x, where, centre, remainder, root, scale, bias)
+
+
+def _sum_to(like: Array, x: Array) -> Array:
+    """The sum of `x` over the axes along which `like` repeats."""
+    return jnp.sum(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)

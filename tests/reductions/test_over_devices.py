@@ -1,0 +1,211 @@
+"""Reductions with weights, and over the devices of a mesh axis."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import masksafe
+from masksafe.testing import assert_mask_safe
+
+P = PartitionSpec
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 3)).astype(np.float32) + 100
+WHERE = np.arange(16)[:, None] < np.array([16, 5, 0])  # uneven: some devices have nothing of a column, or of any
+WEIGHTS = RNG.integers(0, 4, size=X.shape).astype(np.float32)
+REDUCTIONS = {
+    "sum": masksafe.sum,
+    "mean": masksafe.mean,
+    "var": functools.partial(masksafe.var, correction=1),
+    "var_mean": masksafe.var_mean,
+    "standardize": lambda x, axis, where, **kwargs: masksafe.standardize(x, axis, where=where, **kwargs),
+    "layer_norm": lambda x, axis, where, **kwargs: masksafe.layer_norm(x, axis=axis, where=where, **kwargs),
+    "rms_norm": lambda x, axis, where, **kwargs: masksafe.rms_norm(x, axis=axis, where=where, **kwargs),
+}
+EXTREMA = {"max": masksafe.max, "min": masksafe.min}
+
+
+def mesh_of(*sizes, axis_type=AxisType.Auto):
+    return jax.make_mesh(sizes, ("a", "b")[: len(sizes)], axis_types=(axis_type,) * len(sizes))
+
+
+def scalar(outputs):
+    """A sum that tells the outputs apart."""
+    leaves = jax.tree.leaves(outputs)
+    return sum(
+        jnp.sum(jnp.where(jnp.isfinite(y), y, 0) * jnp.cos(i + jnp.arange(y.size)).reshape(y.shape))
+        for i, y in enumerate(leaves)
+    )
+
+
+def differentiated(fn):
+    """The outputs of `fn(x, weights)`, and gradients."""
+
+    def total(x, weights):
+        out = fn(x, weights)
+        return scalar(out), out
+
+    def both(x, weights):
+        (_, out), gradients = jax.value_and_grad(total, (0, 1), has_aux=True)(x, weights)
+        return out, gradients
+
+    return jax.jit(both)
+
+
+def on_devices(fn, mesh, axes, is_elementwise, **kwargs):
+    """`fn(x, weights, where)` inside shard_map, with the rows split over the mesh axes."""
+    split = P(axes)
+    return jax.shard_map(
+        fn, mesh=mesh, in_specs=(split, split, split), out_specs=split if is_elementwise else P(), **kwargs
+    )
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no weights"])
+def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights):
+    reduce, is_elementwise = REDUCTIONS[name], name not in ("sum", "mean", "var", "var_mean")
+
+    def of_part(x, weights, where):
+        return reduce(x, 0, where, weights=weights if has_weights else None, axis_name=("a", "b"))
+
+    fn = on_devices(of_part, mesh_of(2, 4), ("a", "b"), is_elementwise)
+    actual = differentiated(lambda x, w: fn(x, w, WHERE))(X, WEIGHTS)
+    expected = differentiated(lambda x, w: reduce(x, 0, WHERE, weights=w if has_weights else None))(X, WEIGHTS)
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+def test_extremum_over_devices_is_that_of_the_whole_and_ties_share_the_gradient(name):
+    reduce, x = EXTREMA[name], np.round(X - 100)  # with ties, on one device and on several
+    fn = on_devices(lambda x, _, where: reduce(x, 0, where, axis_name="a"), mesh_of(8), "a", False)
+    actual = differentiated(lambda x, w: fn(x, w, WHERE))(x, WEIGHTS)
+    expected = differentiated(lambda x, _: reduce(x, 0, WHERE))(x, WEIGHTS)
+    chex.assert_trees_all_close(actual, expected)
+    assert np.all(np.isinf(actual[0]) == [False, False, True])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_without_types_of_variation_and_on_explicit_meshes(check_vma):
+    mesh = mesh_of(8, axis_type=AxisType.Explicit)
+    of_part = lambda x, w, where: masksafe.var_mean(x, 0, where, weights=w, axis_name="a")  # noqa: E731
+    fn = on_devices(of_part, mesh, "a", False, check_vma=check_vma)
+    split = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P("a")))
+    with jax.set_mesh(mesh):
+        actual = differentiated(lambda x, w: fn(x, w, split(WHERE)))(split(X), split(WEIGHTS))
+        without_shard_map = differentiated(lambda x, w: masksafe.var_mean(x, 0, split(WHERE), weights=w))(
+            split(X), split(WEIGHTS)
+        )
+    expected = differentiated(lambda x, w: masksafe.var_mean(x, 0, WHERE, weights=w))(X, WEIGHTS)
+    chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
+    chex.assert_trees_all_close(without_shard_map, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", [*REDUCTIONS, *EXTREMA])
+def test_over_a_named_axis_of_vmap(name):
+    reduce = {**REDUCTIONS, **EXTREMA}[name]
+    of_one = lambda x, where: reduce(x, (), where, axis_name="batch")  # noqa: E731
+    fn = lambda x: jax.vmap(of_one, axis_name="batch")(x, WHERE)  # noqa: E731
+    whole = lambda x: jax.tree.map(lambda y: jnp.broadcast_to(y, x.shape), reduce(x, 0, WHERE))  # noqa: E731
+    pairs = [jax.jit(jax.value_and_grad(lambda x, f=f: scalar(f(x)))) for f in (fn, whole)]
+    chex.assert_trees_all_close(*(pair(X) for pair in pairs), rtol=1e-4, atol=2e-5)
+
+
+def test_forward_mode_over_devices():
+    with masksafe.forward_mode():
+        of_part = lambda x, w, where: masksafe.var_mean(x, 0, where, weights=w, axis_name="a")  # noqa: E731
+        fn = on_devices(of_part, mesh_of(8), "a", False)
+        along = lambda f: jax.jit(lambda *args: jax.jvp(f, args, (jnp.cos(X), jnp.ones_like(X))))(X, WEIGHTS)  # noqa: E731
+        whole = along(lambda x, w: masksafe.var_mean(x, 0, WHERE, weights=w))
+        chex.assert_trees_all_close(along(lambda x, w: fn(x, w, WHERE)), whole, rtol=1e-4, atol=1e-4)
+
+
+# Weights.
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_weight_counts_repetitions(name):
+    reduce = REDUCTIONS[name]
+    x, weights, where = X[:, 0], WEIGHTS[:, 0].astype(int), WHERE[:, 1]
+    repeated, where_of_repeated = np.repeat(x, weights), np.repeat(where, weights)
+    actual = reduce(x, 0, where, weights=weights)
+    expected = reduce(repeated, 0, where_of_repeated)
+    if actual.shape if name not in ("var_mean",) else False:
+        actual = np.repeat(actual, weights)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_masked_elements_and_weights_are_gone(name):
+    fn = lambda x, w: REDUCTIONS[name](x, 0, WHERE, weights=w)  # noqa: E731
+    assert_mask_safe(fn, X, WEIGHTS, masked={0: ~WHERE, 1: ~WHERE}, transforms=("jit",))
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_an_element_of_weight_0_takes_no_part_and_a_negative_weight_shows(name):
+    reduce = functools.partial(REDUCTIONS[name], axis=0, where=None)
+    x, weights = jnp.array([1.0, jnp.nan, 3.0, 7.0]), jnp.array([1.0, 0.0, 1.0, 2.0])
+    rest = jnp.array([0, 2, 3])
+    actual, expected = reduce(x, weights=weights), reduce(x[rest], weights=weights[rest])
+    if name in ("standardize", "layer_norm", "rms_norm"):
+        assert actual[1] == 0
+        actual = actual[rest]
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+    chex.assert_tree_all_finite(jax.grad(lambda *a: scalar(reduce(a[0], weights=a[1])), (0, 1))(x, weights))
+    bad = reduce(jnp.ones(3), weights=jnp.array([1.0, -1.0, 1.0]))
+    assert all(np.isnan(y).any() for y in jax.tree.leaves(bad))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
+def test_dtypes_are_those_without_weights(dtype):
+    x = (X - 98).astype(jnp.dtype(dtype))
+    for name in ("mean", "var_mean"):
+        plain, weighted = (REDUCTIONS[name](x, 0, WHERE, **kw) for kw in ({}, {"weights": np.ones(X.shape)}))
+        chex.assert_trees_all_equal_shapes_and_dtypes(plain, weighted)
+        chex.assert_trees_all_close(*(jax.tree.map(np.float32, y) for y in (plain, weighted)), rtol=1e-2)
+
+
+def test_variance_over_devices_survives_a_large_mean_and_equal_elements():
+    fn = on_devices(lambda x, *_: masksafe.var(x, 0, axis_name="a"), mesh_of(8), "a", False)
+    x = np.random.default_rng(1).normal(size=(64, 3)).astype(np.float32) + np.float32(1e4)
+    x[:, 2] = 3.3
+    actual = jax.jit(fn)(x, x, x)
+    np.testing.assert_allclose(actual[:2], x.astype(np.float64).var(0)[:2], rtol=1e-5)
+    assert actual[2] == 0
+
+
+def test_one_exchange():
+    fn = on_devices(lambda x, _, where: masksafe.var_mean(x, 0, where, axis_name="a"), mesh_of(8), "a", False)
+    text = jax.jit(fn).lower(X, X, WHERE).compile().as_text()
+    assert text.count(" all-reduce(") + text.count(" all-gather(") == 1
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: masksafe.mean(X, weights=np.ones(5)), ValueError, "mean: weights: got shape"),
+        (lambda: masksafe.mean(X, weights=1j), TypeError, "mean: weights: got dtype complex64"),
+        (lambda: masksafe.var(X, axis_name="a"), ValueError, "var: axis_name: got value 'a'"),
+        (lambda: masksafe.sum(X, axis_name=()), ValueError, "sum: axis_name"),
+        (lambda: masksafe.max(X * 1j), TypeError, "max: x: got dtype complex64"),
+        (lambda: masksafe.var(X * 1j, weights=1), TypeError, "var: x: got dtype complex64"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "largest", "smallest"), [("int8", -128, 127), ("uint8", 0, 255), ("bool", False, True)]
+)
+def test_extrema_of_no_integers(dtype, largest, smallest):
+    nothing = np.zeros((0,), dtype)
+    assert (masksafe.max(nothing), masksafe.min(nothing)) == (largest, smallest)
+    assert masksafe.max(nothing).dtype == dtype
