@@ -44,12 +44,12 @@ class RowMoments(NamedTuple):
     squares: Array  # the sum of the weighted squared deviations
 
 
-class Config(NamedTuple):
+class RowConfig(NamedTuple):
     axes: Axes
     centred: bool = True  # otherwise the mean is taken for 0
 
 
-def row_moments(config: Config, axis_name: AxisName, x: Array, weighting: Weighting) -> RowMoments:
+def row_moments(config: RowConfig, axis_name: AxisName, x: Array, weighting: Weighting) -> RowMoments:
     """The moments of each row, over all devices of the mesh axis."""
     sums = _Sums(*_local_sums(config, x, *weighting))
     if axis_name is not None:
@@ -88,7 +88,7 @@ class _Sums(NamedTuple):
     second: Array  # that of their squares
 
 
-def _evaluate(config: Config, x: Array, where: Array | None, weights: Array | None) -> _Sums:
+def _evaluate(config: RowConfig, x: Array, where: Array | None, weights: Array | None) -> _Sums:
     wide = selected(widened(x), where)
     weight = total_weight(wide, config.axes, Weighting(where, weights))
     if not config.centred:
@@ -99,7 +99,7 @@ def _evaluate(config: Config, x: Array, where: Array | None, weights: Array | No
     return _Sums(weight, centre, _sum(config, shifted, weights), _sum(config, shifted * shifted, weights))
 
 
-def _centre(config: Config, wide: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
+def _centre(config: RowConfig, wide: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
     average = _sum(config, wide, weights) / or_one(weight)
     if weights is None:
         return average
@@ -107,7 +107,7 @@ def _centre(config: Config, wide: Array, where: Array | None, weights: Array | N
     return jnp.where(weight == 0, moments.average(wide, config.axes, where), average)
 
 
-def _sum(config: Config, x: Array, weights: Array | None) -> Array:
+def _sum(config: RowConfig, x: Array, weights: Array | None) -> Array:
     return jnp.sum(weighted(x, weights), config.axes, keepdims=True)
 
 
@@ -115,12 +115,12 @@ _Residuals = tuple[Array, Array | None, Array | None, Array]
 _Arrays = tuple[Array, ...]
 
 
-def _forward(config: Config, x: Array, where: Array | None, weights: Array | None) -> tuple[_Arrays, _Residuals]:
+def _forward(config: RowConfig, x: Array, where: Array | None, weights: Array | None) -> tuple[_Arrays, _Residuals]:
     sums = _evaluate(config, x, where, weights)
     return tuple(sums), (x, where, weights, sums.centre)
 
 
-def _reverse(config: Config, residuals: _Residuals, cotangents: Any) -> tuple[Array, None, Array | None]:
+def _reverse(config: RowConfig, residuals: _Residuals, cotangents: Any) -> tuple[Array, None, Array | None]:
     (x, where, weights, centre), (d_weight, _, d_first, d_second) = residuals, cotangents
     shifted = selected(selected(widened(x), where) - centre, where)
     d_first = d_first if config.centred else 0
@@ -133,7 +133,7 @@ def _reverse(config: Config, residuals: _Residuals, cotangents: Any) -> tuple[Ar
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _local_sums(config: Config, x: Array, where: Array | None, weights: Array | None) -> _Arrays:
+def _local_sums(config: RowConfig, x: Array, where: Array | None, weights: Array | None) -> _Arrays:
     return tuple(_evaluate(config, x, where, weights))
 
 

@@ -15,7 +15,7 @@ from masksafe._core.derivatives import explains_forward_mode, with_derivatives_o
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.row_moments import Config, row_moments
+from masksafe._core.row_moments import RowConfig, row_moments
 from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._reductions._arguments import How, read_arguments
@@ -158,7 +158,7 @@ def _reduce(how: How, correction: float, x: Array, where: Array | None, weights:
     if weights is None and how.axis_name is None:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
-        of_rows = row_moments(Config(how.axes), how.axis_name, x, weighting_of(x, where, weights))
+        of_rows = row_moments(RowConfig(how.axes), how.axis_name, x, weighting_of(x, where, weights))
         variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight)
         mean = moments.total(of_rows.mean)
     return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)

@@ -10,9 +10,11 @@ import jax
 from masksafe._core.arguments import as_float_array, canonical_axes, message
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core.row_blocks import axes_of_row
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._layer_norm import Config, norm
 from masksafe.normalization._statistics import How, normalize
 
 _OP = "group_norm"
@@ -105,6 +107,12 @@ def _normalize(how: How, channels: int, num_groups: int, x: Array, *others: Arra
         groups = 1 if a.shape[channels] == 1 and x.shape[channels] != 1 else num_groups
         return a.reshape(*a.shape[:channels], groups, a.shape[channels] // groups, *a.shape[channels + 1 :])
 
-    where, weights, scale, bias = map(grouped, others)
-    y, _ = normalize(how, grouped(x), where, weights, scale, bias)  # type: ignore[arg-type]
+    x_of_groups, where, weights, scale, bias = map(grouped, (x, *others))
+    assert x_of_groups is not None
+    if weights is None and how.axis_name is None:
+        row, of_channels = (axes_of_row(axes, x.ndim + 1) for axes in (how.axes, (channels, channels + 1)))
+        config = Config(row, how.epsilon, True, bias is not None, of_channels)
+        y: Array = norm(config, x_of_groups, where, scale, bias)
+    else:
+        y, _ = normalize(how, x_of_groups, where, weights, scale, bias)
     return y.reshape(x.shape)

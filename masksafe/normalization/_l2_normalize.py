@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import platforms
 from masksafe._core.arguments import as_float_array, canonical_axes
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
+from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import as_epsilon
 
@@ -64,22 +68,54 @@ class _Config(NamedTuple):
     epsilon: float
 
 
+def _evaluate(config: _Config, x: Array, where: Array | None) -> Array:
+    def of_rows(x: Array, where: Array | None) -> Array:
+        wide = selected(widened(x), where)
+        return _divided(wide, _divisor(config, wide), where).astype(x.dtype)
+
+    def of_ordinary_rows(x: Array, squares: Array) -> Array:
+        return (widened(x) * lax.rsqrt(squares)).astype(x.dtype)
+
+    return _by_rows(config, of_rows, of_ordinary_rows, x, where)
+
+
+# The reverse pass computes the norms again: a second result would keep XLA from fusing the forward pass.
+
+
+def _forward(config: _Config, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
+    return _evaluate(config, x, where), (x, where)
+
+
+def _reverse(config: _Config, residuals: tuple[Array, Array | None], d_y: Array) -> tuple[Array, None]:
+    def of_rows(x: Array, d_y: Array, where: Array | None) -> Array:
+        wide, d_y = selected(widened(x), where), selected(widened(d_y), where)
+        divisor = _divisor(config, wide)
+        y = _divided(wide, divisor, where)
+        along = jnp.where(divisor.is_norm, jnp.sum(d_y * y, config.axes, keepdims=True), 0)
+        d_x = (d_y - y * along) * (divisor.inverse * divisor.unit)
+        return selected(d_x, where).astype(x.dtype)
+
+    def of_ordinary_rows(x: Array, d_y: Array, squares: Array) -> Array:
+        inverse, d_y = lax.rsqrt(squares), widened(d_y)
+        y = widened(x) * inverse
+        d_x = (d_y - y * jnp.sum(d_y * y, config.axes, keepdims=True)) * inverse
+        return d_x.astype(x.dtype)
+
+    x, where = residuals
+    return _by_rows(config, of_rows, of_ordinary_rows, x, d_y, where), None
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def _normalize(config: _Config, x: Array, where: Array | None) -> Array:
+    return _evaluate(config, x, where)
+
+
 class _Divisor(NamedTuple):
     """Of each vector: it is multiplied by `unit`, a power of two, and by `inverse`."""
 
     unit: Array
     inverse: Array
     is_norm: Array  # otherwise it is epsilon
-
-
-def _evaluate(config: _Config, x: Array, where: Array | None) -> tuple[Array, _Divisor]:
-    def of_rows(x: Array, where: Array | None) -> tuple[tuple[Array, _Divisor], tuple[()]]:
-        wide = selected(widened(x), where)
-        divisor = _divisor(config, wide)
-        return (_divided(wide, divisor, where).astype(x.dtype), divisor), ()
-
-    (y, divisor), _ = by_row_blocks(of_rows, _leading_axes(config, x), x, where)
-    return y, divisor
 
 
 def _divisor(config: _Config, wide: Array) -> _Divisor:
@@ -103,30 +139,35 @@ def _divided(wide: Array, divisor: _Divisor, where: Array | None) -> Array:
     return selected(wide * divisor.unit * divisor.inverse, where)
 
 
-def _leading_axes(config: _Config, x: Array) -> int:
-    return x.ndim + min(config.axes, default=0)
+def _by_rows(
+    config: _Config, of_rows: Callable[..., Array], of_ordinary_rows: Callable[..., Array], x: Array, *others: Any
+) -> Array:
+    """`of_rows(x, *others)`, the last of which is the mask.
+
+    On a CPU, without a mask, `of_ordinary_rows(x, *others, squares)` in one pass that XLA fuses, unless the sum of
+    squares of some row is so small or large that digits are lost.
+    """
+    leading = x.ndim + min(config.axes, default=0)
+
+    def exactly(*args: Any) -> Array:
+        y: Array = by_row_blocks(lambda *args: (of_rows(*args), ()), leading, *args)[0]
+        return y
+
+    def on_cpu(*args: Any) -> Array:
+        squares = platforms.apart(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
+        y: Array = lax.cond(
+            _all_ordinary(config, squares), lambda *args: of_ordinary_rows(*args[:-1], squares), exactly, *args
+        )
+        return y
+
+    elements = math.prod(x.shape[a] for a in config.axes)
+    if others[-1] is not None or not may_loop(x) or not platforms.computes_rows_in_cache(elements, x.dtype):
+        return exactly(x, *others)
+    y: Array = platforms.on_cpu_or_elsewhere(on_cpu, of_rows, x, *others)
+    return y
 
 
-_Residuals = tuple[Array, Array | None, _Divisor]
-
-
-def _forward(config: _Config, x: Array, where: Array | None) -> tuple[Array, _Residuals]:
-    y, divisor = _evaluate(config, x, where)
-    return y, (x, where, divisor)
-
-
-def _reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None]:
-    def of_rows(x: Array, d_y: Array, where: Array | None, divisor: _Divisor) -> tuple[Array, tuple[()]]:
-        y, d_y = _divided(selected(widened(x), where), divisor, where), selected(widened(d_y), where)
-        along = y * jnp.sum(d_y * y, config.axes, keepdims=True)
-        d_x = (d_y - jnp.where(divisor.is_norm, along, 0)) * divisor.inverse * divisor.unit
-        return selected(d_x, where).astype(x.dtype), ()
-
-    x, where, divisor = residuals
-    d_x, _ = by_row_blocks(of_rows, _leading_axes(config, x), x, d_y, where, divisor)
-    return d_x, None
-
-
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _normalize(config: _Config, x: Array, where: Array | None) -> Array:
-    return _evaluate(config, x, where)[0]
+def _all_ordinary(config: _Config, squares: Array) -> Array:
+    limits = jnp.finfo(squares.dtype)
+    least = max(float(limits.tiny) / float(limits.eps), config.epsilon**2)
+    return jnp.all((squares > least) & (squares < float(limits.max)))

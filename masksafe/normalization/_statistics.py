@@ -18,7 +18,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
-from masksafe._core.row_moments import Config, or_one, row_moments
+from masksafe._core.row_moments import RowConfig, or_one, row_moments
 from masksafe._core.sharding import AxisName, varying_over
 from masksafe._core.typing import Array, Axes
 
@@ -49,7 +49,7 @@ def normalize(
 ) -> tuple[Array, Statistics]:
     """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
     weighting = weighting_of(x, where, weights)
-    of_rows = row_moments(Config(how.axes, how.centred), how.axis_name, x, weighting)
+    of_rows = row_moments(RowConfig(how.axes, how.centred), how.axis_name, x, weighting)
     variance = of_rows.squares / or_one(of_rows.weight)
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
