@@ -139,7 +139,7 @@ def train(name: str, lines: np.ndarray, steps: int) -> Record:
         gradient, exact = GRADIENTS[name](params, batch), of_whole_batch(params, batch)
         difference = jax.tree.map(jnp.subtract, gradient, exact)
         updates, state = optimizer.update(gradient, state)
-        distance = optax.global_norm(difference) / optax.global_norm(exact)
+        distance = optax.tree.norm(difference) / optax.tree.norm(exact)
         return optax.apply_updates(params, updates), state, mean_loss(params, *batch).value, distance
 
     params, generator, record = make_params(jax.random.key(0)), np.random.default_rng(0), Record([], [])

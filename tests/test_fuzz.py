@@ -69,6 +69,16 @@ def of_last_axis(op, choose, kinds=("float", "positive"), **kwargs):
     return Call(lambda m, *args: op(*args, where=m, **kwargs), shape, tuple(Argument(shape, kind) for kind in kinds))
 
 
+def over_other_axes(op, choose):
+    call = over_axes(op, choose)
+    return call._replace(fn=lambda m, *args: call.fn(m, *args)[0])
+
+
+def groups(op, choose):
+    shape, number = (*shape_of(choose, 1, 3), choose.one_of([2, 4])), choose.one_of([1, 2])
+    return Call(lambda m, x: op(x, number, where=m), shape, (Argument(shape),))
+
+
 def of_labels(op, choose):
     *rows, classes = shape_of(choose, 1, 3)
     classes, rows = max(classes, 1), tuple(rows)
@@ -163,9 +173,11 @@ MAKERS = {
     "binary_dice_loss": functools.partial(elementwise, kinds=("float", "bit")),
     "dot_product_attention": attention,
     **dict.fromkeys(("logsumexp", "softmax", "log_softmax", "layer_norm", "rms_norm", "standardize"), over_axes),
-    **dict.fromkeys(("sum", "mean", "var"), over_axes),
+    **dict.fromkeys(("sum", "mean", "var", "max", "min", "l2_normalize"), over_axes),
+    "batch_norm": over_other_axes,
+    "group_norm": groups,
 }
-MINUS_INFINITY = {"logsumexp", "log_softmax"}  # of nothing
+OF_NOTHING = {"logsumexp": -np.inf, "log_softmax": -np.inf, "max": -np.inf, "min": np.inf}  # otherwise 0
 
 
 def op_of(name):
@@ -302,6 +314,6 @@ def test_masked_elements_are_gone_and_nothing_else_is_nan(name):
             np.testing.assert_array_equal(gradient[h], 0)
         assert not np.isnan(out.astype(np.float64)).any()
         nothing = [not case.mask.any() for case in cases]
-        np.testing.assert_array_equal(out[nothing], -np.inf if name in MINUS_INFINITY else 0)
+        np.testing.assert_array_equal(out[nothing], OF_NOTHING.get(name, 0))
 
     check()

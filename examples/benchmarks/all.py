@@ -6,6 +6,7 @@ python examples/benchmarks/all.py --plot-only        # pictures and tables again
 python examples/benchmarks/all.py --quick            # a smoke run, into examples/output/benchmarks
 """
 
+import accumulation
 import attention
 import cross_entropy
 import decoder
@@ -16,7 +17,17 @@ import normalization
 import softmax
 from command import main
 
-MODULES = [cross_entropy, linear_cross_entropy, attention, normalization, softmax, losses, label_checks, decoder]
+MODULES = [
+    cross_entropy,
+    linear_cross_entropy,
+    attention,
+    normalization,
+    softmax,
+    losses,
+    label_checks,
+    decoder,
+    accumulation,
+]
 BENCHMARKS = [module.BENCHMARK for module in MODULES]
 
 if __name__ == "__main__":

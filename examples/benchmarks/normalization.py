@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm against flax and torch.
+"""Layer, RMS, batch and group norm against flax and torch.
 
     python examples/benchmarks/normalization.py [--quick] [--rounds N] [--plot-only]
 
@@ -22,6 +22,7 @@ SIZES = {
     "middle": ((2048, 768), -1),
     "wide": ((512, 4096), -1),
     "axis 1": ((64, 1024, 128), 1),
+    "images": ((32, 32, 32, 64), -1),
     "large": ((8192, 1024), -1),
 }
 SIZES_OF = {
@@ -29,13 +30,23 @@ SIZES_OF = {
     ("layer norm", "bfloat16"): ("middle", "large"),
     ("RMS norm", "float32"): ("tiny", "middle", "large"),
     ("RMS norm", "bfloat16"): ("large",),
+    ("batch norm", "float32"): ("tiny", "middle", "images"),
+    ("batch norm", "bfloat16"): ("images",),
+    ("group norm", "float32"): ("images",),
+    ("group norm", "bfloat16"): ("images",),
 }
 MASKS = ["none", "rows", "elements"]
 EPSILON = 1e-6
+GROUPS = 8
 
 
 def of_masksafe(work: str, axis: int) -> Callable[..., jax.Array]:
-    norm = {"layer norm": masksafe.layer_norm, "RMS norm": masksafe.rms_norm}[work]
+    norm = {
+        "layer norm": masksafe.layer_norm,
+        "RMS norm": masksafe.rms_norm,
+        "batch norm": lambda *args, **kwargs: masksafe.batch_norm(*args, **kwargs)[0],
+        "group norm": lambda x, *args, **kwargs: masksafe.group_norm(x, GROUPS, *args, **kwargs),
+    }[work]
     return lambda x, where, *params: norm(x, *params, axis=axis, where=where, epsilon=EPSILON)
 
 
@@ -43,11 +54,15 @@ def of_flax(work: str, axis: int) -> Callable[..., jax.Array]:
     def norm(x: jax.Array, where: jax.Array | None, *params: jax.Array) -> jax.Array:
         import flax.linen as nn
 
+        names = {"params": dict(zip(("scale", "bias"), params, strict=False))}
+        if work == "group norm":
+            return nn.GroupNorm(GROUPS, epsilon=EPSILON, dtype=x.dtype).apply(names, x, mask=where)
+        if work == "batch norm":
+            averages = {"batch_stats": {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}}
+            layer = nn.BatchNorm(use_running_average=False, epsilon=EPSILON, dtype=x.dtype)
+            return layer.apply(names | averages, x, mask=where, mutable="batch_stats")[0]
         layer = {"layer norm": nn.LayerNorm, "RMS norm": nn.RMSNorm}[work]
-        names = dict(zip(("scale", "bias"), params, strict=False))
-        return layer(EPSILON, dtype=x.dtype, reduction_axes=axis, feature_axes=axis).apply(
-            {"params": names}, x, mask=where
-        )
+        return layer(EPSILON, dtype=x.dtype, reduction_axes=axis, feature_axes=axis).apply(names, x, mask=where)
 
     return norm
 
@@ -56,6 +71,12 @@ def of_torch(work: str, axis: int) -> Callable[..., Any]:
     def norm(x: Any, *params: Any) -> Any:
         import torch
 
+        if work in ("batch norm", "group norm"):
+            channels_second = x.movedim(-1, 1)
+            if work == "group norm":
+                return torch.nn.functional.group_norm(channels_second, GROUPS, *params, eps=EPSILON).movedim(1, -1)
+            of_batch = torch.nn.functional.batch_norm(channels_second, None, None, *params, training=True, eps=EPSILON)
+            return of_batch.movedim(1, -1)
         fn = {"layer norm": torch.nn.functional.layer_norm, "RMS norm": torch.nn.functional.rms_norm}[work]
         moved = x.movedim(axis, -1)
         return fn(moved, moved.shape[-1:], *params, eps=EPSILON).movedim(-1, axis)
@@ -66,14 +87,14 @@ def of_torch(work: str, axis: int) -> Callable[..., Any]:
 def make_mask(mask: str, shape: tuple[int, ...], axis: int) -> jax.Array | None:
     if mask == "none":
         return None
-    if mask == "rows":
+    if mask == "rows":  # or positions
         shape = tuple(1 if a == axis % len(shape) else n for a, n in enumerate(shape))
     return random_bits(shape, 0.7)
 
 
 def prepare(work: str, mask: str, dtype: str, shape: tuple[int, ...], axis: int) -> Work:
     x, where = random_normal(shape, dtype), make_mask(mask, shape, axis)
-    params = [jnp.ones(shape[axis], dtype)] * (2 if work == "layer norm" else 1)
+    params = [jnp.ones(shape[axis], dtype)] * (1 if work == "RMS norm" else 2)
     with_mask_last = lambda norm: lambda x, *rest: norm(x, rest[-1], *rest[:-1])  # noqa: E731
     functions = {"masksafe": with_mask_last(of_masksafe(work, axis)), "flax": with_mask_last(of_flax(work, axis))}
     functions |= {"torch": of_torch(work, axis)} if mask == "none" else {}
@@ -87,9 +108,7 @@ CASES = [
     for mask in MASKS
     for size in sizes
 ]
-BENCHMARK = Benchmark(
-    "normalization", "Layer norm and RMS norm", (("masksafe", "flax"), ("masksafe", "torch")), list(eager_too(CASES))
-)
+BENCHMARK = Benchmark("normalization", "Norms", (("masksafe", "flax"), ("masksafe", "torch")), list(eager_too(CASES)))
 
 if __name__ == "__main__":
     main([BENCHMARK])

@@ -112,7 +112,8 @@ def _garbage_cases() -> list[Case]:
         case("ntxent", ("embeddings",), _SOME_ROWS, embeddings=_X, labels=np.array([0, 1, 0, 1])),
         *(case(op, ("x",), x=_X) for op in ("logsumexp", "softmax", "log_softmax")),
         *(case(op, ("x",), x=_X) for op in ("layer_norm", "rms_norm", "standardize")),
-        *(case(op, ("x",), x=_X) for op in ("sum", "mean", "var")),
+        *(case(op, ("x",), x=_X) for op in ("batch_norm", "group_norm", "l2_normalize")),
+        *(case(op, ("x",), x=_X) for op in ("sum", "mean", "var", "max", "min")),
     ]
 
 
@@ -220,22 +221,37 @@ def _attention_cases() -> list[Case]:
 
 def _normalization_cases() -> list[Case]:
     x = np.float32(1e4) + _floats(2, 64)
-    wide = np.float64(x)
-    standard = (wide - wide.mean(1, keepdims=True)) / np.sqrt(wide.var(1, keepdims=True) + 1e-6)
+    standard = _standardized(x, 1, 1e-6)
     nothing = np.zeros(_X.shape, bool)
     return [
         *(Case(op, "mean 1e4, deviation 1", {"x": x}, {}, standard) for op in ("layer_norm", "standardize")),
         *(
             Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, np.zeros(_X.shape))
-            for op in ("layer_norm", "rms_norm", "standardize")
+            for op in ("layer_norm", "rms_norm", "standardize", "group_norm", "l2_normalize")
         ),
+        Case(
+            "batch_norm",
+            "a feature with nothing left",
+            {"x": _X, "where": nothing},
+            {"x": ~nothing},
+            np.zeros(_X.shape),
+        ),
+        _edge("batch_norm", "mean 1e4, deviation 1", _standardized(x, 0, 1e-5), x=x),
+        _edge("l2_normalize", "squares that overflow", np.array([[0.6, 0.8]]), x=np.array([[3e30, 4e30]], np.float32)),
+        _edge("l2_normalize", "a vector of zeros", np.zeros((1, 3)), x=np.zeros((1, 3), np.float32)),
     ]
+
+
+def _standardized(x: np.ndarray, axis: int, epsilon: float) -> np.ndarray:
+    wide = np.float64(x)
+    return np.asarray((wide - wide.mean(axis, keepdims=True)) / np.sqrt(wide.var(axis, keepdims=True) + epsilon))
 
 
 def _reduction_cases() -> list[Case]:
     nothing = np.zeros(_X.shape, bool)
     zeros = np.zeros(_ROWS)
     expected = {"mean": zeros, "var": zeros, "sum": zeros, "softmax": np.zeros(_X.shape), "logsumexp": zeros - np.inf}
+    expected |= {"max": zeros - np.inf, "min": zeros + np.inf}
     return [
         Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, value)
         for op, value in expected.items()

@@ -65,13 +65,21 @@ def _masksafe_ops() -> Ops:
     ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
     for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "standardize", "dot_product_attention"):
         ops[name] = getattr(masksafe, name)
-    return ops | {name: _along_rows(getattr(masksafe, name)) for name in ("logsumexp", "sum", "mean", "var")}
+    ops["batch_norm"] = lambda x, where=None: masksafe.batch_norm(x, where=where)[0]
+    ops["group_norm"] = lambda x, where=None: masksafe.group_norm(x, 1, where=where)
+    ops["l2_normalize"] = lambda x, where=None: masksafe.l2_normalize(x, where=where)
+    reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
+    return ops | {name: _along_rows(getattr(masksafe, name)) for name in reductions}
 
 
 def _jax_ops() -> Ops:
     ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
     reductions: Ops = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
+    reductions |= {
+        "max": functools.partial(jnp.max, initial=-jnp.inf),
+        "min": functools.partial(jnp.min, initial=jnp.inf),
+    }
     return ops | {name: _along_rows(fn) for name, fn in reductions.items()}
 
 
@@ -107,7 +115,16 @@ def _flax_ops() -> Ops:
         layer = layer_type(x.shape[-1], rngs=nnx.Rngs(0), epsilon=1e-6)
         return layer(x, mask=None if where is None else jnp.broadcast_to(where, x.shape))
 
+    def batch_norm(x: Any, where: Any = None) -> Any:
+        layer = nnx.BatchNorm(x.shape[-1], use_running_average=False, epsilon=1e-5, rngs=nnx.Rngs(0))
+        return layer(x, mask=where)
+
+    def group_norm(x: Any, where: Any = None) -> Any:
+        return nnx.GroupNorm(x.shape[-1], num_groups=1, rngs=nnx.Rngs(0))(x, mask=where)
+
     return {
+        "batch_norm": batch_norm,
+        "group_norm": group_norm,
         "layer_norm": functools.partial(normalize, nnx.LayerNorm),
         "rms_norm": functools.partial(normalize, nnx.RMSNorm),
         "dot_product_attention": linen.dot_product_attention,
@@ -202,6 +219,9 @@ def _torch_ops() -> Ops:
         "kl_divergence": divergence,
         "ctc_loss": ctc,
         "dot_product_attention": attention,
+        "batch_norm": selected(lambda x: functional.batch_norm(x, None, None, training=True)),
+        "group_norm": selected(lambda x: functional.group_norm(x, 1)),
+        "l2_normalize": selected(lambda x: functional.normalize(x, dim=-1)),
         "softmax": filled(torch.softmax),
         "log_softmax": filled(torch.log_softmax),
         "logsumexp": filled(torch.logsumexp),
