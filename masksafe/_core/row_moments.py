@@ -16,9 +16,9 @@ With :math:`d_i = c_i - c`,
   \mu = c + \frac{T}{W}, \qquad
   \sum_j w_j (x_j - \mu)^2 = Q - \frac{T^2}{W}
 
-which are the formulae of Chan, Golub and LeVeque for parts whose means are known but for their rounding. Since
-:math:`T_i` and :math:`T` are no more than rounding errors, nothing cancels. A part in which nothing is left has three
-sums of 0, and changes nothing. The centres are constants for derivatives.
+which are the formulae of Chan, Golub and LeVeque for parts whose means are known but for a remainder. The remainders
+:math:`T_i` are rounding errors, or on an accelerator the error of a sample's mean; see `moments`. A part in which
+nothing is left has three sums of 0, and changes nothing. The centres are constants for derivatives.
 """
 
 import math
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments
+from masksafe._core import moments, platforms
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.moments import Mean
@@ -94,12 +94,18 @@ def _evaluate(config: RowConfig, x: Array, where: Array | None, weights: Array |
     if not config.centred:
         zero = jnp.zeros_like(weight)
         return _Sums(weight, zero, zero, _sum(config, wide * wide, weights))
-    centre = lax.stop_gradient(_centre(config, wide, where, weights, weight))
+    centre = lax.stop_gradient(_centre(config, x, where, weights, weight))
     shifted = selected(wide - centre, where)
     return _Sums(weight, centre, _sum(config, shifted, weights), _sum(config, shifted * shifted, weights))
 
 
-def _centre(config: RowConfig, wide: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
+def _centre(config: RowConfig, x: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
+    wide = selected(widened(x), where)
+    axes = tuple(a - x.ndim for a in config.axes)
+    if where is None and weights is None and moments.may_save_passes(axes, x):
+        average_of_all = lambda x: moments.average(widened(x), config.axes, None)  # noqa: E731
+        near: Array = platforms.on_cpu_or_elsewhere(average_of_all, lambda x: moments.near_mean(x, axes), x)
+        return near
     average = _sum(config, wide, weights) / or_one(weight)
     if weights is None:
         return average
