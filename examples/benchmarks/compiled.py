@@ -210,7 +210,10 @@ def benchmarks() -> dict[str, list[Case]]:
         ),
         "linear_cross_entropy": list(in_dtypes(("linear",), ("none", "60 % of tokens"), (4096, 1024, 32768), linear)),
         "attention": list(in_dtypes(("attention",), attention.ALL, long, attend)),
-        "normalization": list(in_dtypes(("layer norm", "RMS norm"), normalization.MASKS, (8192, 1024), norms)),
+        "normalization": [
+            *in_dtypes(("layer norm", "RMS norm"), normalization.MASKS, (8192, 1024), norms),
+            *in_dtypes(("batch norm", "group norm"), ("none", "rows"), (32, 32, 32, 64), norms),
+        ],
         "softmax": list(in_dtypes(tuple(softmax.PEERS), ("none", "elements"), (8192, 2048), softmax.prepare)),
         "more": list(of_more()),
         "losses": list(of_losses()),

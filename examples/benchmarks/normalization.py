@@ -56,7 +56,8 @@ def of_flax(work: str, axis: int) -> Callable[..., jax.Array]:
 
         names = {"params": dict(zip(("scale", "bias"), params, strict=False))}
         if work == "group norm":
-            return nn.GroupNorm(GROUPS, epsilon=EPSILON, dtype=x.dtype).apply(names, x, mask=where)
+            mask = None if where is None else jnp.broadcast_to(where, x.shape)
+            return nn.GroupNorm(GROUPS, epsilon=EPSILON, dtype=x.dtype).apply(names, x, mask=mask)
         if work == "batch norm":
             averages = {"batch_stats": {"mean": jnp.zeros(x.shape[-1]), "var": jnp.ones(x.shape[-1])}}
             layer = nn.BatchNorm(use_running_average=False, epsilon=EPSILON, dtype=x.dtype)
