@@ -141,8 +141,18 @@ def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
 
 
 def size_over_devices(axis_name: AxisName, number: int) -> int:
-    """The number of classes on all devices, each of which has `number`."""
+    """The number of elements on all devices, each of which has `number`."""
     return number if axis_name is None else number * lax.axis_size(axis_name)
+
+
+def first_index(axis_name: AxisName, number: int) -> Array | None:
+    """The index of this device's first element among those of all devices, each of which has `number`; None for 0."""
+    return None if axis_name is None else lax.axis_index(axis_name) * jnp.int32(number)
+
+
+def varying_over(axis_name: AxisName, x: Array) -> Array:
+    """`x`, made to vary over the devices."""
+    return x if axis_name is None else vary_with(x, lax.axis_index(axis_name))
 
 
 def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:

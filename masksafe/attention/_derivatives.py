@@ -16,6 +16,7 @@ from masksafe._core.typing import Array
 from masksafe.attention._formulas import Adjustments, Config, Gradients, find_live_queries, logsumexp
 from masksafe.attention._mask import Pairs
 from masksafe.attention._passes import Parts, mark_live_queries, run_forward, run_reverse
+from masksafe.attention._ring import run_forward_in_ring, run_reverse_in_ring
 
 _Result = tuple[Array, Array]
 _Residuals = tuple[Array, Array, Array, Adjustments, Pairs, Array, Array, Array]
@@ -47,12 +48,16 @@ def _rounded(config: Config, q: Array, out: Array, largest: Array, total: Array)
 
 
 def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
-    return run_forward(config._replace(skips=False), q, k, v, adjustments, pairs)
+    return _run_forward(config._replace(skips=False), q, k, v, adjustments, pairs)
 
 
 @with_derivatives_of(_evaluate_plainly)
 def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
-    return run_forward(config, q, k, v, adjustments, pairs)
+    return _run_forward(config, q, k, v, adjustments, pairs)
+
+
+def _run_forward(config: Config, *args: Any) -> Parts:
+    return (run_forward if config.ring is None else run_forward_in_ring)(config, *args)
 
 
 def _pull_back_plainly(
@@ -75,5 +80,6 @@ def _pull_back_plainly(
 def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    d = run_reverse(config, q, k, v, adjustments, pairs, *results_and_cotangents)
+    run = run_reverse if config.ring is None else run_reverse_in_ring
+    d = run(config, q, k, v, adjustments, pairs, *results_and_cotangents)
     return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, adjustments))

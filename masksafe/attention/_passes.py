@@ -19,7 +19,7 @@ from masksafe.attention._formulas import (
     find_wanted_queries,
     nan_where,
 )
-from masksafe.attention._heads import Results, queries_by_problem, run_elsewhere, run_on_cpu
+from masksafe.attention._heads import Arrays, Results, queries_by_problem, run_elsewhere, run_on_cpu
 from masksafe.attention._mask import Pairs
 from masksafe.attention._rowwise import attend_by_row, most_logits_at_once, pull_back_by_row
 
@@ -55,14 +55,17 @@ def run_forward(config: Config, q: Array, k: Array, v: Array, adjustments: Adjus
 def run_reverse(
     config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    """The cotangents of q, k and v, and those of the adjustments, which are wide."""
+    """The cotangents of q, k and v, and those of the adjustments, which are wide.
+
+    All are wide, and parts of sums, if other devices have more of the keys: then the results are those of all keys.
+    """
 
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
         _, largest, total, d_out, d_lse = results_and_cotangents
         live, delta = find_live_queries(*results_and_cotangents)
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back(config, by_query, by_key, pairs, sums))
+            return _as_results(config, q, k, v, pull_back(config, by_query, by_key, pairs, sums))
 
         by_query = q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None]
         no_sums = zero_sums(adjustments, d_lse)
@@ -72,15 +75,18 @@ def run_reverse(
     def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
         q, k, v, pairs, results_and_cotangents = lax.optimization_barrier((q, k, v, pairs, results_and_cotangents))
-        out, _, _, d_out, d_lse = results_and_cotangents
+        out, largest, total, d_out, d_lse = results_and_cotangents
         wanted, delta = find_wanted_queries(out, d_out, d_lse)
         pairs = mark_live_queries(pairs, wanted, k)
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back_by_row(config, by_query, by_key, pairs, sums))
+            return _as_results(config, q, k, v, pull_back_by_row(config, by_query, by_key, pairs, sums))
 
-        # Of delta the kernel takes only whether it is bad, since an output is that has a cotangent.
-        by_query, no_sums = (q, d_out, d_lse[..., None] + 0 * delta), zero_sums(adjustments, d_lse)
+        # Of delta the kernel may take only whether it is bad, since an output is that has a cotangent.
+        by_query: Arrays = (q, d_out, d_lse[..., None] + 0 * delta)
+        if config.ring is not None:
+            by_query = (*by_query, largest[..., None], total[..., None], delta)
+        no_sums = zero_sums(adjustments, d_lse)
         d_q, (d_k, d_v), sums = run_elsewhere(kernel, by_query, (k, v), pairs, no_sums, most_logits_at_once(config))
         return d_q, (d_k, nan_where(seen_by_bad_cotangents(d_out, v, pairs), d_v)), sums
 
@@ -89,7 +95,9 @@ def run_reverse(
     return Gradients(d_q, d_k, d_v, sums)
 
 
-def _in_dtypes_of(q: Array, k: Array, v: Array, d: Gradients) -> Results:
+def _as_results(config: Config, q: Array, k: Array, v: Array, d: Gradients) -> Results:
+    if config.ring is not None:
+        return (d.query,), (d.key, d.value), d.adjustments
     return (d.query.astype(q.dtype),), (d.key.astype(k.dtype), d.value.astype(v.dtype)), d.adjustments
 
 
