@@ -8,7 +8,7 @@ from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._reductions import mean, sum, var, var_mean
 from masksafe._selection import apply_where, mask_where
 from masksafe._softmax import log_softmax, logsumexp, softmax
-from masksafe.attention import dot_product_attention, merge_attention
+from masksafe.attention import dot_product_attention, merge_attention, undo_zigzag, zigzag
 from masksafe.normalization import layer_norm, rms_norm, standardize
 
 if TYPE_CHECKING:
@@ -36,8 +36,10 @@ __all__ = [
     "standardize",
     "sum",
     "testing",
+    "undo_zigzag",
     "var",
     "var_mean",
+    "zigzag",
 ]
 
 

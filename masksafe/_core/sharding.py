@@ -147,7 +147,7 @@ def size_over_devices(axis_name: AxisName, number: int) -> int:
 
 def first_index(axis_name: AxisName, number: int) -> Array | None:
     """The index of this device's first element among those of all devices, each of which has `number`; None for 0."""
-    return None if axis_name is None else lax.axis_index(axis_name) * jnp.int32(number)
+    return None if axis_name is None else lax.axis_index(axis_name) * number
 
 
 def varying_over(axis_name: AxisName, x: Array) -> Array:

@@ -195,10 +195,28 @@ def dot_product_attention(
         alone read may move the gradients of others by a rounding error.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
+      axis_name: inside `jax.shard_map`, the mesh axis over which time is split: ring attention. See the notes below.
 
     Functions with control flow (`lax.cond`, loops) or rules of derivatives of their own (`jax.nn.relu`) are refused on
     explicit meshes, and in `jax.shard_map` unless it has `check_vma=False`. Called without `jax.jit`, those with such
     rules are compiled anew each time.
+
+    With `axis_name`, every device has its part of time: queries `[B, T / n, N, H]` and keys `[B, S / n, K, H]` of n
+    devices, and likewise the ids of segments, and positions. Keys and values go round the devices, and the results are
+    those of one device, with all gradients, while a device never holds the keys of two others at once.
+
+    * The index of a query or key is the one among those of all devices, in the order of the mesh axis: for causal masks
+      and windows, for lengths, and for mods, unless they are given positions. `mask` and `bias` are those of the
+      device's queries with the keys of all devices, `[B, N, T / n, S]`.
+    * Forward, keys and values are sent n - 1 times. In reverse they are sent as often again, and their cotangents, in
+      float32, n + 1 times. A window of the index sends them only as far as it reaches.
+    * A device skips the steps in which all is masked. So with `is_causal` the first device works on one step, and the
+      last on n: the order of `zigzag` gives all of them the same work.
+    * Dropout draws other numbers for each number of devices.
+    * Second derivatives are exact as well, and so is forward mode; but second derivatives in reverse mode keep the keys
+      and values of all steps, as many as if they were gathered.
+    * Outside of `jax.shard_map` arrays that are split along time need no `axis_name`: queries, keys and values are then
+      gathered along time. Inside of it, without `axis_name`, a device sees its own keys only.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
@@ -227,8 +245,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: if an array has the wrong dtype, or `local_window_size` is not one or two integers.
-      ValueError: if a shape does not fit, an argument that another one requires is missing, or "cudnn" cannot run: at
-        once, or where the program is lowered for another platform than CUDA.
+      ValueError: if a shape does not fit, an argument that another one requires is missing, there is no axis
+        `axis_name`, or "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -266,7 +284,8 @@ def dot_product_attention(
 
       Sinks: `Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023
       <https://arxiv.org/abs/2309.17453>`_, and gpt-oss. Functions of pairs: `Dong et al., Flex Attention, 2024
-      <https://arxiv.org/abs/2412.05496>`_.
+      <https://arxiv.org/abs/2412.05496>`_. Time over devices: `Liu, Zaharia and Abbeel, Ring Attention with Blockwise
+      Transformers for Near-Infinite Context, 2023 <https://arxiv.org/abs/2310.01889>`_.
     """
     axis_name = as_axis_name(_OP, axis_name)
     q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))

@@ -47,6 +47,7 @@ class Ring(NamedTuple):
     size: int
     first: int  # in its first step a device works on the keys of the device so many places before it
     steps: int  # in each of the others on those of the next one before it
+    band: Band | None  # as that of `Config`, but for indices among those of all devices; None if steps go past the ends
 
 
 class Config(NamedTuple):

@@ -38,7 +38,7 @@ def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: 
     if axis_name is None:
         return None
     size = lax.axis_size(axis_name)
-    whole = Ring(axis_name, size, 0, size)
+    whole = Ring(axis_name, size, 0, size, None)
     if band is None or not (isinstance(num_queries, int) and isinstance(num_keys, int)) or num_keys == 0:
         return whole
     left, right = band
@@ -49,9 +49,10 @@ def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: 
         if first_key <= last_key:
             places += [device - last_key // num_keys, device - first_key // num_keys]
     if not places:
-        return Ring(axis_name, size, 0, 1)  # of which all is masked
+        return Ring(axis_name, size, 0, 1, None)  # of which all is masked
     first, steps = min(places), max(places) - min(places) + 1
-    return Ring(axis_name, size, first, steps) if steps < size else whole
+    fits = steps < size or (steps == size and first == 0)
+    return Ring(axis_name, size, first, steps, band) if fits else whole
 
 
 class _Moving(NamedTuple):
@@ -66,6 +67,8 @@ class _Moving(NamedTuple):
 def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
     """As `run_forward`, for the keys of all devices."""
     assert config.ring is not None
+    # JAX sums the cotangent of what does not vary over the devices where it begins to: not in a step that some skip.
+    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
 
     def visit(step: Any, moving: _Moving, state: _Merged) -> _Merged:
         own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
@@ -77,7 +80,7 @@ def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustment
         add = add if config.skips else jax.checkpoint(add)
         return _if_live(own, add, state, moving, q, adjustments_of_step.of(pairs_of_step))
 
-    nothing = vary_with(_nothing(q, v), (q, k, v, adjustments, pairs))
+    nothing = vary_with(_nothing(q, v), q)
     return _divided(_go_round(config.ring, visit, _Moving(k, v, pairs.key_positions, pairs.key_segments), nothing))
 
 
@@ -162,7 +165,8 @@ def _if_live(
 def _first_key(ring: Ring, step: Any, k: Array) -> Array:
     """The index of the first of these keys among those of all devices."""
     device: Array = jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size)
-    return device * jnp.int32(k.shape[1])
+    first_key: Array = device * k.shape[1]
+    return first_key
 
 
 def _seen_in_step(
@@ -187,15 +191,15 @@ def _seen_in_step(
         allowed=cut(pairs.allowed),
         head_keys=None if pairs.head_keys is None else _random_keys(ring, pairs.head_keys, first_key),
     )
-    band = _band_of_step(ring, config.band, step, num_keys) if q.shape[1] == num_keys else None
+    band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
     return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
 
 
-def _band_of_step(ring: Ring, band: Band | None, step: Any, num_keys: int) -> Band | None:
+def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
     """How far a query may see by the static mask, from its place among this device's to that of a key."""
-    if band is None or not isinstance(step, int):
+    if ring.band is None or not isinstance(step, int):
         return None
-    (left, right), behind = band, (ring.first + step) * num_keys
+    (left, right), behind = ring.band, (ring.first + step) * num_keys
     return (None if left is None else left - behind), right + behind
 
 
