@@ -150,9 +150,9 @@ def first_index(axis_name: AxisName, number: int) -> Array | None:
     return None if axis_name is None else lax.axis_index(axis_name) * number
 
 
-def varying_over(axis_name: AxisName, x: Array) -> Array:
-    """`x`, made to vary over the devices."""
-    return x if axis_name is None else vary_with(x, lax.axis_index(axis_name))
+def varying_over(axis_name: AxisName, tree: Any) -> Any:
+    """The arrays of `tree`, made to vary over the devices."""
+    return tree if axis_name is None else vary_with(tree, lax.axis_index(axis_name))
 
 
 def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
-from masksafe._core.sharding import AxisName, vary_with
+from masksafe._core.sharding import AxisName, vary_with, varying_over
 from masksafe._core.tiles import Tiles, divide
 from masksafe._core.typing import Array
 from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
 from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
-from masksafe.attention._mask import Pairs, has_live_block
+from masksafe.attention._mask import Pairs, has_live_block, once_if
 from masksafe.attention._passes import Parts, run_forward, run_reverse, zero_sums
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
@@ -64,24 +64,29 @@ class _Moving(NamedTuple):
     segments: Array | None
 
 
+def _moving(ring: Ring, k: Array, v: Array, pairs: Pairs) -> _Moving:
+    return _Moving(k, v, *varying_over(ring.axis_name, (pairs.key_positions, pairs.key_segments)))
+
+
 def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
     """As `run_forward`, for the keys of all devices."""
     assert config.ring is not None
-    # JAX sums the cotangent of what does not vary over the devices where it begins to: not in a step that some skip.
+    # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
     q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
 
     def visit(step: Any, moving: _Moving, state: _Merged) -> _Merged:
         own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
 
-        def add(state: _Merged, moving: _Moving) -> _Merged:
+        def add(state: _Merged) -> _Merged:
             return _merged(state, *run_forward(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step))
 
-        # JAX differentiates the plain form: checkpoint, so that it recomputes each step instead of storing it.
-        add = add if config.skips else jax.checkpoint(add)
-        return _if_live(own, add, state, moving, q, adjustments_of_step.of(pairs_of_step))
+        if not config.skips:  # JAX differentiates the plain form: so it recomputes each step instead of storing it
+            recomputed: _Merged = jax.checkpoint(add)(state)
+            return recomputed
+        return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
 
     nothing = vary_with(_nothing(q, v), q)
-    return _divided(_go_round(config.ring, visit, _Moving(k, v, pairs.key_positions, pairs.key_segments), nothing))
+    return _divided(_go_round(config.ring, visit, _moving(config.ring, k, v, pairs), nothing))
 
 
 def run_reverse_in_ring(
@@ -93,22 +98,24 @@ def run_reverse_in_ring(
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
         own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+        first_key = _first_key(ring, step, moving.k)
         if not (isinstance(step, int) and step == 0):
             sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
 
-        def add(sums: Gradients, moving: _Moving) -> Gradients:
+        def add(sums: Gradients) -> Gradients:
             keys = moving.k, moving.v
             d = run_reverse(own, q, *keys, adjustments_of_step, pairs_of_step, *results_and_cotangents)
-            added = _add_adjustments(sums.adjustments, d.adjustments, _first_key(ring, step, moving.k))
+            added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
             return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
 
-        return _if_live(own, add, sums, moving, q, adjustments_of_step.of(pairs_of_step))
+        return _if_live(own, add, sums, q, moving.k, adjustments_of_step.of(pairs_of_step))
 
+    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs, results_and_cotangents))
     d_lse = results_and_cotangents[-1]
     no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, d_lse.dtype) for x in (q, k, v))
     nothing = Gradients(no_d_q, no_d_k, no_d_v, zero_sums(adjustments, d_lse))
-    nothing = vary_with(nothing, (q, k, v, adjustments, pairs, results_and_cotangents))
-    sums = _go_round(ring, visit, _Moving(k, v, pairs.key_positions, pairs.key_segments), nothing)
+    nothing = vary_with(nothing, q)
+    sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
     return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
@@ -124,8 +131,7 @@ def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], movin
         moving, state = carry
         return (_sent(ring, moving), visit(n, moving, state)), None
 
-    moving = _sent(ring, vary_with(moving, state), ring.first)
-    carry, last = (moving, state), ring.steps - 1
+    carry, last = (_sent(ring, moving, ring.first), state), ring.steps - 1
     if ring.steps <= _FEW_STEPS:
         for n in range(last):
             carry, _ = step(carry, n)
@@ -143,20 +149,11 @@ def _sent(ring: Ring, tree: Any, places: int = 1) -> Any:
 
 
 def _if_live(
-    config: Config,
-    add: Callable[[_State, _Moving], _State],
-    state: _State,
-    moving: _Moving,
-    q: Array,
-    pairs: Pairs,
+    config: Config, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
 ) -> _State:
-    """`add(state, moving)` if this device has an unmasked pair in the step, else `state`."""
-    num_keys = moving.k.shape[1]
-    is_live = has_live_block(pairs, divide(q.shape[1], config.query_tile), Tiles(num_keys, num_keys))
-    if is_live is None:
-        return add(state, moving)
-    result: _State = lax.cond(is_live, add, lambda state, _: state, state, moving)
-    return result
+    """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
+    is_live = has_live_block(pairs, divide(q.shape[1], config.query_tile), Tiles(k.shape[1], k.shape[1]))
+    return add(state) if is_live is None else once_if(is_live, add, state)
 
 
 # What a device sees in a step.
