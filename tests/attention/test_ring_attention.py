@@ -49,8 +49,7 @@ def in_ring(arrays, static, mesh, check_vma=True):
 
 def results(fn, arrays, cotangents=None):
     """The outputs of `fn(arrays)`, and the gradients of its float arrays."""
-    floats = {name for name, x in arrays.items() if jnp.issubdtype(np.asarray(x).dtype, jnp.floating)}
-    floats |= {name for name, x in arrays.items() if x.dtype == jnp.bfloat16}
+    floats = {name for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
     d_out, d_lse = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
 
@@ -84,6 +83,10 @@ def near(batch, head, query, key):
     return (query - key < 4 + head) & (key < 12 + batch)
 
 
+def noisy(x, batch, head, query, key):
+    return x + jax.random.normal(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), query), key))
+
+
 CASES = {
     "no mask": ({}, {}),
     "causal": ({}, dict(is_causal=True)),
@@ -115,6 +118,7 @@ CASES = {
         dict(slopes=normals(N, seed=8), query_positions=SHUFFLED, key_positions=SHUFFLED),
         dict(mask_mod=near),
     ),
+    "random numbers": ({}, dict(score_mod=noisy, is_causal=True)),
     "everything": (
         dict(bias=SOME_BIAS, sinks=normals(N, seed=5), slopes=normals(N, seed=8), scale=np.float32(0.7))
         | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13])),
