@@ -115,7 +115,8 @@ def vary_with(tree: Any, others: Any) -> Any:
         if not _is_random_key(x):
             return x + zero.astype(x.dtype)
         data = jax.random.key_data(x)
-        return jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
+        key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
+        return key
 
     return jax.tree.map(moved, tree)
 

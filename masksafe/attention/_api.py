@@ -202,16 +202,17 @@ def dot_product_attention(
     rules are compiled anew each time.
 
     With `axis_name`, every device has its part of time: queries `[B, T / n, N, H]` and keys `[B, S / n, K, H]` of n
-    devices, and likewise the ids of segments, and positions. Keys and values go round the devices, and the results are
-    those of one device, with all gradients, while a device never holds the keys of two others at once.
+    devices, likewise ids of segments and positions. Keys and values go round the devices. The results are those
+    of one device, with all gradients, but a device holds no more than two parts of the keys and values.
 
     * The index of a query or key is the one among those of all devices, in the order of the mesh axis: for causal masks
       and windows, for lengths, and for mods, unless they are given positions. `mask` and `bias` are those of the
       device's queries with the keys of all devices, `[B, N, T / n, S]`.
     * Forward, keys and values are sent n - 1 times. In reverse they are sent as often again, and their cotangents, in
-      float32, n + 1 times. A window of the index sends them only as far as it reaches.
+      float32, at most n + 1 times. A window of the index sends them only as far as it reaches.
     * A device skips the steps in which all is masked. So with `is_causal` the first device works on one step, and the
-      last on n: the order of `zigzag` gives all of them the same work.
+      last on n. The order of `zigzag` gives all of them the same work, on a CPU, where masked blocks of a step are
+      skipped as well; elsewhere only a whole step is.
     * Dropout draws other numbers for each number of devices.
     * Second derivatives are exact as well, and so is forward mode; but second derivatives in reverse mode keep the keys
       and values of all steps, as many as if they were gathered.

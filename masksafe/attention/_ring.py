@@ -51,6 +51,7 @@ def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: 
     if not places:
         return Ring(axis_name, size, 0, 1, None)  # of which all is masked
     first, steps = min(places), max(places) - min(places) + 1
+    # A whole round begins at home: that saves the way to the first.
     fits = steps < size or (steps == size and first == 0)
     return Ring(axis_name, size, first, steps, band) if fits else whole
 
@@ -125,7 +126,7 @@ def run_reverse_in_ring(
 
 
 def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], moving: _Moving, state: _State) -> _State:
-    """`state` after `visit(step, moving, state)` for every step; neither what moves nor its way waits for a visit."""
+    """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry

@@ -57,7 +57,7 @@ def results(fn, arrays, cotangents=None):
     def run(arrays):
         rest = {name: x for name, x in arrays.items() if name not in floats}
         outputs, reverse = jax.vjp(lambda some: fn(some | rest), {name: arrays[name] for name in floats})
-        return outputs, reverse((d_out.astype(outputs[0].dtype), d_lse))[0]
+        return outputs, reverse((d_out.astype(outputs[0].dtype), d_lse.astype(outputs[1].dtype)))[0]
 
     return run(arrays)
 
