@@ -100,7 +100,9 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         arguments = [jnp.asarray(value(x)) for x in equation.invars]
         arguments = _varying_alike(arguments)
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
-        if primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
+        if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
+            results = arguments
+        elif primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
             results = _evaluate(inner.jaxpr, inner.consts, arguments)
         else:
             try:
@@ -113,6 +115,8 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         values |= zip(equation.outvars, results, strict=True)
     return [value(x) for x in jaxpr.outvars]
 
+
+_RETYPINGS = ("pvary", "pcast")
 
 _REFUSAL_ON_A_MESH = (
     "dot_product_attention: score_mod or mask_mod: got a function with {}; expected one without control flow and "

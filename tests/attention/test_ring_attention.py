@@ -519,6 +519,33 @@ def test_gradients_within_shard_map():
     assert_close(actual, expected, 5e-5)
 
 
+def test_captured_arrays_that_are_split():
+    """A table of the device's own queries, whose rows are split over another axis of the mesh."""
+    mesh, in_both = mesh_of(2, 4, names=("batch", "time")), P("batch", "time")
+    arrays, table = inputs(), normals(B, T, seed=9)
+    positions = np.stack([INDEX, INDEX[::-1]])
+
+    def split(query, key, value, table):
+        def local(query, key, value, table, positions):
+            mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
+            of_time = dict(query_positions=positions, key_positions=positions, axis_name="time")
+            return attention(query, key, value, score_mod=mod, **of_time)
+
+        specs = in_both, in_both, in_both, P("batch"), in_both
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=in_both)(query, key, value, table, positions)
+
+    def whole(query, key, value, table):
+        mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
+        return attention(query, key, value, score_mod=mod, query_positions=positions, key_positions=positions)
+
+    args = (*arrays.values(), table)
+    gradients = [
+        jax.jit(jax.grad(lambda *args, fn=fn: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3)))(*args)
+        for fn in (split, whole)
+    ]
+    assert_close(*gradients)
+
+
 def test_remat_vmap_and_scan():
     arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
 
