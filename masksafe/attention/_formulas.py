@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core.sharding import vary_with
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
@@ -38,6 +39,16 @@ from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modifi
 from masksafe.attention._products import keys_first, queries_first
 
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
+
+
+class Ring(NamedTuple):
+    """Devices over which time is split, and on which keys and values go round."""
+
+    axis_name: str
+    size: int
+    first: int  # in its first step a device works on the keys of the device so many places before it
+    steps: int  # in each of the others on those of the next one before it
+    band: Band | None  # as that of `Config`, but for indices among those of all devices; None if steps go past the ends
 
 
 class Config(NamedTuple):
@@ -52,6 +63,7 @@ class Config(NamedTuple):
     band: Band | None  # what is known of the mask before the program runs
     skips: bool  # whether dead blocks are skipped, in loops whose length depends on values
     rounds: bool  # whether the output is rounded to the dtype of the queries
+    ring: Ring | None = None  # None if all keys are here; else other devices have more of them
 
 
 class Adjustments(NamedTuple):
@@ -206,9 +218,17 @@ def has_bad(x: Array, axis: int | None = None) -> Array:
 def if_bad(x: Array, look: Callable[[], Array]) -> Array:
     """The booleans of `look()` if any element of `x` is bad, else all False."""
     # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
-    nothing = lambda: jnp.zeros_like(jax.eval_shape(look))  # noqa: E731
-    marks: Array = lax.cond(has_bad(x), look, nothing)
+    marks: Array = lax.cond(has_bad(x), look, lambda: zeros_of(look, x))
     return marks
+
+
+def zeros_of(fn: Callable[[], Array], x: Array) -> Array:
+    """Zeros like the result of `fn()`, which varies over the mesh axes over which `x` does."""
+    like = jax.eval_shape(fn)
+    if like.sharding is None and jax.sharding.get_abstract_mesh().manual_axes:  # zeros_like refuses what varies then
+        zeros: Array = vary_with(jnp.zeros(like.shape, like.dtype), x)
+        return zeros
+    return jnp.zeros_like(like)
 
 
 def is_bad(x: Array) -> Array:

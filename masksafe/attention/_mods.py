@@ -100,7 +100,9 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         arguments = [jnp.asarray(value(x)) for x in equation.invars]
         arguments = _varying_alike(arguments)
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
-        if primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
+        if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
+            results: Sequence[Any] = arguments
+        elif primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
             results = _evaluate(inner.jaxpr, inner.consts, arguments)
         else:
             try:
@@ -114,6 +116,8 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
     return [value(x) for x in jaxpr.outvars]
 
 
+_RETYPINGS = ("pvary", "pcast")
+
 _REFUSAL_ON_A_MESH = (
     "dot_product_attention: score_mod or mask_mod: got a function with {}; expected one without control flow and "
     "rules of derivatives of its own, as arrays are split over an explicit mesh or jax.shard_map checks how they vary. "
@@ -124,9 +128,7 @@ _REFUSAL_ON_A_MESH = (
 def _varying_alike(arguments: list[Any]) -> list[Any]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arguments]
-    others = iter(vary_with([x for x, key in zip(arguments, is_key, strict=True) if not key], arguments))
-    return [x if key else next(others) for x, key in zip(arguments, is_key, strict=True)]
+    return list(vary_with(arguments, arguments))
 
 
 class Mods(NamedTuple):

@@ -80,8 +80,8 @@ AIMS = [
 ]
 
 # The bytes of what moves more than it should, by op and mask. Masked elements of norms have to be 0, so the mask is
-# read with the result too; gradients of attention compute the logits again rather than keep them. Batch norm with a mask
-# makes two passes for its statistics; those of groups, which are not next to each other in memory, write the deviations.
+# read with the result too; gradients of attention compute the logits again rather than keep them. Batch norm makes two
+# passes under a mask; of groups, which do not lie next to each other in memory, the deviations are written.
 ABOVE = {
     ("apply_where", "elements"): 1.34,
     ("attention", "none"): 1.22,
