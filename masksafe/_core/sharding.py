@@ -125,7 +125,7 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 # Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
 # not split, and nothing is exchanged.
 
-AxisName = str | None
+AxisName = str | tuple[str, ...] | None  # several axes of the mesh count like one, the last of them fastest
 
 
 def as_axis_name(op: str, axis_name: AxisName) -> AxisName:

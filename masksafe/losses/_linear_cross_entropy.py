@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms, sharding
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array, ArrayLike
@@ -36,6 +39,8 @@ from masksafe.losses._linear_cross_entropy_tiles import gradients as gradients_i
 
 _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
+
+_Core = Callable[..., Array]
 
 
 def linear_softmax_cross_entropy(
@@ -123,15 +128,15 @@ def linear_softmax_cross_entropy(
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
+    options = _read_options(logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
 
     mask = None if where is None else where[..., None]
     logits_shape = *labels.shape, kernel.shape[1]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
+    args = features, labels, where, kernel, bias
     if reduction == "none":
-        losses = sharding.same_on_all_devices(axis_name, _token_losses(config, features, labels, where, kernel, bias))
-        return nan_where_bad(losses, bad_rows)
-    total = sharding.same_on_all_devices(axis_name, _summed_loss(config, features, labels, where, kernel, bias))
+        return nan_where_bad(_evaluate(_token_losses, options, *args), bad_rows)
+    total = _evaluate(_summed_loss, options, *args)
     if reduction == "mean":
         count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1).astype(total.dtype)
@@ -166,15 +171,13 @@ def _read_labels(features: Array, labels: ArrayLike, where: ArrayLike | None) ->
     return labels, None if where is None else jnp.broadcast_to(where, shape)
 
 
-def _configure(
-    features: Array,
-    kernel: Array,
+def _read_options(
     soft_cap: float | None,
     label_smoothing: float,
     z_loss: float,
     block_size: int | None,
     axis_name: str | None,
-) -> Config:
+) -> _Options:
     if soft_cap is not None:
         soft_cap, most = as_number(_OP, "logit_soft_cap", soft_cap), float(jnp.finfo(jnp.float32).max)
         if not 0 < soft_cap <= most:
@@ -187,11 +190,24 @@ def _configure(
         raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
-    sizes = Sizes(1, 1), Sizes(1, 1), Sizes(1, 1)
-    if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
-        size = None if block_size is None else int(block_size)
-        sizes = _choose_sizes(math.prod(features.shape[:-1]), kernel.shape, size)
-    return Config(soft_cap, label_smoothing, z_loss, *sizes, axis_name)
+    return _Options(soft_cap, label_smoothing, z_loss, None if block_size is None else int(block_size), axis_name)
+
+
+class _Options(NamedTuple):
+    """The static arguments as the user gives them."""
+
+    soft_cap: float | None
+    label_smoothing: float
+    z_loss: float
+    block_size: int | None
+    axis_name: sharding.AxisName
+
+    def config(self, features: Array, kernel: Array) -> Config:
+        """With the sizes of blocks for these arrays."""
+        sizes = Sizes(1, 1), Sizes(1, 1), Sizes(1, 1)
+        if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
+            sizes = _choose_sizes(math.prod(features.shape[:-1]), kernel.shape, self.block_size)
+        return Config(self.soft_cap, self.label_smoothing, self.z_loss, *sizes, self.axis_name)
 
 
 def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | None) -> tuple[Sizes, Sizes, Sizes]:
@@ -200,6 +216,50 @@ def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | Non
     block = min(default_token_block(classes) if block_size is None else block_size, tokens)
     elsewhere, if_masked = (default_sizes(tokens, width, classes, block_size, m) for m in (False, True))
     return Sizes(block, default_class_tile(width, block)), elsewhere, if_masked
+
+
+# On a mesh whose explicit axes split tokens or classes, each device works on its own part.
+
+
+def _evaluate(core: _Core, options: _Options, *args: Any) -> Array:
+    """The loss of a core, on each device by itself if the arrays are split."""
+    features, *_, kernel, _ = args
+    split = split_of(args, _dimensions(*args))
+    if split is not None:
+        return _evaluate_on_each_device(core, options, split, *args)
+    return sharding.same_on_all_devices(options.axis_name, core(options.config(features, kernel), *args))
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _evaluate_on_each_device(core: _Core, options: _Options, split: Split, *args: Any) -> Array:
+    of_features, of_labels, *_ = names = _dimensions(*args)
+    options = options._replace(axis_name=split.axes("classes") or None)
+    is_sum = core is _summed_loss
+
+    def of_device(*args: Any) -> Array:
+        features, *_, kernel, _ = args
+        loss = core(options.config(features, kernel), *args)
+        axes = split.axes(*of_labels)
+        loss = sharding.same_on_all_devices(options.axis_name, loss)
+        return lax.psum(loss, axes) if is_sum and axes else loss
+
+    return cast(Array, on_each_device(of_device, split, args, names, PartitionSpec() if is_sum else of_labels))
+
+
+def _dimensions(
+    features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> tuple[PartitionSpec | None, ...]:
+    """The names of the dimensions of each array."""
+    tokens = [f"tokens {axis}" for axis in range(labels.ndim)]
+    of_tokens, of_classes = PartitionSpec(*tokens), PartitionSpec("classes")
+    return (
+        PartitionSpec(*tokens, None),
+        of_tokens,
+        None if live is None else of_tokens,
+        PartitionSpec(None, "classes"),
+        None if bias is None else of_classes,
+    )
 
 
 # The two forms of the loss: a sum, computed together with its gradients, and one loss for each token. Both take the

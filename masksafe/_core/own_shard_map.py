@@ -1,0 +1,124 @@
+"""An op in a `jax.shard_map` of its own, over the explicit axes of a mesh that split its independent dimensions.
+
+JAX refuses a loop over a dimension that is split over devices. Within `jax.shard_map` the part on each device is an
+array like any other, and the op may go through it in blocks.
+
+The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these names says which dimensions an array has:
+`P("tokens", None)` for features, whose second dimension every device needs as a whole.
+"""
+
+import dataclasses
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import checkify
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from masksafe._core.sharding import has_symbolic_size, is_sharded
+from masksafe._core.switches import label_check_mode
+from masksafe._core.typing import Array
+
+Axes = tuple[str, ...]  # of a mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How the named dimensions of an op are split over the explicit axes of a mesh; the others are whole."""
+
+    mesh: AbstractMesh
+    named: tuple[tuple[str, Axes], ...]
+
+    def axes(self, *names: str) -> Axes:
+        """The axes over which one of the dimensions is split."""
+        return tuple(axis for name, axes in self.named if name in names for axis in axes)
+
+    def spec(self, shape: tuple[int, ...], names: PartitionSpec) -> PartitionSpec:
+        """How an array with these dimensions is split. A dimension of size 1 is there for broadcasting."""
+        padded = (*names, *[None] * (len(shape) - len(names)))
+        return PartitionSpec(
+            *(None if name is None or n == 1 else self.axes(name) or None for n, name in zip(shape, padded, strict=True))
+        )
+
+
+def split_of(args: Any, names: Any) -> Split | None:
+    """How the named dimensions of the arrays are split.
+
+    Each is split as in the first array in which it is, and over an axis only one dimension.
+
+    Args:
+      args: a pytree of arrays.
+      names: a pytree of the same structure with their dimensions.
+
+    Returns:
+      None if no named dimension is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
+      JAX has no gradient of it, and checkify cannot lift checks out of it (jax 0.12).
+    """
+    arrays = jax.tree.leaves(args)
+    mesh = next((jax.typeof(x).sharding.mesh for x in arrays if is_sharded(x)), None)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or _is_checkified():
+        return None
+    if any(has_symbolic_size(x) or x.size == 0 for x in arrays):
+        return None
+    found: dict[str, Axes] = {}
+    for name, size, axes in _named_dimensions(arrays, jax.tree.leaves(names)):
+        taken = {axis for others in found.values() for axis in others}
+        if size > 1 and axes and name not in found and not taken.intersection(axes):
+            found[name] = axes
+    for name, size, _ in _named_dimensions(arrays, jax.tree.leaves(names)):
+        if name in found and size > 1 and size % math.prod(mesh.shape[axis] for axis in found[name]):
+            del found[name]  # such as more devices than key heads
+    return Split(mesh, tuple(found.items())) if found else None
+
+
+def _named_dimensions(arrays: list[Array], names: list[PartitionSpec]) -> Iterator[tuple[str, int, Axes]]:
+    for x, names_of_x in zip(arrays, names, strict=True):
+        for name, size, axes in zip(names_of_x, x.shape, jax.typeof(x).sharding.spec, strict=False):
+            if name is not None:
+                yield name, size, (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, names_of_results: Any) -> Any:
+    """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
+
+    Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
+    have to vary over no other axes than their named dimensions.
+    """
+
+    def parts(x: Array, names: PartitionSpec) -> Array:
+        spec = split.spec(x.shape, names)
+        sharding = jax.typeof(x).sharding
+        if sharding.mesh == split.mesh and sharding.spec == spec:
+            return x
+        moved: Array = jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
+        return moved
+
+    def spec_of_result(names: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*(None if name is None else split.axes(name) or None for name in names))
+
+    explicit = zip(split.mesh.axis_names, split.mesh.axis_types, strict=True)
+    mapped = jax.shard_map(
+        fn,
+        mesh=split.mesh,
+        in_specs=tuple(jax.tree.map(lambda x, names: split.spec(x.shape, names), args, names)),
+        out_specs=jax.tree.map(spec_of_result, names_of_results),
+        axis_names={axis for axis, kind in explicit if kind == AxisType.Explicit},
+    )
+    return mapped(*jax.tree.map(parts, args, names))
+
+
+def _is_checkified() -> bool:
+    """Whether `checkify.checkify` is tracing the call."""
+    if label_check_mode() == "checkify":
+        return True
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _CHECKIFY:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CHECKIFY = inspect.unwrap(checkify.checkify).__code__.co_filename
