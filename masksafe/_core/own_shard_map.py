@@ -48,14 +48,15 @@ class Split:
 def split_of(args: Any, names: Any) -> Split | None:
     """How the named dimensions of the arrays are split.
 
-    Each is split as in the first array in which it is, and over an axis only one dimension.
+    Each is split as in the first array in which it is, and over an axis only one dimension. One that some array has too
+    few of to split, such as two key heads over four devices, is whole.
 
     Args:
       args: a pytree of arrays.
       names: a pytree of the same structure with their dimensions.
 
     Returns:
-      None if no named dimension is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
+      None if none is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
       JAX has no gradient of it, and checkify cannot lift checks out of it (jax 0.12).
     """
     arrays = jax.tree.leaves(args)
@@ -69,10 +70,13 @@ def split_of(args: Any, names: Any) -> Split | None:
         taken = {axis for others in found.values() for axis in others}
         if size > 1 and axes and name not in found and not taken.intersection(axes):
             found[name] = axes
+    if not found:
+        return None
+    fits = dict.fromkeys(found, True)
     for name, size, _ in _named_dimensions(arrays, jax.tree.leaves(names)):
         if name in found and size > 1 and size % math.prod(mesh.shape[axis] for axis in found[name]):
-            del found[name]  # such as more devices than key heads
-    return Split(mesh, tuple(found.items())) if found else None
+            fits[name] = False
+    return Split(mesh, tuple((name, axes) for name, axes in found.items() if fits[name]))
 
 
 def _named_dimensions(arrays: list[Array], names: list[PartitionSpec]) -> Iterator[tuple[str, int, Axes]]:

@@ -18,7 +18,7 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import gathered_along, has_symbolic_size
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
-from masksafe.attention._batch import attend_over_batch
+from masksafe.attention._devices import attend
 from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_keys, seen_positions
 from masksafe.attention._mods import Mods, trace
@@ -309,7 +309,7 @@ def dot_product_attention(
             raise ValueError(_refusal_of_cudnn(reason))
     elif implementation != "xla":
         raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
+    out, lse = attend(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
     return (out, lse) if return_residual else out
 
 
