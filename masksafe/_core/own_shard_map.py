@@ -31,6 +31,7 @@ class Split:
     """How the named dimensions of an op are split over the explicit axes of a mesh; the others are whole."""
 
     mesh: AbstractMesh
+    manual: Axes  # those of the shard_map
     named: tuple[tuple[str, Axes], ...]
 
     def axes(self, *names: str) -> Axes:
@@ -49,14 +50,14 @@ def split_of(args: Any, names: Any) -> Split | None:
     """How the named dimensions of the arrays are split.
 
     Each is split as in the first array in which it is, and over an axis only one dimension. One that some array has too
-    few of to split, such as two key heads over four devices, is whole.
+    few of to split, such as two key heads over four devices, is whole, like dimensions without a name.
 
     Args:
       args: a pytree of arrays.
       names: a pytree of the same structure with their dimensions.
 
     Returns:
-      None if none is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
+      None if no array is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
       JAX has no gradient of it, and checkify cannot lift checks out of it (jax 0.12).
     """
     arrays = jax.tree.leaves(args)
@@ -70,13 +71,28 @@ def split_of(args: Any, names: Any) -> Split | None:
         taken = {axis for others in found.values() for axis in others}
         if size > 1 and axes and name not in found and not taken.intersection(axes):
             found[name] = axes
-    if not found:
-        return None
     fits = dict.fromkeys(found, True)
     for name, size, _ in _named_dimensions(arrays, jax.tree.leaves(names)):
         if name in found and size > 1 and size % math.prod(mesh.shape[axis] for axis in found[name]):
             fits[name] = False
-    return Split(mesh, tuple((name, axes) for name, axes in found.items() if fits[name]))
+    return Split(mesh, _manual_axes(mesh), tuple((name, axes) for name, axes in found.items() if fits[name]))
+
+
+def _manual_axes(mesh: AbstractMesh) -> Axes:
+    """All explicit axes, also those that split no array: JAX has no second derivatives otherwise (jax 0.12).
+
+    Without those over which an enclosing `jax.vmap` is split. JAX refuses these, and tells them in no other way.
+    """
+
+    def is_free(axis: str) -> bool:
+        try:
+            jax.eval_shape(jax.shard_map(lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+        except ValueError:
+            return False
+        return True
+
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
 def _named_dimensions(arrays: list[Array], names: list[PartitionSpec]) -> Iterator[tuple[str, int, Axes]]:
@@ -104,13 +120,12 @@ def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, 
     def spec_of_result(names: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*(None if name is None else split.axes(name) or None for name in names))
 
-    explicit = zip(split.mesh.axis_names, split.mesh.axis_types, strict=True)
     mapped = jax.shard_map(
         fn,
         mesh=split.mesh,
         in_specs=tuple(jax.tree.map(lambda x, names: split.spec(x.shape, names), args, names)),
         out_specs=jax.tree.map(spec_of_result, names_of_results),
-        axis_names={axis for axis, kind in explicit if kind == AxisType.Explicit},
+        axis_names=set(split.manual),
     )
     return mapped(*jax.tree.map(parts, args, names))
 
