@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,9 +41,11 @@ class Split:
     def spec(self, shape: tuple[int, ...], names: PartitionSpec) -> PartitionSpec:
         """How an array with these dimensions is split. A dimension of size 1 is there for broadcasting."""
         padded = (*names, *[None] * (len(shape) - len(names)))
-        return PartitionSpec(
-            *(None if name is None or n == 1 else self.axes(name) or None for n, name in zip(shape, padded, strict=True))
-        )
+        return self.spec_of_named(PartitionSpec(*(None if n == 1 else m for n, m in zip(shape, padded, strict=True))))
+
+    def spec_of_named(self, names: PartitionSpec) -> PartitionSpec:
+        """How an array with these dimensions is split, none of which is there for broadcasting."""
+        return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
 
 
 def split_of(args: Any, names: Any) -> Split | None:
@@ -66,16 +68,24 @@ def split_of(args: Any, names: Any) -> Split | None:
         return None
     if any(has_symbolic_size(x) or x.size == 0 for x in arrays):
         return None
+    return Split(mesh, _manual_axes(mesh), tuple(_split_dimensions(mesh, arrays, jax.tree.leaves(names)).items()))
+
+
+def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[PartitionSpec]) -> dict[str, Axes]:
     found: dict[str, Axes] = {}
-    for name, size, axes in _named_dimensions(arrays, jax.tree.leaves(names)):
-        taken = {axis for others in found.values() for axis in others}
-        if size > 1 and axes and name not in found and not taken.intersection(axes):
-            found[name] = axes
-    fits = dict.fromkeys(found, True)
-    for name, size, _ in _named_dimensions(arrays, jax.tree.leaves(names)):
-        if name in found and size > 1 and size % math.prod(mesh.shape[axis] for axis in found[name]):
-            fits[name] = False
-    return Split(mesh, _manual_axes(mesh), tuple((name, axes) for name, axes in found.items() if fits[name]))
+    taken: set[str] = set()
+    sizes: dict[str, list[int]] = {}
+    for x, names_of_x in zip(arrays, names, strict=True):
+        for name, size, part in zip(names_of_x, x.shape, jax.typeof(x).sharding.spec, strict=False):
+            if name is None or size == 1:
+                continue
+            sizes.setdefault(name, []).append(size)
+            axes = (part,) if isinstance(part, str) else tuple(part or ())
+            if axes and name not in found and not taken.intersection(axes):
+                found[name] = axes
+                taken.update(axes)
+    numbers = {name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in found.items()}
+    return {name: axes for name, axes in found.items() if not any(size % numbers[name] for size in sizes[name])}
 
 
 def _manual_axes(mesh: AbstractMesh) -> Axes:
@@ -95,13 +105,6 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
-def _named_dimensions(arrays: list[Array], names: list[PartitionSpec]) -> Iterator[tuple[str, int, Axes]]:
-    for x, names_of_x in zip(arrays, names, strict=True):
-        for name, size, axes in zip(names_of_x, x.shape, jax.typeof(x).sharding.spec, strict=False):
-            if name is not None:
-                yield name, size, (axes,) if isinstance(axes, str) else tuple(axes or ())
-
-
 def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, names_of_results: Any) -> Any:
     """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
 
@@ -117,14 +120,11 @@ def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, 
         moved: Array = jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
         return moved
 
-    def spec_of_result(names: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(*(None if name is None else split.axes(name) or None for name in names))
-
     mapped = jax.shard_map(
         fn,
         mesh=split.mesh,
         in_specs=tuple(jax.tree.map(lambda x, names: split.spec(x.shape, names), args, names)),
-        out_specs=jax.tree.map(spec_of_result, names_of_results),
+        out_specs=jax.tree.map(split.spec_of_named, names_of_results),
         axis_names=set(split.manual),
     )
     return mapped(*jax.tree.map(parts, args, names))

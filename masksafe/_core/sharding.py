@@ -125,7 +125,8 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 # Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
 # not split, and nothing is exchanged.
 
-AxisName = str | tuple[str, ...] | None  # several axes of the mesh count like one, the last of them fastest
+AxisName = str | None
+AxisNames = str | tuple[str, ...] | None  # several axes of the mesh count like one, the last of them fastest
 
 
 def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
@@ -140,27 +141,27 @@ def as_axis_name(op: str, axis_name: AxisName) -> AxisName:
     return axis_name
 
 
-def size_over_devices(axis_name: AxisName, number: int) -> int:
+def size_over_devices(axis_name: AxisNames, number: int) -> int:
     """The number of classes on all devices, each of which has `number`."""
     return number if axis_name is None else number * lax.axis_size(axis_name)
 
 
-def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
+def local_class(axis_name: AxisNames, labels: Array, number: int) -> Array:
     """Labels, which count the classes of all devices, as classes of this device; elsewhere if not in [0, number)."""
     return labels if axis_name is None else labels - lax.axis_index(axis_name) * number
 
 
-def sum_over_devices(axis_name: AxisName, x: Array) -> Array:
+def sum_over_devices(axis_name: AxisNames, x: Array) -> Array:
     """The sum over the devices, the same on each."""
     return x if axis_name is None else lax.psum(x, axis_name)
 
 
-def max_over_devices(axis_name: AxisName, x: Array) -> Array:
+def max_over_devices(axis_name: AxisNames, x: Array) -> Array:
     """The maximum over the devices, the same on each; +inf for a NaN, whose order is undefined."""
     return x if axis_name is None else lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axis_name)
 
 
-def any_over_devices(axis_name: AxisName, x: Array) -> Array:
+def any_over_devices(axis_name: AxisNames, x: Array) -> Array:
     """Whether `x` is True on any device, the same on each."""
     return x if axis_name is None else lax.pmax(x.astype(jnp.int32), axis_name) > 0
 
@@ -170,11 +171,11 @@ def any_over_devices(axis_name: AxisName, x: Array) -> Array:
 # of the cotangent, and the reverse rule sums the parts again.
 
 
-def same_on_all_devices(axis_name: AxisName, loss: Array) -> Array:
+def same_on_all_devices(axis_name: AxisNames, loss: Array) -> Array:
     """The loss, with a type that says it is the same on all devices."""
     return loss if axis_name is None else lax.pmean(loss, axis_name)
 
 
-def whole_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
+def whole_cotangent(axis_name: AxisNames, d_loss: Array) -> Array:
     """The cotangent of the loss, summed from the parts on the devices."""
     return sum_over_devices(axis_name, d_loss)

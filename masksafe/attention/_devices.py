@@ -30,14 +30,14 @@ def attend(
     """As `attend_over_batch`, on each device by itself if the arrays are split."""
     args = q, k, v, scale, bias, mask, pairs, mods, sinks
     split = split_of(args, _dimensions(*args))
-    if split is None:
-        return attend_over_batch(config, *args)
-    return _attend_on_each_device(config, split, *args)
+    run = attend_over_batch if split is None else functools.partial(_attend_on_each_device, split)
+    results: tuple[Array, Array] = run(config, *args)
+    return results
 
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _attend_on_each_device(config: Config, split: Split, *args: Any) -> tuple[Array, Array]:
+def _attend_on_each_device(split: Split, config: Config, *args: Any) -> tuple[Array, Array]:
     of_operands, *_ = names = _dimensions(*args)
     on_device = functools.partial(attend_over_batch, config)
     results: tuple[Array, Array] = on_each_device(on_device, split, args, names, (of_operands, of_operands))

@@ -94,8 +94,13 @@ def linear_softmax_cross_entropy(
         `masksafe.label_checks`.
       * A bias of -inf excludes a class; a label at such a class gives loss +inf.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
-      * If an explicit mesh splits the tokens or the classes over devices, or if a size is symbolic, all tokens are
-        computed in one pass, with all logits in memory; inside `jax.shard_map` they are computed in blocks.
+      * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
+        blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
+        split along D, as in fully sharded training, is gathered, and so are features; and classes that are split over
+        an axis that splits tokens as well. On automatic axes the compiler splits the blocks, at several times the cost:
+        `jax.sharding.explicit_axes` around the loss, or a `jax.shard_map`, avoids that.
+      * If a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed in one pass, with all
+        logits in memory.
 
     Raises:
       TypeError: if a dtype is wrong.
@@ -200,7 +205,7 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     block_size: int | None
-    axis_name: sharding.AxisName
+    axis_name: sharding.AxisNames
 
     def config(self, features: Array, kernel: Array) -> Config:
         """With the sizes of blocks for these arrays."""
@@ -218,38 +223,39 @@ def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | Non
     return Sizes(block, default_class_tile(width, block)), elsewhere, if_masked
 
 
-# On a mesh whose explicit axes split tokens or classes, each device works on its own part.
+# On a mesh with explicit axes, each device works on the tokens and classes of its own.
 
 
 def _evaluate(core: _Core, options: _Options, *args: Any) -> Array:
     """The loss of a core, on each device by itself if the arrays are split."""
-    features, *_, kernel, _ = args
+    features, _, _, kernel, _ = args
     split = split_of(args, _dimensions(*args))
     if split is not None:
-        return _evaluate_on_each_device(core, options, split, *args)
+        loss: Array = _evaluate_on_each_device(core, options, split, *args)
+        return loss
     return sharding.same_on_all_devices(options.axis_name, core(options.config(features, kernel), *args))
 
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate_on_each_device(core: _Core, options: _Options, split: Split, *args: Any) -> Array:
-    of_features, of_labels, *_ = names = _dimensions(*args)
+    names = _dimensions(*args)
+    of_tokens = PartitionSpec(*names[0][:-1])
+    over_tokens = split.axes(*of_tokens) or None
     options = options._replace(axis_name=split.axes("classes") or None)
-    is_sum = core is _summed_loss
 
-    def of_device(*args: Any) -> Array:
-        features, *_, kernel, _ = args
-        loss = core(options.config(features, kernel), *args)
-        axes = split.axes(*of_labels)
-        loss = sharding.same_on_all_devices(options.axis_name, loss)
-        return lax.psum(loss, axes) if is_sum and axes else loss
+    def on_device(*args: Any) -> Array:
+        features, _, _, kernel, _ = args
+        loss = sharding.same_on_all_devices(options.axis_name, core(options.config(features, kernel), *args))
+        return loss if loss.ndim else sharding.sum_over_devices(over_tokens, loss)
 
-    return cast(Array, on_each_device(of_device, split, args, names, PartitionSpec() if is_sum else of_labels))
+    of_loss = of_tokens if core is _token_losses else PartitionSpec()
+    return cast(Array, on_each_device(on_device, split, args, names, of_loss))
 
 
 def _dimensions(
     features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
-) -> tuple[PartitionSpec | None, ...]:
+) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec | None, PartitionSpec, PartitionSpec | None]:
     """The names of the dimensions of each array."""
     tokens = [f"tokens {axis}" for axis in range(labels.ndim)]
     of_tokens, of_classes = PartitionSpec(*tokens), PartitionSpec("classes")

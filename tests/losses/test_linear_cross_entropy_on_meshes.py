@@ -240,8 +240,8 @@ def test_odd_settings():
 
 
 def collectives(program):
-    text = program.as_text()
-    return sorted(re.findall(r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", text))
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return sorted(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
 
 
 def in_shard_map(features, kernel, labels, mask, axis_name):
