@@ -106,7 +106,7 @@ def prepare_attention(split: str, size: str) -> Work:
 
 
 CASES = [
-    Case(work, mask, "float32", f"{size} {split}", by_x(shapes[size]), functools.partial(prepare, split, size))
+    Case(f"{work}, {split}", mask, "float32", size, by_x(shapes[size]), functools.partial(prepare, split, size))
     for work, mask, splits, shapes, prepare in (
         ("linear", "75 % of tokens", LINEAR, SIZES, prepare_linear),
         ("attention", "causal", ATTENTION, SHAPES, prepare_attention),

@@ -38,6 +38,10 @@ class Split:
         """The axes over which one of the dimensions is split."""
         return tuple(axis for name, axes in self.named if name in names for axis in axes)
 
+    def devices(self, *names: str) -> int:
+        """Over how many devices these dimensions are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(*names))
+
     def spec(self, shape: tuple[int, ...], names: PartitionSpec) -> PartitionSpec:
         """How an array with these dimensions is split. A dimension of size 1 is there for broadcasting."""
         padded = (*names, *[None] * (len(shape) - len(names)))

@@ -74,9 +74,11 @@ class Shardings:
 
     def apply(self, cotangents: Any) -> tuple[Any, ...]:
         def resharded(cotangent: Any, sharding: Any) -> Any:
-            if cotangent is None or jax.typeof(cotangent).sharding.spec == sharding.spec:
+            own = None if cotangent is None else jax.typeof(cotangent).sharding
+            if own is None or own.spec == sharding.spec:
                 return cotangent
-            return jax.sharding.reshard(cotangent, sharding)
+            mesh = own.mesh if sharding.mesh.empty else sharding.mesh  # an argument may be on no mesh
+            return jax.sharding.reshard(cotangent, jax.sharding.NamedSharding(mesh, sharding.spec))
 
         shardings = jax.tree.unflatten(self.tree, self.specs)
         is_none = lambda x: x is None  # noqa: E731
