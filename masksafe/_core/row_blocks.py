@@ -39,7 +39,8 @@ def by_row_blocks(
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
-    fused, and a loop would only slow them down. Arrays over which JAX allows no loop are computed in one pass.
+    fused, and a loop would only slow them down. Many rows that the explicit axes of a mesh split are taken in blocks
+    on each device. Other arrays over which JAX allows no loop are computed in one pass.
 
     Args:
       fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of

@@ -208,6 +208,17 @@ def test_a_mesh_with_automatic_axes_too(kinds):
     assert_close(actual, step("mean")(*ARGS))
 
 
+def test_axes_made_explicit_around_the_loss():
+    """What the docs advise for automatic axes."""
+    mesh = mesh_of((AUTO, AUTO))
+    explicit = jax.sharding.explicit_axes(functools.partial(total, reduction="mean"), in_sharding=CLASSES_TOO)
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.value_and_grad(explicit, (0, 1, 2))).lower(*put(mesh, ARGS, CLASSES_TOO)).compile()
+        actual = program(*put(mesh, ARGS, CLASSES_TOO))
+    assert_close(actual, step("mean")(*ARGS))
+    assert set(collectives(program)) == {"all-reduce"}
+
+
 def test_inside_a_shard_map_over_another_axis():
     mesh = mesh_of()
 
