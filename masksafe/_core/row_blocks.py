@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of
+from masksafe._core.own_shard_map import on_each_device, split_of
 from masksafe._core.sharding import may_loop, varying_zero
 from masksafe._core.typing import Array, Axes
 
@@ -37,7 +39,8 @@ def by_row_blocks(
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
-    fused, and a loop would only slow them down. Arrays over which JAX allows no loop are computed in one pass.
+    fused, and a loop would only slow them down. Many rows that the explicit axes of a mesh split are taken in blocks
+    on each device. Other arrays over which JAX allows no loop are computed in one pass.
 
     Args:
       fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of
@@ -50,7 +53,7 @@ def by_row_blocks(
         rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
     """
     if not may_loop((rows, others)):
-        return fn(rows, *others)
+        return _on_each_device(fn, leading, (rows, others), arithmetic)
     elements = math.prod(rows.shape[leading:])
     if arithmetic is not None:
         in_one_pass = arithmetic
@@ -70,6 +73,32 @@ def by_row_blocks(
 
     mapped, totals = platforms.on_cpu_or_elsewhere(in_blocks, fn, rows, *others)
     return mapped, totals
+
+
+def _on_each_device(
+    fn: Callable[..., tuple[Any, Any]], leading: int, args: Any, arithmetic: Callable[..., tuple[Any, Any]] | None
+) -> tuple[Any, Any]:
+    """`by_row_blocks` of the rows on each device, if a mesh splits no row and each device has many; else one pass."""
+    rows, others = args
+    of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
+    names = jax.tree.map(lambda _: of_rows, args)
+    split = None if _splits_a_row(args, leading) else split_of(args, names)
+    if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.ROW_BLOCK_ELEMENTS:
+        return fn(rows, *others)
+    axes = split.axes(*of_rows)
+
+    def on_device(rows: Array, others: tuple[Any, ...]) -> tuple[Any, Any]:
+        mapped, totals = by_row_blocks(fn, leading, rows, *others, arithmetic=arithmetic)
+        return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
+
+    mapped, totals = jax.eval_shape(fn, rows, *others)
+    of_results = jax.tree.map(lambda _: of_rows, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
+    results: tuple[Any, Any] = on_each_device(on_device, split, args, names, of_results)
+    return results
+
+
+def _splits_a_row(args: Any, leading: int) -> bool:
+    return any(axis is not None for x in jax.tree.leaves(args) for axis in jax.typeof(x).sharding.spec[leading:])
 
 
 def leading_axes(axes: Axes) -> int:

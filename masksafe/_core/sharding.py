@@ -74,9 +74,11 @@ class Shardings:
 
     def apply(self, cotangents: Any) -> tuple[Any, ...]:
         def resharded(cotangent: Any, sharding: Any) -> Any:
-            if cotangent is None or jax.typeof(cotangent).sharding.spec == sharding.spec:
+            own = None if cotangent is None else jax.typeof(cotangent).sharding
+            if own is None or own.spec == sharding.spec:
                 return cotangent
-            return jax.sharding.reshard(cotangent, sharding)
+            mesh = own.mesh if sharding.mesh.empty else sharding.mesh  # an argument may be on no mesh
+            return jax.sharding.reshard(cotangent, jax.sharding.NamedSharding(mesh, sharding.spec))
 
         shardings = jax.tree.unflatten(self.tree, self.specs)
         is_none = lambda x: x is None  # noqa: E731
@@ -164,11 +166,6 @@ def first_index(axis_name: AxisName, number: int) -> Array | None:
     return None if axis_name is None else lax.axis_index(axis_name) * number
 
 
-def varying_over(axis_name: AxisName, tree: Any) -> Any:
-    """The arrays of `tree`, made to vary over the devices."""
-    return tree if axis_name is None else vary_with(tree, lax.axis_index(axis_name))
-
-
 def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
     """Labels, which count the classes of all devices, as classes of this device; elsewhere if not in [0, number)."""
     return labels if axis_name is None else labels - lax.axis_index(axis_name) * number
@@ -209,12 +206,9 @@ def _names_of_mesh_and_vmap(axis_name: AxisName) -> tuple[tuple[str, ...], tuple
 
 
 def varying_over(axis_name: AxisName, tree: Any) -> Any:
-    """The floats of `tree`, with a type that says that they vary over the axes: their cotangents are not yet summed."""
+    """The arrays of `tree`, made to vary over the devices: their cotangents are each device's own, not yet summed."""
     of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
-    if not of_mesh:
-        return tree
-    zero = lax.pcast(jnp.zeros(()), of_mesh, to="varying")
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, tree)
+    return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
 
 
 def max_over_devices(axis_name: AxisName, x: Array) -> Array:

@@ -92,7 +92,7 @@ def value_and_grad_of_mean(
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
         name = as_axis_name(_OP, axis_name)
         active = _as_positions(positions, len(args))
-        params = tuple(args[i] for i in active)
+        params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         _check_floats(params)
         batch = {"args": {i: a for i, a in enumerate(args) if i not in active}, "kwargs": kwargs}
 
@@ -122,10 +122,9 @@ def _as_positions(argnums: tuple[Any, ...], number: int) -> tuple[int, ...]:
 
 def _check_floats(params: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        dtype = jnp.result_type(x)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
             where = f"argument to differentiate by{jax.tree_util.keystr(path)}"
-            raise TypeError(message(_OP, where, f"dtype {dtype}", "a float dtype"))
+            raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
 def _as_mean_and_aux(result: Any, has_aux: bool) -> tuple[MaskedMean, Any]:

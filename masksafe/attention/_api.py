@@ -26,7 +26,7 @@ from masksafe._core.sharding import (
 )
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
-from masksafe.attention._batch import attend_over_batch
+from masksafe.attention._devices import attend
 from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_keys, seen_positions
 from masksafe.attention._mods import Mods, trace
@@ -164,9 +164,8 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own.
       implementation: None, the default, takes cuDNN's kernel in programs for CUDA if it can run, and the form in blocks
-        everywhere else. "xla" is the form in blocks on every platform; arrays may be sharded by batch or heads, and are
-        gathered first if sharded along the sequence. "cudnn" is cuDNN's kernel or an error that says why not. See the
-        notes on cuDNN below.
+        everywhere else. "xla" is the form in blocks on every platform. "cudnn" is cuDNN's kernel or an error that says
+        why not. See the notes on cuDNN below.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment, as sequences packed
@@ -230,6 +229,12 @@ def dot_product_attention(
         padded queries need no mask here if the loss masks them.
       * An unmasked key whose logit overflows to -inf has weight 0.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
+      * If the explicit axes of a mesh split the batch or the heads over devices, each device solves the problems of its
+        own, in a `jax.shard_map` that the op makes; functions of pairs are told the numbers of all samples and heads,
+        and dropout draws what one device would. Queries, keys and values that are split unlike each other are made
+        alike. Gathered are arrays that are split along the sequence or the width of a head, heads if there are more
+        devices than key heads (but not those of a single key head, unless with dropout), and what functions of pairs
+        close over.
 
     cuDNN's kernel runs with JAX's CUDA plugin on GPUs of compute capability 8.0 or later, for float16 and bfloat16;
     even numbers of queries and keys; one width, a multiple of 8 up to 128 (256 on Hopper); at most one batch
@@ -348,7 +353,7 @@ def dot_product_attention(
             raise ValueError(_refusal_of_cudnn(reason))
     elif implementation != "xla":
         raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    out, lse = attend_over_batch(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
+    out, lse = attend(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
     return (out, lse) if return_residual else out
 
 

@@ -44,7 +44,7 @@ Band = tuple[int | None, int]  # a query t sees no key before t - the first or a
 class Ring(NamedTuple):
     """Devices over which time is split, and on which keys and values go round."""
 
-    axis_name: str
+    axis_name: str | tuple[str, ...]
     size: int
     first: int  # in its first step a device works on the keys of the device so many places before it
     steps: int  # in each of the others on those of the next one before it

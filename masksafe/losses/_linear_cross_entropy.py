@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import numbers
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms, sharding
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array, ArrayLike
@@ -36,6 +39,8 @@ from masksafe.losses._linear_cross_entropy_tiles import gradients as gradients_i
 
 _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
+
+_Core = Callable[..., Array]
 
 
 def linear_softmax_cross_entropy(
@@ -89,8 +94,13 @@ def linear_softmax_cross_entropy(
         `masksafe.label_checks`.
       * A bias of -inf excludes a class; a label at such a class gives loss +inf.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
-      * If an explicit mesh splits the tokens or the classes over devices, or if a size is symbolic, all tokens are
-        computed in one pass, with all logits in memory; inside `jax.shard_map` they are computed in blocks.
+      * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
+        blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
+        split along D, as in fully sharded training, is gathered, and so are features; and classes that are split over
+        an axis that splits tokens as well. On automatic axes the compiler splits the blocks, at several times the cost:
+        `jax.sharding.explicit_axes` around the loss, or a `jax.shard_map`, avoids that.
+      * If a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed in one pass, with all
+        logits in memory.
 
     Raises:
       TypeError: if a dtype is wrong.
@@ -123,15 +133,15 @@ def linear_softmax_cross_entropy(
     if reduction not in _REDUCTIONS:
         raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    config = _configure(features, kernel, logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
+    options = _read_options(logit_soft_cap, label_smoothing, z_loss, block_size, axis_name)
 
     mask = None if where is None else where[..., None]
     logits_shape = *labels.shape, kernel.shape[1]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), logits_shape, axis_name)
+    args = features, labels, where, kernel, bias
     if reduction == "none":
-        losses = sharding.same_on_all_devices(axis_name, _token_losses(config, features, labels, where, kernel, bias))
-        return nan_where_bad(losses, bad_rows)
-    total = sharding.same_on_all_devices(axis_name, _summed_loss(config, features, labels, where, kernel, bias))
+        return nan_where_bad(_evaluate(_token_losses, options, *args), bad_rows)
+    total = _evaluate(_summed_loss, options, *args)
     if reduction == "mean":
         count = jnp.asarray(labels.size) if where is None else jnp.sum(where)
         total = total / jnp.maximum(count, 1).astype(total.dtype)
@@ -166,15 +176,13 @@ def _read_labels(features: Array, labels: ArrayLike, where: ArrayLike | None) ->
     return labels, None if where is None else jnp.broadcast_to(where, shape)
 
 
-def _configure(
-    features: Array,
-    kernel: Array,
+def _read_options(
     soft_cap: float | None,
     label_smoothing: float,
     z_loss: float,
     block_size: int | None,
     axis_name: str | None,
-) -> Config:
+) -> _Options:
     if soft_cap is not None:
         soft_cap, most = as_number(_OP, "logit_soft_cap", soft_cap), float(jnp.finfo(jnp.float32).max)
         if not 0 < soft_cap <= most:
@@ -187,11 +195,24 @@ def _configure(
         raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
     if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
         raise ValueError(message(_OP, "block_size", f"value {block_size!r}", "a positive int or None"))
-    sizes = Sizes(1, 1), Sizes(1, 1), Sizes(1, 1)
-    if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
-        size = None if block_size is None else int(block_size)
-        sizes = _choose_sizes(math.prod(features.shape[:-1]), kernel.shape, size)
-    return Config(soft_cap, label_smoothing, z_loss, *sizes, axis_name)
+    return _Options(soft_cap, label_smoothing, z_loss, None if block_size is None else int(block_size), axis_name)
+
+
+class _Options(NamedTuple):
+    """The static arguments as the user gives them."""
+
+    soft_cap: float | None
+    label_smoothing: float
+    z_loss: float
+    block_size: int | None
+    axis_name: sharding.AxisName
+
+    def config(self, features: Array, kernel: Array) -> Config:
+        """With the sizes of blocks for these arrays."""
+        sizes = Sizes(1, 1), Sizes(1, 1), Sizes(1, 1)
+        if not (has_symbolic_size(features) or has_symbolic_size(kernel)):
+            sizes = _choose_sizes(math.prod(features.shape[:-1]), kernel.shape, self.block_size)
+        return Config(self.soft_cap, self.label_smoothing, self.z_loss, *sizes, self.axis_name)
 
 
 def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | None) -> tuple[Sizes, Sizes, Sizes]:
@@ -200,6 +221,51 @@ def _choose_sizes(tokens: int, of_kernel: tuple[int, ...], block_size: int | Non
     block = min(default_token_block(classes) if block_size is None else block_size, tokens)
     elsewhere, if_masked = (default_sizes(tokens, width, classes, block_size, m) for m in (False, True))
     return Sizes(block, default_class_tile(width, block)), elsewhere, if_masked
+
+
+# On a mesh with explicit axes, each device works on the tokens and classes of its own.
+
+
+def _evaluate(core: _Core, options: _Options, *args: Any) -> Array:
+    """The loss of a core, on each device by itself if the arrays are split."""
+    features, _, _, kernel, _ = args
+    split = split_of(args, _dimensions(*args))
+    if split is not None:
+        loss: Array = _evaluate_on_each_device(core, options, split, *args)
+        return loss
+    return sharding.same_on_all_devices(options.axis_name, core(options.config(features, kernel), *args))
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _evaluate_on_each_device(core: _Core, options: _Options, split: Split, *args: Any) -> Array:
+    names = _dimensions(*args)
+    of_tokens = PartitionSpec(*names[0][:-1])
+    over_tokens = split.axes(*of_tokens) or None
+    options = options._replace(axis_name=split.axes("classes") or None)
+
+    def on_device(*args: Any) -> Array:
+        features, _, _, kernel, _ = args
+        loss = sharding.same_on_all_devices(options.axis_name, core(options.config(features, kernel), *args))
+        return loss if loss.ndim else sharding.sum_over_devices(over_tokens, loss)
+
+    of_loss = of_tokens if core is _token_losses else PartitionSpec()
+    return cast(Array, on_each_device(on_device, split, args, names, of_loss))
+
+
+def _dimensions(
+    features: Array, labels: Array, live: Array | None, kernel: Array, bias: Array | None
+) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec | None, PartitionSpec, PartitionSpec | None]:
+    """The names of the dimensions of each array."""
+    tokens = [f"tokens {axis}" for axis in range(labels.ndim)]
+    of_tokens, of_classes = PartitionSpec(*tokens), PartitionSpec("classes")
+    return (
+        PartitionSpec(*tokens, None),
+        of_tokens,
+        None if live is None else of_tokens,
+        PartitionSpec(None, "classes"),
+        None if bias is None else of_classes,
+    )
 
 
 # The two forms of the loss: a sum, computed together with its gradients, and one loss for each token. Both take the

@@ -55,7 +55,7 @@ class Config(NamedTuple):
     on_cpu: Sizes
     elsewhere: Sizes
     elsewhere_if_masked: Sizes
-    axis_name: str | None  # the mesh axis over which the classes are split
+    axis_name: sharding.AxisName  # the mesh axis over which the classes are split
 
 
 class Gradients(NamedTuple):

@@ -1,0 +1,147 @@
+"""An op in a `jax.shard_map` of its own, over the explicit axes of a mesh that split its independent dimensions.
+
+JAX refuses a loop over a dimension that is split over devices. Within `jax.shard_map` the part on each device is an
+array like any other, and the op may go through it in blocks.
+
+The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these names says which dimensions an array has:
+`P("tokens", None)` for features, whose second dimension every device needs as a whole.
+"""
+
+import dataclasses
+import inspect
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import checkify
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from masksafe._core.sharding import has_symbolic_size, is_sharded
+from masksafe._core.switches import label_check_mode
+from masksafe._core.typing import Array
+
+Axes = tuple[str, ...]  # of a mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How the named dimensions of an op are split over the explicit axes of a mesh; the others are whole."""
+
+    mesh: AbstractMesh
+    manual: Axes  # those of the shard_map
+    named: tuple[tuple[str, Axes], ...]
+
+    def axes(self, *names: str) -> Axes:
+        """The axes over which one of the dimensions is split."""
+        return tuple(axis for name, axes in self.named if name in names for axis in axes)
+
+    def devices(self, *names: str) -> int:
+        """Over how many devices these dimensions are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes(*names))
+
+    def spec(self, shape: tuple[int, ...], names: PartitionSpec) -> PartitionSpec:
+        """How an array with these dimensions is split. A dimension of size 1 is there for broadcasting."""
+        padded = (*names, *[None] * (len(shape) - len(names)))
+        return self.spec_of_named(PartitionSpec(*(None if n == 1 else m for n, m in zip(shape, padded, strict=True))))
+
+    def spec_of_named(self, names: PartitionSpec) -> PartitionSpec:
+        """How an array with these dimensions is split, none of which is there for broadcasting."""
+        return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
+
+
+def split_of(args: Any, names: Any) -> Split | None:
+    """How the named dimensions of the arrays are split.
+
+    Each is split as in the first array in which it is, and over an axis only one dimension. One that some array has too
+    few of to split, such as two key heads over four devices, is whole, like dimensions without a name.
+
+    Args:
+      args: a pytree of arrays.
+      names: a pytree of the same structure with their dimensions.
+
+    Returns:
+      None if no array is split; or if the op has to stay outside of a `jax.shard_map`. Inside another one
+      JAX has no gradient of it, and checkify cannot lift checks out of it (jax 0.12).
+    """
+    arrays = jax.tree.leaves(args)
+    mesh = next((jax.typeof(x).sharding.mesh for x in arrays if is_sharded(x)), None)
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or _is_checkified():
+        return None
+    if any(has_symbolic_size(x) or x.size == 0 for x in arrays):
+        return None
+    return Split(mesh, _manual_axes(mesh), tuple(_split_dimensions(mesh, arrays, jax.tree.leaves(names)).items()))
+
+
+def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[PartitionSpec]) -> dict[str, Axes]:
+    found: dict[str, Axes] = {}
+    taken: set[str] = set()
+    sizes: dict[str, list[int]] = {}
+    for x, names_of_x in zip(arrays, names, strict=True):
+        for name, size, part in zip(names_of_x, x.shape, jax.typeof(x).sharding.spec.partitions, strict=False):
+            if name is None or size == 1:
+                continue
+            sizes.setdefault(name, []).append(size)
+            axes = (part,) if isinstance(part, str) else tuple(part or ())
+            if axes and name not in found and not taken.intersection(axes):
+                found[name] = axes
+                taken.update(axes)
+    numbers = {name: math.prod(mesh.shape[axis] for axis in axes) for name, axes in found.items()}
+    return {name: axes for name, axes in found.items() if not any(size % numbers[name] for size in sizes[name])}
+
+
+def _manual_axes(mesh: AbstractMesh) -> Axes:
+    """All explicit axes, also those that split no array: JAX has no second derivatives otherwise (jax 0.12).
+
+    Without those over which an enclosing `jax.vmap` is split. JAX refuses these, and tells them in no other way.
+    """
+
+    def is_free(axis: str) -> bool:
+        try:
+            jax.eval_shape(jax.shard_map(lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names={axis}))
+        except ValueError:
+            return False
+        return True
+
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
+
+
+def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, names_of_results: Any) -> Any:
+    """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
+
+    Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
+    have to vary over no other axes than their named dimensions.
+    """
+
+    def parts(x: Array, names: PartitionSpec) -> Array:
+        spec = split.spec(x.shape, names)
+        sharding = jax.typeof(x).sharding
+        if sharding.mesh == split.mesh and sharding.spec == spec:
+            return x
+        moved: Array = jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
+        return moved
+
+    mapped = jax.shard_map(
+        fn,
+        mesh=split.mesh,
+        in_specs=tuple(jax.tree.map(lambda x, names: split.spec(x.shape, names), args, names)),
+        out_specs=jax.tree.map(split.spec_of_named, names_of_results),
+        axis_names=set(split.manual),
+    )
+    return mapped(*jax.tree.map(parts, args, names))
+
+
+def _is_checkified() -> bool:
+    """Whether `checkify.checkify` is tracing the call."""
+    if label_check_mode() == "checkify":
+        return True
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename != _CHECKIFY:
+        frame = frame.f_back
+    return frame is not None
+
+
+_CHECKIFY = inspect.unwrap(checkify.checkify).__code__.co_filename

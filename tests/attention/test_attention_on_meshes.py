@@ -1,0 +1,222 @@
+"""dot_product_attention on meshes with explicit axes: one device's answer, at the cost of a `jax.shard_map`."""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import attention, few_of, normals, replaced, shrink_blocks
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+
+B, T, S, N, H = 4, 8, 12, 8, 8
+TABLE = jnp.asarray(normals(N, T + S, seed=9))
+SEGMENTS = dict(query_segment_ids=np.arange(T)[None] // 3, key_value_segment_ids=np.arange(S)[None] // 4)
+
+# How queries are split, how keys and values, and the number of key heads.
+SPLITS = {
+    "batch and heads": (P("x", None, "y"), P("x", None, "y"), 8),
+    "batch": (P("x"), P("x"), 8),
+    "groups of heads": (P("x", None, "y"), P("x"), 4),
+    "more devices than key heads": (P("x", None, "y"), P("x"), 2),
+    "heads of one key head": (P(None, None, "y"), P(), 1),
+    "queries alone": (P("y"), P(), 8),
+    "keys alone": (P(), P("y"), 8),
+    "time": (P("x", "y"), P("x", "y"), 8),
+    "width": (P("x", None, None, "y"), P(None, None, None, "y"), 8),
+    "width alone": (P(None, None, None, "y"), P(None, None, None, "y"), 8),
+}
+# With the floats among them, which get gradients.
+MASKS = {
+    "structure": (
+        dict(is_causal=True, local_window_size=5, key_value_seq_lengths=np.array([8, 0, 3, 5]), **SEGMENTS),
+        {},
+    ),
+    "nothing": ({}, {}),
+    "pairs": (
+        dict(mask=normals(B, 1, T, S, seed=3) < 0.5),
+        dict(bias=normals(1, N, 1, S, seed=4), scale=np.float32(0.3), sinks=normals(N, seed=5)),
+    ),
+    "offsets": (dict(is_causal=True, causal_offset=np.array([4, 0, -3, 2]), logit_soft_cap=2.0), {}),
+    "positions": (dict(is_causal=True, key_positions=np.arange(B * S).reshape(B, S) * 5 % 11), {}),
+    "mods": (
+        dict(
+            score_mod=lambda x, b, h, q, k: x * (1 + b) - TABLE[h, q + k] * h,
+            mask_mod=lambda b, h, q, k: (q + k + h + b) % 3 > 0,
+        ),
+        {},
+    ),
+    "dropout": (dict(dropout_rate=0.3, dropout_key=jax.random.key(3)), {}),
+}
+
+
+def mesh_of(kinds=(AxisType.Explicit,) * 2):
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+
+
+def put(mesh, args, specs):
+    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+
+
+def inputs_of(key_heads):
+    shapes = (B, T, N, H), (B, S, key_heads, H), (B, S, key_heads, 4), (B, T, N, 4)
+    return [normals(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+def step_of(arguments):
+    @jax.jit
+    def step(query, key, value, d_out, floats):
+        def loss(query, key, value, floats):
+            out, lse = attention(query, key, value, return_residual=True, **arguments, **floats)
+            return jnp.sum(out * d_out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0) * d_out[..., 0])
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(query, key, value, floats)
+
+    return step
+
+
+def assert_close(actual, desired, rtol=5e-5, atol=1e-5):
+    for a, d in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
+
+
+QUICK = [
+    ("batch and heads", "structure", True),
+    ("groups of heads", "pairs", False),
+    ("batch and heads", "mods", True),
+    ("heads of one key head", "dropout", True),
+    ("time", "positions", True),
+]
+OTHERS = [(s, m, True) for s in SPLITS for m in MASKS if (s, m, True) not in QUICK]
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("split", "name", "mesh_is_set"), [*QUICK, *itertools.starmap(slow, OTHERS)])
+def test_value_and_gradients_are_those_of_one_device(split, name, mesh_is_set, monkeypatch):
+    shrink_blocks(monkeypatch, 4)
+    of_queries, of_keys, key_heads = SPLITS[split]
+    arguments, floats = MASKS[name]
+    inputs, step = inputs_of(key_heads), step_of(arguments)
+    mesh = mesh_of()
+    sharded = put(mesh, inputs, (of_queries, of_keys, of_keys, P(*of_queries[:3])))
+    with jax.set_mesh(mesh) if mesh_is_set else contextlib.nullcontext():
+        value, gradients = step(*sharded, floats)
+    assert_close((value, gradients), step(*inputs, floats))
+    for gradient, x in zip(gradients, sharded[:3], strict=False):
+        assert gradient.sharding.is_equivalent_to(x.sharding, x.ndim)
+
+
+def test_without_jit_and_without_a_mesh_that_is_set():
+    """Grouped heads, which cannot be cut at any place."""
+    inputs = inputs_of(4)[:3]
+    sharded = put(mesh_of(), inputs, (P("x", None, "y"), P("x"), P("x")))
+    assert_close(attention(*sharded, is_causal=True), attention(*inputs, is_causal=True))
+
+
+@pytest.mark.parametrize("name", few_of(["structure", "pairs", "mods"], "pairs"))
+def test_every_other_derivative(name):
+    arguments, floats = MASKS[name]
+
+    @jax.jit
+    def derivatives(query, key, value, d_out):
+        fn = lambda *args: jnp.sum(attention(*args, **arguments, **floats) * d_out)  # noqa: E731
+        args = query, key, value
+        along = tuple(map(jnp.cos, args))
+        gradient = jax.grad(fn, (0, 1, 2))
+        slope = lambda *args: sum(jnp.sum(g * a) for g, a in zip(gradient(*args), along, strict=True))  # noqa: E731
+        with masksafe.forward_mode():
+            forward = jax.jvp(fn, args, along)
+        return forward, jax.jvp(gradient, args, along)[1], jax.grad(slope, (0, 1, 2))(*args)
+
+    inputs, mesh = inputs_of(8), mesh_of()
+    with jax.set_mesh(mesh):
+        actual = derivatives(*put(mesh, inputs, (P("x", None, "y"),) * 4))
+    assert_close(actual, derivatives(*inputs), 1e-3, 1e-4)
+
+
+def test_masked_keys_touch_nothing(many_blocks):
+    """On the second half of the devices no query sees a key."""
+    lengths = np.array([5, 3, 0, 0])
+    mesh, hidden = mesh_of(), np.arange(S) >= lengths[:, None]
+    step = step_of(dict(key_value_seq_lengths=lengths))
+
+    def outcome(garbage):
+        query, key, value, d_out = inputs_of(4)
+        args = query, replaced(key, hidden, garbage), replaced(value, hidden, garbage), d_out
+        with jax.set_mesh(mesh):
+            return step(*put(mesh, args, (P("x", None, "y"),) * 4), {})
+
+    clean = outcome(0)
+    assert not any(np.asarray(g)[2:].any() for g in clean[1][:3])
+    for garbage in (np.nan, np.inf, 1e38):
+        jax.tree.map(np.testing.assert_array_equal, outcome(garbage), clean)
+
+
+def test_vmap_scan_and_remat(many_blocks):
+    @jax.jit
+    def gradients(many, query, key, value, d_out):
+        fn = jax.checkpoint(functools.partial(attention, is_causal=True))
+        of_many = lambda many, key: jnp.sum(jax.vmap(lambda q: fn(q, key, value))(many) * d_out)  # noqa: E731
+        again = lambda *args: jax.lax.scan(lambda c, _: (c + fn(*args), None), d_out, None, 2)[0]  # noqa: E731
+        of_scan = jax.grad(lambda *args: jnp.sum(again(*args) * d_out), (0, 1, 2))(query, key, value)
+        return jax.grad(of_many, (0, 1))(many, key), of_scan
+
+    inputs, mesh = inputs_of(8), mesh_of()
+    many, split = np.stack([inputs[0], np.cos(inputs[0])]), P("x", None, "y")
+    with jax.set_mesh(mesh):
+        actual = gradients(*put(mesh, (many, *inputs), (P(None, *split), *[split] * 4)))
+    assert_close(actual, gradients(many, *inputs))
+
+
+def test_a_vmap_over_an_axis_that_is_split():
+    query, *_ = inputs_of(8)
+    many, mesh = np.stack([query, np.cos(query)]), mesh_of()
+    step = jax.jit(jax.grad(lambda many: jnp.sum(jax.vmap(lambda x: attention(x, x, x, is_causal=True))(many) ** 2)))
+    with jax.set_mesh(mesh):
+        actual = step(*put(mesh, [many], [P("x", None, None, "y")]))
+    assert_close(actual, step(many))
+
+
+@pytest.mark.parametrize("kinds", [(AxisType.Explicit, AxisType.Auto)], ids=str)
+def test_a_mesh_with_automatic_axes_too(kinds, many_blocks):
+    inputs, mesh, step = inputs_of(8), mesh_of(kinds), step_of(dict(is_causal=True))
+    with jax.set_mesh(mesh):
+        actual = step(*put(mesh, inputs, (P("x", None, "y"),) * 4), {})
+    assert_close(actual, step(*inputs, {}))
+
+
+def test_odd_settings(many_blocks):
+    inputs, mesh, step = inputs_of(4), mesh_of(), step_of(dict(key_value_seq_lengths=np.array([5, 3, 0, 8])))
+    desired = step(*inputs, {})
+    hidden = np.arange(S) >= np.array([5, 3, 0, 8])[:, None]
+    bad = inputs[0], *(replaced(x, hidden, np.nan) for x in inputs[1:3]), inputs[3]
+    with jax.set_mesh(mesh):
+        args = put(mesh, bad, (P("x", None, "y"),) * 4)
+        with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+            assert_close(step(*args, {}), desired)
+
+
+def test_empty_arrays_are_ordinary():
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        query, key = put(mesh, (np.ones((4, 3, 8, 8)), np.ones((4, 0, 8, 8))), (P("x", None, "y"),) * 2)
+        np.testing.assert_array_equal(attention(query, key, key), 0)
+
+
+@pytest.mark.parametrize("spec", few_of([P("d"), P(None, None, "d")], P("d")), ids=str)
+def test_memory_and_collectives_are_those_of_a_shard_map(spec):
+    mesh = jax.make_mesh((4,), ("d",))
+    fn = functools.partial(attention, is_causal=True)
+    with jax.set_mesh(mesh):
+        x = jax.ShapeDtypeStruct((4, 1024, 4, 32), jnp.float32, sharding=NamedSharding(mesh, spec))
+        by_hand = jax.shard_map(fn, in_specs=(spec,) * 3, out_specs=spec)
+        step = lambda fn: jax.jit(jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1, 2)))  # noqa: E731
+        ours, theirs = (step(f).lower(x, x, x).compile() for f in (fn, by_hand))
+    memory = [program.memory_analysis().temp_size_in_bytes for program in (ours, theirs)]
+    assert memory[0] <= 1.1 * memory[1]
+    assert not any(name in ours.as_text() for name in ("all-reduce", "all-gather", "all-to-all", "collective-permute"))
