@@ -9,7 +9,7 @@ compiler keeps on the chip are free, and copying them there costs what it reads.
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 UNKNOWN_TRIPS = 4  # of a loop whose length depends on values
@@ -67,6 +67,20 @@ def exchanges(found: Sequence[Kernel]) -> Iterator[tuple[str, str, int]]:
         kind = kernel.op.removesuffix("-start")
         if kind in _COLLECTIVES:
             yield kind, kernel.type, kernel.times
+
+
+def received_bytes(found: Iterable[tuple[str, str, int]], devices: int) -> float:
+    """What a device receives in exchanges between so many: of an array that is gathered all parts but its own."""
+    total = 0.0
+    for kind, type_, times in found:
+        size = bytes_of_type(re.sub(r"\{[^}]*\}", "", type_)) * times  # wherever the result is put
+        if kind == "collective-permute":
+            total += size
+        elif kind == "reduce-scatter":  # whose result is one of the parts
+            total += size * (devices - 1)
+        else:  # of an all-reduce twice: parts are summed, and sums are gathered
+            total += size * (devices - 1) / devices * (2 if kind == "all-reduce" else 1)
+    return total
 
 
 # Reading the text

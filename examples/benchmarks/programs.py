@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,7 +62,8 @@ def devices(target: str, number: int = 1) -> tuple[Any, ...]:
     if target == "cpu":
         return tuple(jax.devices("cpu")[:number])
     if target == "v5e":
-        topology = topologies.get_topology_desc("v5e:2x2" if number <= 4 else "v5e:2x4", platform="tpu")
+        shape = next(s for s in ("2x2", "2x4", "4x4", "8x8", "16x16") if math.prod(map(int, s.split("x"))) >= number)
+        topology = topologies.get_topology_desc(f"v5e:{shape}", platform="tpu")
     else:
         topology = topologies.get_topology_desc(
             target, platform="cuda", topology=f"1x1x{number}", target_config=_facts(target)

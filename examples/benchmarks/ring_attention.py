@@ -93,20 +93,6 @@ CASES = [
 BENCHMARK = Benchmark("ring_attention", "Ring attention", ((RING, GATHERED),), CASES)
 
 
-def received_bytes(program: str) -> float:
-    """What a device receives: of an array that is gathered all parts but its own, of others all."""
-    total = 0.0
-    for kind, type_, times in hlo.exchanges(hlo.kernels(program)):
-        size = hlo.bytes_of_type(type_) * times
-        if kind == "collective-permute":
-            total += size
-        elif kind == "reduce-scatter":  # whose result is one of the parts
-            total += size * (DEVICES - 1)
-        else:  # of an all-reduce twice: parts are summed, and sums are gathered
-            total += size * (DEVICES - 1) / DEVICES * (2 if kind == "all-reduce" else 1)
-    return total
-
-
 def compiled(mask: str, shape: tuple[int, ...], candidate: str, what: str) -> tuple[float, float]:
     """MiB that a device receives, and of its temporary arrays."""
     work = prepare(mask, shape)
@@ -114,7 +100,8 @@ def compiled(mask: str, shape: tuple[int, ...], candidate: str, what: str) -> tu
     fn, args = pulled_back(fn, args, work.leaves) if what == GRADIENT else (fn, args)
     place = NamedSharding(mesh(), IN_TIME)
     program = jax.jit(fn, out_shardings=place).lower(*jax.tree.map(lambda x: jax.device_put(x, place), args)).compile()
-    return received_bytes(program.as_text()) / MIB, program.memory_analysis().temp_size_in_bytes / MIB
+    exchanges = hlo.exchanges(hlo.kernels(program.as_text()))
+    return hlo.received_bytes(exchanges, DEVICES) / MIB, program.memory_analysis().temp_size_in_bytes / MIB
 
 
 def bytes_table(size: str) -> str:

@@ -53,7 +53,7 @@ def group_norm(
         None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
       epsilon: added to the variance, 0 or more.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the positions of a sample are
-        split. The devices exchange their moments once in either pass.
+        split. The devices exchange their moments, as in `batch_norm`.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. Masked

@@ -76,7 +76,7 @@ def layer_norm(
       weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
         None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which rows are split; or the named axis
-        of a `jax.vmap`. The devices exchange their moments once in either pass. `scale` and `bias` are
+        of a `jax.vmap`. The devices exchange their moments, as in `batch_norm`. `scale` and `bias` are
         those of the device's own elements.
 
     Returns:

@@ -274,3 +274,12 @@ def test_exchanges_between_devices():
 def test_exchanges_in_a_loop_count_each_time():
     text = loop(KNOWN, DEPENDS).replace("negate(%v)", "all-reduce(%v), to_apply=%add")
     assert list(hlo.exchanges(hlo.kernels(text))) == [("all-reduce", "f32[256]{0}", 7)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "received"),
+    [("collective-permute", 16), ("all-gather", 14), ("all-reduce", 28), ("reduce-scatter", 112), ("all-to-all", 14)],
+)
+def test_received_bytes_are_those_of_all_other_devices(kind, received):
+    on_chip = "bf16[2,4]{1,0:T(8,128)(2,1)S(1)}"
+    assert hlo.received_bytes([(kind, on_chip, 1), (kind, "f32[4]{0}", 2)], 8) == 3 * received

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
+from masksafe._core import row_moments
 from masksafe.testing import assert_mask_safe
 
 P = PartitionSpec
@@ -76,6 +77,15 @@ def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights)
     actual = differentiated(lambda x, w: fn(x, w, WHERE))(X, WEIGHTS)
     expected = differentiated(lambda x, w: reduce(x, 0, WHERE, weights=w if has_weights else None))(X, WEIGHTS)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["var_mean", "standardize"])
+def test_many_rows_are_merged_in_two_exchanges(name, monkeypatch):
+    monkeypatch.setattr(row_moments, "MOST_NUMBERS_OF_ONE_EXCHANGE", 0)
+    jax.clear_caches()
+    test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights=True)
+    test_variance_over_devices_survives_a_large_mean_and_equal_elements()
+    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", EXTREMA)
