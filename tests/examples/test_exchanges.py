@@ -4,7 +4,9 @@ import exchanges
 import pytest
 
 
-@pytest.mark.parametrize("op", [op for op in exchanges.OPS if op.split in ("elements", "batch") and op.manual], ids=lambda op: op.split)
+@pytest.mark.parametrize(
+    "op", [op for op in exchanges.OPS if op.split in ("elements", "batch") and op.manual], ids=lambda op: op.split
+)
 def test_table_has_what_a_program_exchanges(op):
     row = next(iter(exchanges.rows_of(op, "cpu", 8)))
     assert row.received_bytes > 0

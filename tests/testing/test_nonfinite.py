@@ -1,5 +1,7 @@
 """nonfinite_report names the equation that made the NaN or the infinity."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -212,6 +214,13 @@ OPS = {
     "smooth_labels": lambda x: losses.smooth_labels(x, 0.1),
     **{name: getattr(masksafe, name) for name in ("softmax", "log_softmax", "logsumexp", "standardize")},
     **{name: getattr(masksafe, name) for name in ("layer_norm", "rms_norm", "sum", "mean", "var", "var_mean")},
+    **{name: getattr(masksafe, name) for name in ("batch_norm", "l2_normalize", "max", "min")},
+    "group_norm": lambda x: masksafe.group_norm(x, 2),
+    "MaskedMean": lambda x: masksafe.MaskedMean.of(x).value,
+    "value_and_grad_of_mean": lambda x: masksafe.value_and_grad_of_mean(
+        lambda factor, x: masksafe.MaskedMean.of(factor * x), microbatches=3
+    )(jnp.ones(4), x),
+    **{name: functools.partial(getattr(masksafe, name), shards=2) for name in ("zigzag", "undo_zigzag")},
     "softmax of some": lambda x: masksafe.softmax(x, where=TARGETS == 0),
     "dot_product_attention": attention("q", key_value_seq_lengths=jnp.array([2])),
     "dot_product_attention of a key": attention("k", is_causal=True),
@@ -226,7 +235,7 @@ NO_OPS = {"losses", "testing", "forward_mode", "label_checks", "set_label_checks
 FINITE_GRADIENTS = {
     "softmax_cross_entropy of labels", "kl_divergence", "kl_divergence_with_log_targets", "hinge_loss",
     "perceptron_loss", "smooth_labels", "sum", "mean", "mask_where", "dot_product_attention of a value",
-    "merge_attention",
+    "merge_attention", "MaskedMean", "value_and_grad_of_mean", "zigzag", "undo_zigzag",
 }  # fmt: skip
 
 
