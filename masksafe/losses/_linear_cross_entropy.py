@@ -76,7 +76,8 @@ def linear_softmax_cross_entropy(
       labels: integers `[...]` in [0, V).
       bias: `[V]`, or None.
       where: booleans `[...]`; False masks a token.
-      reduction: "mean" over the unmasked tokens, "sum", or "none" for the losses `[...]`, 0 at masked tokens.
+      reduction: "mean" over the unmasked tokens, "sum", or "none" for the losses `[...]`, 0 at masked tokens. For the
+        mean over devices or micro-batches put the sum and the number of tokens into a `masksafe.MaskedMean`.
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
