@@ -8,7 +8,7 @@ from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._reductions import MaskedMean, max, mean, min, sum, value_and_grad_of_mean, var, var_mean
 from masksafe._selection import apply_where, mask_where
 from masksafe._softmax import log_softmax, logsumexp, softmax
-from masksafe.attention import dot_product_attention, merge_attention
+from masksafe.attention import dot_product_attention, merge_attention, undo_zigzag, zigzag
 from masksafe.normalization import batch_norm, group_norm, l2_normalize, layer_norm, rms_norm, standardize
 
 if TYPE_CHECKING:
@@ -42,9 +42,11 @@ __all__ = [
     "standardize",
     "sum",
     "testing",
+    "undo_zigzag",
     "value_and_grad_of_mean",
     "var",
     "var_mean",
+    "zigzag",
 ]
 
 

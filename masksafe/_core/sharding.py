@@ -110,7 +110,14 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def vary_with(tree: Any, others: Any) -> Any:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
-    return jax.tree.map(lambda x: x + zero.astype(x.dtype), tree)
+
+    def moved(x: jax.Array) -> jax.Array:
+        if not _is_random_key(x):
+            return x + zero.astype(x.dtype)
+        data = jax.random.key_data(x)
+        return jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
+
+    return jax.tree.map(moved, tree)
 
 
 def varying_zero(arrays: list[jax.Array]) -> jax.Array:
@@ -118,8 +125,12 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 
     It is a sum over empty slices, which XLA removes.
     """
-    plain = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays]
+    plain = [jax.random.key_data(x) if _is_random_key(x) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
+
+
+def _is_random_key(x: jax.Array) -> bool:
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
 # Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
@@ -143,8 +154,18 @@ def as_axis_name(op: str, axis_name: Any) -> Any:
 
 
 def size_over_devices(axis_name: AxisName, number: int) -> int:
-    """The number of classes on all devices, each of which has `number`."""
+    """The number of elements on all devices, each of which has `number`."""
     return number if axis_name is None else number * lax.axis_size(axis_name)
+
+
+def first_index(axis_name: AxisName, number: int) -> Array | None:
+    """The index of this device's first element among those of all devices, each of which has `number`; None for 0."""
+    return None if axis_name is None else lax.axis_index(axis_name) * number
+
+
+def varying_over(axis_name: AxisName, tree: Any) -> Any:
+    """The arrays of `tree`, made to vary over the devices."""
+    return tree if axis_name is None else vary_with(tree, lax.axis_index(axis_name))
 
 
 def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:

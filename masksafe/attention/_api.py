@@ -15,13 +15,22 @@ from masksafe._core import platforms
 from masksafe._core.arguments import as_float_array, as_integer_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import as_mask
 from masksafe._core.precision import wide_dtype
-from masksafe._core.sharding import gathered_along, has_symbolic_size
+from masksafe._core.sharding import (
+    AxisName,
+    as_axis_name,
+    first_index,
+    gathered_along,
+    has_symbolic_size,
+    size_over_devices,
+    varying_over,
+)
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._batch import attend_over_batch
 from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_keys, seen_positions
 from masksafe.attention._mods import Mods, trace
+from masksafe.attention._ring import ring_of
 
 _OP = "dot_product_attention"
 
@@ -61,6 +70,7 @@ def dot_product_attention(
     key_positions: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    axis_name: str | None = None,
 ) -> Array: ...
 
 
@@ -90,6 +100,7 @@ def dot_product_attention(
     key_positions: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -118,6 +129,7 @@ def dot_product_attention(
     key_positions: ArrayLike | None = None,
     score_mod: Callable[..., Any] | None = None,
     mask_mod: Callable[..., Any] | None = None,
+    axis_name: str | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Scaled dot-product attention, in blocks: no array of size T x S, and no work on masked blocks.
 
@@ -183,10 +195,28 @@ def dot_product_attention(
         alone read may move the gradients of others by a rounding error.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
+      axis_name: inside `jax.shard_map`, the mesh axis over which time is split: ring attention. See the notes below.
 
     Functions with control flow (`lax.cond`, loops) or rules of derivatives of their own (`jax.nn.relu`) are refused on
     explicit meshes, and in `jax.shard_map` unless it has `check_vma=False`. Called without `jax.jit`, those with such
     rules are compiled anew each time.
+
+    With `axis_name`, every device has its part of time: queries `[B, T / n, N, H]` and keys `[B, S / n, K, H]` of n
+    devices, and likewise the ids of segments, and positions. Keys and values go round the devices, and the results are
+    those of one device, with all gradients, while a device never holds the keys of two others at once.
+
+    * The index of a query or key is the one among those of all devices, in the order of the mesh axis: for causal masks
+      and windows, for lengths, and for mods, unless they are given positions. `mask` and `bias` are those of the
+      device's queries with the keys of all devices, `[B, N, T / n, S]`.
+    * Forward, keys and values are sent n - 1 times. In reverse they are sent as often again, and their cotangents, in
+      float32, n + 1 times. A window of the index sends them only as far as it reaches.
+    * A device skips the steps in which all is masked. So with `is_causal` the first device works on one step, and the
+      last on n: the order of `zigzag` gives all of them the same work.
+    * Dropout draws other numbers for each number of devices.
+    * Second derivatives are exact as well, and so is forward mode; but second derivatives in reverse mode keep the keys
+      and values of all steps, as many as if they were gathered.
+    * Outside of `jax.shard_map` arrays that are split along time need no `axis_name`: queries, keys and values are then
+      gathered along time. Inside of it, without `axis_name`, a device sees its own keys only.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
@@ -215,8 +245,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: if an array has the wrong dtype, or `local_window_size` is not one or two integers.
-      ValueError: if a shape does not fit, an argument that another one requires is missing, or "cudnn" cannot run: at
-        once, or where the program is lowered for another platform than CUDA.
+      ValueError: if a shape does not fit, an argument that another one requires is missing, there is no axis
+        `axis_name`, or "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -254,23 +284,29 @@ def dot_product_attention(
 
       Sinks: `Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023
       <https://arxiv.org/abs/2309.17453>`_, and gpt-oss. Functions of pairs: `Dong et al., Flex Attention, 2024
-      <https://arxiv.org/abs/2412.05496>`_.
+      <https://arxiv.org/abs/2412.05496>`_. Time over devices: `Liu, Zaharia and Abbeel, Ring Attention with Blockwise
+      Transformers for Near-Infinite Context, 2023 <https://arxiv.org/abs/2310.01889>`_.
     """
+    axis_name = as_axis_name(_OP, axis_name)
     q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))
-    batch = q.shape[:-3]
+    q, batch, keys_in_all = varying_over(axis_name, q), q.shape[:-3], size_over_devices(axis_name, k.shape[-3])
     static_scale, scale = _as_scale(scale, q)
-    bias = None if bias is None else _broadcast_to_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k)
-    mask = None if mask is None else _broadcast_to_pairs("mask", as_mask(_OP, "mask", mask), q, k)
+    bias = (
+        None
+        if bias is None
+        else _broadcast_to_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k, keys_in_all)
+    )
+    mask = None if mask is None else _broadcast_to_pairs("mask", as_mask(_OP, "mask", mask), q, k, keys_in_all)
     window = _as_window(local_window_size)
     has_positions = query_positions is not None or key_positions is not None
-    positions = _as_positions(query_positions, key_positions, causal_offset, q, k)
+    positions = _as_positions(query_positions, key_positions, causal_offset, q, k, axis_name)
     query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
     key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
     segments = _as_segments(query_segment_ids, key_value_segment_ids, q, k)
     sinks = None if sinks is None else _as_sinks(sinks, q)
     mods = _trace_mods(score_mod, mask_mod, q)
     _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
-    pairs = _structure(positions, is_causal, window, query_lengths, key_lengths)
+    pairs = _structure(positions, is_causal, window, query_lengths, key_lengths, axis_name)
     pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
     can_skip = bool(jax.tree.leaves((pairs, mask, bias))) or mods.mask is not None
     if mods.score is not None or mods.mask is not None:
@@ -280,6 +316,7 @@ def dot_product_attention(
 
     band = None if has_positions else _static_band(is_causal, window, causal_offset)
     config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
+    config = config._replace(ring=ring_of(axis_name, band, q.shape[-3], k.shape[-3]))
     if implementation in (None, "cudnn"):
         operands = _cudnn.Operands(q, k, v, bias)
         reason = _cudnn.reason_against(
@@ -297,6 +334,7 @@ def dot_product_attention(
             has_array_scale=scale is not None,
             soft_cap=logit_soft_cap,
             return_residual=return_residual,
+            has_axis_name=axis_name is not None,
         )
         if reason is None:
             left = None if window is None else window[0]
@@ -354,14 +392,16 @@ def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
     return 1.0, scale.reshape(())
 
 
-def _broadcast_to_pairs(argument: str, x: Array, q: Array, k: Array) -> Array:
-    """`x` as `[*batch, N, T, S]` with size 1 where it broadcasts."""
-    target = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
+def _broadcast_to_pairs(argument: str, x: Array, q: Array, k: Array, num_keys: int) -> Array:
+    """`x` as `[*batch, N, T, num_keys]`, of which `k` may have a part, with size 1 where it broadcasts."""
+    target = (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
     while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
         x = x[0]
     hint = ""
     if x.ndim == 2 and q.ndim == 4 and x.shape == (q.shape[0], k.shape[-3]):
         hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
+    elif x.shape[-1:] == k.shape[-3:-2] != (num_keys,):
+        hint = f"With axis_name, {argument} is of this device's queries and the keys of all devices."
     elif x.ndim > 1 and x.shape[-2:] == (q.shape[-2], k.shape[-2]):
         hint = _HEADS_FIRST
     return gathered_along(
@@ -430,26 +470,32 @@ class _Positions(NamedTuple):
 
 
 def _as_positions(
-    query_positions: ArrayLike | None, key_positions: ArrayLike | None, offset: ArrayLike, q: Array, k: Array
+    query_positions: ArrayLike | None,
+    key_positions: ArrayLike | None,
+    offset: ArrayLike,
+    q: Array,
+    k: Array,
+    axis_name: AxisName,
 ) -> _Positions:
     has_offset = not (isinstance(offset, numbers.Integral) and int(offset) == 0)
     if has_offset and not (query_positions is None and key_positions is None):
         argument = "query_positions" if key_positions is None else "key_positions"
         hint = "Add it to the positions of the queries."
         raise ValueError(message(_OP, "causal_offset", f"an offset and {argument}", "one of them", hint))
-    of_queries = _index(q)
+    of_queries = _index(q, axis_name)
     if query_positions is not None:
         of_queries = _at_times("query_positions", query_positions, q)
     elif has_offset:
         of_queries = of_queries + _per_sample("causal_offset", offset, q.shape[:-3])
-    of_keys = _index(k) if key_positions is None else _at_times("key_positions", key_positions, k)
+    of_keys = _index(k, axis_name) if key_positions is None else _at_times("key_positions", key_positions, k)
     return _Positions(of_queries, of_keys, key_positions is not None)
 
 
-def _index(x: Array) -> Any:
-    """`[1, ..., time]`; of NumPy where it can be, which costs an eager call no operation."""
-    arange = jnp.arange if has_symbolic_size(x) else np.arange
-    return arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+def _index(x: Array, axis_name: AxisName) -> Any:
+    """Among all devices, `[1, ..., time]`; of NumPy where it can be, which costs an eager call no operation."""
+    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, first_index(axis_name, x.shape[-3])
+    index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+    return index if first is None else index + first
 
 
 def _structure(
@@ -458,10 +504,13 @@ def _structure(
     window: tuple[int, int] | None,
     query_lengths: Array | None,
     key_lengths: Array | None,
+    axis_name: AxisName,
 ) -> Pairs:
     """The causal mask, the window and the lengths."""
     first, end = seen_positions(positions.queries, is_causal, window)
-    sizes, lengths = (positions.queries.shape[-1], positions.keys.shape[-1]), (query_lengths, key_lengths)
+    num_queries, num_keys = positions.queries.shape[-1], positions.keys.shape[-1]
+    sizes = num_queries, size_over_devices(axis_name, num_keys)
+    lengths = query_lengths, key_lengths, first_index(axis_name, num_queries)
     if not positions.are_own or end is None:
         first, end = seen_keys(*sizes, first, end, *lengths)
         return Pairs(first_key=first, end_key=end)

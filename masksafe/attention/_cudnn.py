@@ -98,6 +98,7 @@ def reason_against(
     has_array_scale: bool,
     soft_cap: float | None,
     return_residual: bool,
+    has_axis_name: bool,
 ) -> str | None:
     """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
@@ -122,6 +123,7 @@ def reason_against(
         "it has no positions": has_positions,
         "it has no sinks": has_sinks,
         "it has no score_mod and no mask_mod": has_mods,
+        "it has no axis_name": has_axis_name,
         "it has no segments": pairs.query_segments is not None,
         "it has no logit_soft_cap": soft_cap is not None,
         "its dropout takes no key": pairs.head_keys is not None,

@@ -56,14 +56,14 @@ def pull_back_densely(
     sums: Adjustments,
 ) -> Gradients:
     """As `_blockwise.pull_back`."""
-    (q, d_out, _, total, delta, d_lse), (k, v) = by_query, by_key
+    (q, d_out, largest, total, delta, d_lse), (k, v) = by_query, by_key
     assert pairs.live_queries is not None
     live, pairs = pairs.live_queries[..., None], pairs._replace(live_queries=None)
     mask = _mask_of(q, k, pairs)
     capped = _capped_products(config, q, k, mask)
     is_live = live if mask is None else live & mask
     x, pull_back_adjustments = adjusted_with_rule(capped, is_live, pairs, *_all_of(q, k))
-    exps, _ = _exponentials(x, q, k, mask)
+    exps, _ = _exponentials(x, q, k, mask, None if config.ring is None else largest)
     keep = draw_dropout(config, pairs, 0, 0, exps.shape)
     k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
     clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
@@ -99,12 +99,14 @@ def _capped_products(config: Config, q: Array, k: Array, mask: Array | None) -> 
     return capped_logits(config, dot_keys(q, k) * config.scale, mask)
 
 
-def _exponentials(x: Array, q: Array, k: Array, mask: Array | None) -> tuple[Array, Array]:
-    """exp(x - largest) of the logits x, and the largest, -inf if no key is seen."""
+def _exponentials(
+    x: Array, q: Array, k: Array, mask: Array | None, largest: Array | None = None
+) -> tuple[Array, Array]:
+    """exp(x - largest) of the logits x, and the largest, -inf if no key is seen; that of all keys may be given."""
     if mask is not None:
         bad_q = queries_by_problem(has_bad(queries_by_user(q), -1)[..., None], k.shape[1])
         x = jnp.where(mask, jnp.where(bad_q | _bad_keys(k), jnp.nan, x), -jnp.inf)
-    largest = jnp.max(x, -1, keepdims=True)
+    largest = jnp.max(x, -1, keepdims=True) if largest is None else largest
     return jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min)), largest
 
 

@@ -11,27 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.typing import Array
-from masksafe.attention._bad_values import see_bad_values, seen_by_bad_cotangents
-from masksafe.attention._blockwise import attend, pull_back
-from masksafe.attention._few_queries import attend_with_few_queries, has_few_queries
-from masksafe.attention._formulas import (
-    Adjustments,
-    Config,
-    Gradients,
-    find_live_queries,
-    find_wanted_queries,
-    logsumexp,
-    nan_where,
-)
-from masksafe.attention._heads import Results, queries_by_problem, run_elsewhere, run_on_cpu
+from masksafe.attention._formulas import Adjustments, Config, Gradients, find_live_queries, logsumexp
 from masksafe.attention._mask import Pairs
-from masksafe.attention._rowwise import attend_by_row, most_logits_at_once, pull_back_by_row
+from masksafe.attention._passes import Parts, mark_live_queries, run_forward, run_reverse
+from masksafe.attention._ring import run_forward_in_ring, run_reverse_in_ring
 
 _Result = tuple[Array, Array]
-_Parts = tuple[Array, Array, Array]  # the output, and the logsumexp in two parts
 _Residuals = tuple[Array, Array, Array, Adjustments, Pairs, Array, Array, Array]
 
 
@@ -60,37 +47,17 @@ def _rounded(config: Config, q: Array, out: Array, largest: Array, total: Array)
     return out.astype(q.dtype) if config.rounds else out, logsumexp(largest, total)
 
 
-def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
+def _evaluate_plainly(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
     return _run_forward(config._replace(skips=False), q, k, v, adjustments, pairs)
 
 
 @with_derivatives_of(_evaluate_plainly)
-def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
+def _evaluate_in_blocks(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
     return _run_forward(config, q, k, v, adjustments, pairs)
 
 
-def _run_forward(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Parts:
-    def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
-        if config.skips and has_few_queries(q, k, pairs):
-            return attend_with_few_queries(config, q, k, v, pairs)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-            (q,), (k, v) = by_query, by_key
-            return attend(config, q, k, v, pairs), (), carry
-
-        (out, largest, total), _, _ = run_on_cpu(kernel, (q,), (k, v), pairs, None)
-        return out, largest, total
-
-    def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs) -> _Parts:
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-            (q,), (k, v) = by_query, by_key
-            return attend_by_row(config, q, k, v, pairs), (), carry
-
-        (out, largest, total), _, _ = run_elsewhere(kernel, (q,), (k, v), pairs, None, most_logits_at_once(config))
-        return nan_where(see_bad_values(q, v, pairs), out), largest, total
-
-    out, largest, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
-    return out, largest[..., 0], total[..., 0]
+def _run_forward(config: Config, *args: Any) -> Parts:
+    return (run_forward if config.ring is None else run_forward_in_ring)(config, *args)
 
 
 def _pull_back_plainly(
@@ -98,7 +65,7 @@ def _pull_back_plainly(
 ) -> Gradients:
     _, _, _, d_out, d_lse = results_and_cotangents
     live, _ = find_live_queries(*map(lax.stop_gradient, results_and_cotangents))
-    pairs = _mark_live_queries(pairs, live, k)
+    pairs = mark_live_queries(pairs, live, k)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> _Result:
         out, largest, total = _evaluate_plainly(config, q, k, v, adjustments, pairs)
@@ -113,51 +80,6 @@ def _pull_back_plainly(
 def _pull_back_in_blocks(
     config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
 ) -> Gradients:
-    def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
-        _, largest, total, d_out, d_lse = results_and_cotangents
-        live, delta = find_live_queries(*results_and_cotangents)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back(config, by_query, by_key, pairs, sums))
-
-        by_query = q, d_out, largest[..., None], total[..., None], delta, d_lse[..., None]
-        no_sums = _zero_sums(adjustments, d_lse)
-        pairs = _mark_live_queries(pairs, live, k)
-        return run_on_cpu(kernel, by_query, (k, v), pairs, no_sums, platforms.REVERSE_AT_ONCE_LOGITS)
-
-    def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs, *results_and_cotangents: Array) -> Results:
-        # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
-        q, k, v, pairs, results_and_cotangents = lax.optimization_barrier((q, k, v, pairs, results_and_cotangents))
-        out, _, _, d_out, d_lse = results_and_cotangents
-        wanted, delta = find_wanted_queries(out, d_out, d_lse)
-        pairs = _mark_live_queries(pairs, wanted, k)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Results:
-            return _in_dtypes_of(q, k, v, pull_back_by_row(config, by_query, by_key, pairs, sums))
-
-        # Of delta the kernel takes only whether it is bad, since an output is that has a cotangent.
-        by_query, no_sums = (q, d_out, d_lse[..., None] + 0 * delta), _zero_sums(adjustments, d_lse)
-        d_q, (d_k, d_v), sums = run_elsewhere(kernel, by_query, (k, v), pairs, no_sums, most_logits_at_once(config))
-        return d_q, (d_k, nan_where(seen_by_bad_cotangents(d_out, v, pairs), d_v)), sums
-
-    arguments = q, k, v, adjustments.of(pairs), *results_and_cotangents
-    (d_q,), (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *arguments)
-    return Gradients(d_q, d_k, d_v, jax.tree.map(lambda d, x: d.astype(x.dtype), sums, adjustments))
-
-
-def _in_dtypes_of(q: Array, k: Array, v: Array, d: Gradients) -> Results:
-    return (d.query.astype(q.dtype),), (d.key.astype(k.dtype), d.value.astype(v.dtype)), d.adjustments
-
-
-def _mark_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
-    return pairs._replace(live_queries=queries_by_problem(live, k.shape[2])[..., 0])
-
-
-def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
-    # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
-    # result.
-    def zero(x: Array) -> Array:
-        return jnp.zeros_like(x, jnp.promote_types(x.dtype, d_lse.dtype)) + jnp.sum(d_lse[..., :0])
-
-    zeros: Adjustments = jax.tree.map(zero, adjustments)
-    return zeros
+    run = run_reverse if config.ring is None else run_reverse_in_ring
+    d = run(config, q, k, v, adjustments, pairs, *results_and_cotangents)
+    return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, adjustments))

@@ -40,6 +40,16 @@ from masksafe.attention._products import keys_first, queries_first
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
 
 
+class Ring(NamedTuple):
+    """Devices over which time is split, and on which keys and values go round."""
+
+    axis_name: str
+    size: int
+    first: int  # in its first step a device works on the keys of the device so many places before it
+    steps: int  # in each of the others on those of the next one before it
+    band: Band | None  # as that of `Config`, but for indices among those of all devices; None if steps go past the ends
+
+
 class Config(NamedTuple):
     """The static parameters."""
 
@@ -52,6 +62,7 @@ class Config(NamedTuple):
     band: Band | None  # what is known of the mask before the program runs
     skips: bool  # whether dead blocks are skipped, in loops whose length depends on values
     rounds: bool  # whether the output is rounded to the dtype of the queries
+    ring: Ring | None = None  # None if all keys are here; else other devices have more of them
 
 
 class Adjustments(NamedTuple):

@@ -122,6 +122,7 @@ def seen_keys(
     end: Array | None,
     query_lengths: Array | None,
     key_lengths: Array | None,
+    first_query: Array | None = None,
 ) -> tuple[Array | None, Array | None]:
     """The keys `[first, end)` that a query sees, each `[*batch or 1s, T]`; None for the first and the last.
 
@@ -132,11 +133,13 @@ def seen_keys(
       end: the same.
       query_lengths: `[*batch or 1s, 1]`, or None.
       key_lengths: `[*batch or 1s, 1]`, or None.
+      first_query: the index of the first of these queries among all, None for 0.
     """
     bounds = [x for x in (end, key_lengths, query_lengths) if x is not None]
     if not bounds:  # there is no first without an end
         return None, None
     index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (bounds[0].ndim - 1) + (num_queries,))
+    index = index if first_query is None else index + first_query
     ends = [x for x in (end, key_lengths) if x is not None]
     end = functools.reduce(jnp.minimum, ends, jnp.full_like(index, num_keys))
     if query_lengths is not None:
@@ -238,9 +241,17 @@ def _conjunction(conditions: list[Array]) -> Array | None:
 
 
 def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    """Where a block is live, `[queries.number, keys.number]`; None means everywhere."""
-    if queries.number == keys.number == 1:
-        return None
+    """Where a block is live, `[queries.number, keys.number]`; None means everywhere, or that there is but one."""
+    return None if queries.number == keys.number == 1 else _find_live_blocks(pairs, queries, keys)
+
+
+def has_live_block(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
+    """Whether any block is live; None means that all are."""
+    live = _find_live_blocks(pairs, queries, keys)
+    return None if live is None else jnp.any(live)
+
+
+def _find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     conditions = [_live_by_structure(pairs, queries, keys)]
     for array, is_live in ((pairs.allowed, _identity), (pairs.bias, _is_live_bias)):
         if array is not None:

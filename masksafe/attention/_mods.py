@@ -124,9 +124,7 @@ _REFUSAL_ON_A_MESH = (
 def _varying_alike(arguments: list[Any]) -> list[Any]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arguments]
-    others = iter(vary_with([x for x, key in zip(arguments, is_key, strict=True) if not key], arguments))
-    return [x if key else next(others) for x, key in zip(arguments, is_key, strict=True)]
+    return list(vary_with(arguments, arguments))
 
 
 class Mods(NamedTuple):

@@ -1,8 +1,9 @@
 """Attention in tiles of queries, each with all of its keys: the form for an accelerator.
 
 A row of logits is whole, so its softmax needs no running sums, and XLA makes one kernel of it that reads the row once.
-The reverse pass computes the softmax again in the same way, and needs nothing of the forward pass but the output. No
-loop has a length that depends on values, since the host would have to wait for them.
+The reverse pass computes the softmax again in the same way, and needs nothing of the forward pass but the output; more
+only if other devices have more of the keys. No loop has a length that depends on values, since the host would have to
+wait for them.
 
 XLA for a GPU recognises a softmax by its form: between a reduction and the row that uses it there may be operations
 with a constant, such as a maximum, but no selection.
@@ -73,7 +74,7 @@ def attend_by_row(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) ->
 
 def pull_back_by_row(
     config: Config,
-    by_query: tuple[Array, Array, Array],
+    by_query: tuple[Array, ...],
     by_key: tuple[Array, Array],
     pairs: Pairs,
     sums: Adjustments,
@@ -82,15 +83,16 @@ def pull_back_by_row(
 
     Args:
       config: the static parameters.
-      by_query: q, the cotangent of the output, and that of the logsumexp, NaN for queries that see a bad cotangent.
+      by_query: q, the cotangent of the output, and that of the logsumexp, NaN for queries that see a bad cotangent. If
+        other devices have more of the keys, also the largest logit, the sum of exponentials, and delta, of all keys.
       by_key: k and v.
       pairs: what masks the pairs. Queries that are not live in it take no part.
       sums: the sums so far, over the problems solved before.
     """
-    (q, d_out, d_lse), (k, v) = by_query, by_key
+    (q, d_out, d_lse, *of_all_keys), (k, v) = by_query, by_key
     before, after = split_scale(config, q)
     clean_k, clean_v, bad_k = finite_or_zero(k), finite_or_zero(v), is_bad(k)
-    clean_queries = _Queries(finite_or_zero(q) * before, finite_or_zero(d_out), is_bad(q), d_lse)
+    clean_queries = _Queries(finite_or_zero(q) * before, finite_or_zero(d_out), is_bad(q), d_lse, *of_all_keys)
 
     def one_tile(tile: _Tile, sums: Adjustments) -> Gradients:
         queries = jax.tree.map(lambda a: take(a, 3, tile.queries), clean_queries)
@@ -123,6 +125,9 @@ class _Queries(NamedTuple):
     d_out: Array
     is_bad: Array
     d_lse: Array
+    largest: Array | None = None  # like the next two only if other devices have more of the keys
+    total: Array | None = None
+    delta: Array | None = None
 
 
 def _differentiate_tile(
@@ -136,7 +141,8 @@ def _differentiate_tile(
     def weights(dots: Array) -> tuple[Array, Array, PullBack]:
         capped = capped_logits(config, dots, mask)
         x, pull_back_adjustments = adjusted_with_rule(capped, mask, pairs, tile.queries, tile.keys)
-        exps, _, total = _exponentials(_poisoned(x, mask, by_query.is_bad, bad_k))
+        exps, _, total = _exponentials(_poisoned(x, mask, by_query.is_bad, bad_k), by_query.largest)
+        total = total if by_query.total is None else by_query.total
         return jnp.where(mask, exps / _divisor(total), 0), capped, pull_back_adjustments
 
     # The weights for the product with d_out are another kernel than those in the cotangents of the logits, which is
@@ -146,10 +152,18 @@ def _differentiate_tile(
     keep = draw_dropout(config, pairs, tile.number, 0, dots.shape)
     d_p = drop(config, keep, dot_keys(by_query.d_out, v))
     d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
-    # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
-    d_x = jnp.where(mask, p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + by_query.d_lse), 0)
+    d_x = jnp.where(mask, _slopes(by_query, p, d_p), 0)
     d_biased, d_captured = pull_back_adjustments(d_x)
     return drop(config, keep, weight), pull_back_cap(config, d_biased, mask, capped), d_biased, d_captured
+
+
+def _slopes(by_query: _Queries, p: Array, d_p: Array) -> Array:
+    """The cotangents of the logits from those of the weights."""
+    if by_query.delta is None or by_query.total is None:
+        # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
+        return p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + by_query.d_lse)
+    # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
+    return jnp.where((by_query.total == 1) & (p > 0.5), by_query.d_lse, p * (d_p - by_query.delta))
 
 
 def _poisoned(x: Array, mask: Array | None, bad_q: Array, bad_k: Array) -> Array:
@@ -158,9 +172,12 @@ def _poisoned(x: Array, mask: Array | None, bad_q: Array, bad_k: Array) -> Array
     return x if mask is None else jnp.where(mask, x, -jnp.inf)
 
 
-def _exponentials(x: Array) -> tuple[Array, Array, Array]:
-    """exp(x - largest), 0 in a row without keys, and the largest logit and the sum of the exponentials of each row."""
-    largest = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
+def _exponentials(x: Array, largest: Array | None = None) -> tuple[Array, Array, Array]:
+    """exp(x - largest), 0 in a row without keys, and the largest logit and the sum of the exponentials of each row.
+
+    The largest logit of all keys may be given.
+    """
+    largest = lax.stop_gradient(jnp.max(x, -1, keepdims=True)) if largest is None else largest
     exps = jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min))
     return exps, largest, jnp.sum(exps, -1, keepdims=True)
 

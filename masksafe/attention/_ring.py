@@ -1,0 +1,258 @@
+r"""Attention over time that is split over the devices of a mesh axis: keys and values go round, queries stay.
+
+In every step a device works on the keys and values that it holds, while they are sent on to the next device. With the
+outputs :math:`o_r`, the largest logits :math:`m_r` and the sums of exponentials :math:`l_r` of the steps :math:`r`,
+those of all keys are
+
+.. math::
+  m = \max_r m_r, \qquad l = \sum_r e^{m_r - m} l_r, \qquad o = \frac1l \sum_r e^{m_r - m} l_r o_r.
+
+The reverse pass needs of the forward pass only these three. With them the weights of a step are those among all keys,
+so the cotangents of the steps are parts of sums: those of queries are added up where they are, while those of keys and
+values travel with these and come home in the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.precision import wide_dtype
+from masksafe._core.sharding import AxisName, vary_with, varying_over
+from masksafe._core.tiles import Tiles, divide
+from masksafe._core.typing import Array
+from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
+from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
+from masksafe.attention._mask import Pairs, has_live_block, once_if
+from masksafe.attention._passes import Parts, run_forward, run_reverse, zero_sums
+
+_FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
+
+_State = TypeVar("_State")
+
+
+def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: int) -> Ring | None:
+    """The ring of a mesh axis, with as few steps as a static mask allows, for so many queries and keys per device."""
+    if axis_name is None:
+        return None
+    size = lax.axis_size(axis_name)
+    whole = Ring(axis_name, size, 0, size, None)
+    if band is None or not (isinstance(num_queries, int) and isinstance(num_keys, int)) or num_keys == 0:
+        return whole
+    left, right = band
+    places = []  # by which the devices are before the one whose queries see their keys
+    for device in range(size):
+        first_key = 0 if left is None else max(0, device * num_queries - left)
+        last_key = min(size * num_keys - 1, (device + 1) * num_queries - 1 + right)
+        if first_key <= last_key:
+            places += [device - last_key // num_keys, device - first_key // num_keys]
+    if not places:
+        return Ring(axis_name, size, 0, 1, None)  # of which all is masked
+    first, steps = min(places), max(places) - min(places) + 1
+    fits = steps < size or (steps == size and first == 0)
+    return Ring(axis_name, size, first, steps, band) if fits else whole
+
+
+class _Moving(NamedTuple):
+    """What goes round."""
+
+    k: Array
+    v: Array
+    positions: Array | None
+    segments: Array | None
+
+
+def _moving(ring: Ring, k: Array, v: Array, pairs: Pairs) -> _Moving:
+    return _Moving(k, v, *varying_over(ring.axis_name, (pairs.key_positions, pairs.key_segments)))
+
+
+def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
+    """As `run_forward`, for the keys of all devices."""
+    assert config.ring is not None
+    # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
+    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
+
+    def visit(step: Any, moving: _Moving, state: _Merged) -> _Merged:
+        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+
+        def add(state: _Merged) -> _Merged:
+            return _merged(state, *run_forward(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step))
+
+        if not config.skips:  # JAX differentiates the plain form: so it recomputes each step instead of storing it
+            recomputed: _Merged = jax.checkpoint(add)(state)
+            return recomputed
+        return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
+
+    nothing = vary_with(_nothing(q, v), q)
+    return _divided(_go_round(config.ring, visit, _moving(config.ring, k, v, pairs), nothing))
+
+
+def run_reverse_in_ring(
+    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
+) -> Gradients:
+    """As `run_reverse`, for the keys of all devices."""
+    ring = config.ring
+    assert ring is not None
+
+    def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
+        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+        first_key = _first_key(ring, step, moving.k)
+        if not (isinstance(step, int) and step == 0):
+            sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
+
+        def add(sums: Gradients) -> Gradients:
+            keys = moving.k, moving.v
+            d = run_reverse(own, q, *keys, adjustments_of_step, pairs_of_step, *results_and_cotangents)
+            added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
+            return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
+
+        return _if_live(own, add, sums, q, moving.k, adjustments_of_step.of(pairs_of_step))
+
+    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs, results_and_cotangents))
+    d_lse = results_and_cotangents[-1]
+    no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, d_lse.dtype) for x in (q, k, v))
+    nothing = Gradients(no_d_q, no_d_k, no_d_v, zero_sums(adjustments, d_lse))
+    nothing = vary_with(nothing, q)
+    sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
+    way_home = -(ring.first + ring.steps - 1)
+    d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
+    return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
+
+
+# The way round.
+
+
+def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], moving: _Moving, state: _State) -> _State:
+    """`state` after `visit(step, moving, state)` for every step; neither what moves nor its way waits for a visit."""
+
+    def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
+        moving, state = carry
+        return (_sent(ring, moving), visit(n, moving, state)), None
+
+    carry, last = (_sent(ring, moving, ring.first), state), ring.steps - 1
+    if ring.steps <= _FEW_STEPS:
+        for n in range(last):
+            carry, _ = step(carry, n)
+    else:
+        carry, _ = lax.scan(step, carry, jnp.arange(last, dtype=jnp.int32))
+    return visit(last, *carry)
+
+
+def _sent(ring: Ring, tree: Any, places: int = 1) -> Any:
+    """The arrays that the device so many places before this one has."""
+    if places % ring.size == 0:
+        return tree
+    way = [(n, (n + places) % ring.size) for n in range(ring.size)]
+    return lax.ppermute(tree, ring.axis_name, way)
+
+
+def _if_live(
+    config: Config, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
+) -> _State:
+    """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
+    is_live = has_live_block(pairs, divide(q.shape[1], config.query_tile), Tiles(k.shape[1], k.shape[1]))
+    return add(state) if is_live is None else once_if(is_live, add, state)
+
+
+# What a device sees in a step.
+
+
+def _first_key(ring: Ring, step: Any, k: Array) -> Array:
+    """The index of the first of these keys among those of all devices."""
+    device: Array = jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size)
+    first_key: Array = device * k.shape[1]
+    return first_key
+
+
+def _seen_in_step(
+    config: Config, step: Any, q: Array, moving: _Moving, adjustments: Adjustments, pairs: Pairs
+) -> tuple[Config, Adjustments, Pairs]:
+    """The parameters, adjustments and pairs of this device's queries and the keys that it has in a step."""
+    ring = config.ring
+    assert ring is not None
+    num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
+
+    def in_step(index: Array | None) -> Array | None:
+        return None if index is None else jnp.clip(index - first_key, 0, num_keys)
+
+    def cut(x: Array | None) -> Array | None:
+        return x if x is None or x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first_key, num_keys, -1)
+
+    own = pairs._replace(
+        first_key=in_step(pairs.first_key),
+        end_key=in_step(pairs.end_key),
+        key_positions=moving.positions,
+        key_segments=moving.segments,
+        allowed=cut(pairs.allowed),
+        head_keys=None if pairs.head_keys is None else _random_keys(ring, pairs.head_keys, first_key),
+    )
+    band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
+    return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
+
+
+def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
+    """How far a query may see by the static mask, from its place among this device's to that of a key."""
+    if ring.band is None or not isinstance(step, int):
+        return None
+    (left, right), behind = ring.band, (ring.first + step) * num_keys
+    return (None if left is None else left - behind), right + behind
+
+
+def _random_keys(ring: Ring, head_keys: Array, first_key: Array) -> Array:
+    """Those of dropout `[B, K]`, others for each pair of devices."""
+    numbers = lax.axis_index(ring.axis_name), first_key
+
+    def fold(key: Array) -> Array:
+        for number in numbers:
+            key = jax.random.fold_in(key, number)
+        return key
+
+    return jax.vmap(jax.vmap(fold))(head_keys)
+
+
+def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adjustments:
+    """The sums, in which the bias is that of the keys of all devices, plus the cotangents of a step."""
+    bias = sums.bias
+    if bias is not None and d.bias is not None:
+        if bias.shape == d.bias.shape:
+            bias = bias + d.bias
+        else:
+            bias = lax.dynamic_update_slice_in_dim(bias, d.bias, first_key, -1)
+    return Adjustments(bias, tuple(s + d for s, d in zip(sums.captured, d.captured, strict=True)))
+
+
+# Merging.
+
+
+class _Merged(NamedTuple):
+    """The partial results of some steps; the sums are of exp(x - largest)."""
+
+    weighted: Array  # [B, T, N, width of v]
+    largest: Array  # [B, T, N]
+    total: Array  # [B, T, N]
+
+
+def _nothing(q: Array, v: Array) -> _Merged:
+    # Made from a product, so that it has the sharding of the results.
+    zero = jnp.zeros_like(q[..., :1], wide_dtype(q.dtype))
+    of_values = jnp.zeros_like(keys_by_problem(v[:, :1]), zero.dtype)[:, :, None]
+    weighted = queries_by_user(queries_by_problem(zero, v.shape[2]) * of_values)
+    return _Merged(weighted, zero[..., 0] - jnp.inf, zero[..., 0])
+
+
+def _merged(state: _Merged, out: Array, largest: Array, total: Array) -> _Merged:
+    """The results of the steps before with those of one more."""
+    before, largest = lax.stop_gradient((state.largest, largest))
+    of_both = jnp.maximum(before, largest)
+    shift = jnp.where(of_both == -jnp.inf, 0, of_both)
+    decay = jnp.exp(before - shift)
+    total = jnp.where(largest == -jnp.inf, 0, total * jnp.exp(largest - shift))  # 1 for a query that sees no key
+    weighted = state.weighted * decay[..., None] + out * total[..., None]
+    return _Merged(weighted, of_both, state.total * decay + total)
+
+
+def _divided(state: _Merged) -> Parts:
+    total = jnp.where(state.total == 0, 1, state.total)
+    return state.weighted / total[..., None], state.largest, total

@@ -1,0 +1,633 @@
+"""dot_product_attention with axis_name: time split over devices, against the same call on one device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import assert_close, attention, by_rows, few_of, normals, random_inputs, shrink_blocks
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+
+B, T, N, K = 2, 16, 4, 2
+IN_TIME, OF_PAIRS = P(None, "time"), P(None, None, "time")
+SPECS = dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids"), IN_TIME)
+SPECS |= dict.fromkeys(("query_positions", "key_positions"), IN_TIME)
+OUT_SPECS = IN_TIME, IN_TIME
+
+
+def mesh_of(*shape, names=("time",), kind=AxisType.Auto):
+    return jax.make_mesh(shape, names, (kind,) * len(shape))
+
+
+def spec_of(name, x):
+    """How an argument is split along time, queries of an array over pairs unless it broadcasts along them."""
+    if name in ("mask", "bias"):
+        return OF_PAIRS if x.shape[-2] > 1 else P()
+    return SPECS.get(name, P())
+
+
+def attend(arrays, static, **more):
+    """The output and the logsumexp; `slopes` are captured by a `score_mod`."""
+    arrays = dict(arrays)
+    slopes = arrays.pop("slopes", None)
+    if slopes is not None:
+        more["score_mod"] = lambda x, batch, head, query, key: x * slopes[head] - slopes[batch] * (query - key)
+    return attention(**arrays, **static, **more, return_residual=True)
+
+
+def in_ring(arrays, static, mesh, check_vma=True):
+    """`attend` with time split over the axis "time", of whole arrays."""
+
+    def local(arrays):
+        return attend(arrays, static, axis_name="time")
+
+    specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=OUT_SPECS, check_vma=check_vma)
+
+
+def results(fn, arrays, cotangents=None):
+    """The outputs of `fn(arrays)`, and the gradients of its float arrays."""
+    floats = {name for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+    shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
+    d_out, d_lse = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
+
+    @jax.jit
+    def run(arrays):
+        rest = {name: x for name, x in arrays.items() if name not in floats}
+        outputs, reverse = jax.vjp(lambda some: fn(some | rest), {name: arrays[name] for name in floats})
+        return outputs, reverse((d_out.astype(outputs[0].dtype), d_lse))[0]
+
+    return run(arrays)
+
+
+def inputs(S=T, T=T, N=N, K=K, B=B, **more):
+    return dict(zip(("query", "key", "value"), random_inputs(B, T, S, N, K, width=3), strict=True)) | more
+
+
+def assert_same(actual, expected, tolerance=2e-5):
+    assert_close(actual[0], expected[0], tolerance)
+    for name, gradient in expected[1].items():
+        np.testing.assert_allclose(actual[1][name], gradient, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+INDEX = np.arange(T)
+IDS = np.stack([INDEX // 5, np.where(INDEX < 6, 2, 9)])
+ALLOWED = np.random.default_rng(0).random((B, N, T, T)) < 0.3
+SHUFFLED = np.random.default_rng(1).permutation(2 * T)[:T][None]
+SOME_BIAS = np.where(ALLOWED[:1], normals(1, N, T, T, seed=3), -np.inf)
+
+
+def near(batch, head, query, key):
+    return (query - key < 4 + head) & (key < 12 + batch)
+
+
+def noisy(x, batch, head, query, key):
+    return x + jax.random.normal(jax.random.fold_in(jax.random.fold_in(jax.random.key(0), query), key))
+
+
+CASES = {
+    "no mask": ({}, {}),
+    "causal": ({}, dict(is_causal=True)),
+    "causal, before the keys": ({}, dict(is_causal=True, causal_offset=-6)),
+    "causal, after the keys": ({}, dict(is_causal=True, causal_offset=9)),
+    "causal, offsets of samples": (dict(causal_offset=np.array([-5, 3])), dict(is_causal=True)),
+    "window to the left": ({}, dict(local_window_size=(3, 0))),
+    "window": ({}, dict(local_window_size=(2, 5))),
+    "window and causal": ({}, dict(local_window_size=6, is_causal=True)),
+    "window elsewhere": ({}, dict(local_window_size=(9, -7))),
+    "window that sees nothing": ({}, dict(local_window_size=(-17, 20))),
+    "lengths": (dict(query_seq_lengths=np.array([16, 7]), key_value_seq_lengths=np.array([10, 3])), {}),
+    "lengths of shards": (dict(key_value_seq_lengths=np.array([4, 0])), dict(is_causal=True)),
+    "segments": (dict(query_segment_ids=IDS, key_value_segment_ids=IDS), {}),
+    "segments, causal": (dict(query_segment_ids=IDS[:1], key_value_segment_ids=IDS[:1]), dict(is_causal=True)),
+    "positions": (dict(query_positions=SHUFFLED, key_positions=SHUFFLED[:, ::-1]), dict(is_causal=True)),
+    "positions of queries": (dict(query_positions=SHUFFLED), dict(local_window_size=(5, 2))),
+    "mask": (dict(mask=ALLOWED), {}),
+    "mask of keys": (dict(mask=np.isin(INDEX, (0, 5, 6, 7, 14))[None, None, None]), dict(is_causal=True)),
+    "mask of queries": (dict(mask=np.isin(INDEX, (0, 5, 6, 7, 14))[None, None, :, None]), {}),
+    "bias": (dict(bias=SOME_BIAS), {}),
+    "bias of keys": (dict(bias=normals(B, 1, 1, T, seed=4)), dict(is_causal=True)),
+    "bias of queries": (dict(bias=normals(B, N, T, 1, seed=4)), dict(is_causal=True)),
+    "sinks": (dict(sinks=normals(N, seed=5)), dict(is_causal=True)),
+    "scale and cap": (dict(scale=np.float32(0.7)), dict(logit_soft_cap=1.5, is_causal=True)),
+    "score_mod": (dict(slopes=normals(N, seed=8)), dict(is_causal=True)),
+    "mask_mod": ({}, dict(mask_mod=near)),
+    "both mods, positions": (
+        dict(slopes=normals(N, seed=8), query_positions=SHUFFLED, key_positions=SHUFFLED),
+        dict(mask_mod=near),
+    ),
+    "random numbers": ({}, dict(score_mod=noisy, is_causal=True)),
+    "everything": (
+        dict(bias=SOME_BIAS, sinks=normals(N, seed=5), slopes=normals(N, seed=8), scale=np.float32(0.7))
+        | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13])),
+        dict(is_causal=True, logit_soft_cap=3.0),
+    ),
+}
+BY_DEFAULT = ("causal", "window", "lengths of shards", "segments", "positions", "mask", "everything")
+
+
+@pytest.mark.parametrize("name", few_of(CASES, *BY_DEFAULT))
+def test_equals_one_device(name):
+    more, static = CASES[name]
+    arrays = inputs(**more)
+    expected = results(lambda arrays: attend(arrays, static), arrays)
+    assert_same(results(in_ring(arrays, static, mesh_of(4)), arrays), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_equals_one_device_in_blocks(name, check_vma, monkeypatch):
+    shrink_blocks(monkeypatch, 2)
+    more, static = CASES[name]
+    arrays = inputs(**more)
+    expected = results(lambda arrays: attend(arrays, static), arrays)
+    assert_same(results(in_ring(arrays, static, mesh_of(4), check_vma), arrays), expected)
+
+
+@pytest.mark.parametrize("name", few_of(CASES, "causal", "everything"))
+def test_equals_one_device_by_row(name, monkeypatch):
+    by_rows(monkeypatch)
+    test_equals_one_device(name)
+
+
+@pytest.mark.parametrize("sizes", few_of([(8, 24), (24, 8), (8, 8), (8, 64)], (8, 24)), ids=str)
+@pytest.mark.parametrize("static", few_of([dict(is_causal=True), dict(local_window_size=(3, 4)), {}], {}), ids=str)
+@pytest.mark.parametrize(
+    "devices", [8, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
+)
+def test_sizes(sizes, static, devices):
+    arrays = inputs(S=sizes[1], T=sizes[0])
+    expected = results(lambda arrays: attend(arrays, static), arrays)
+    assert_same(results(in_ring(arrays, static, mesh_of(devices)), arrays), expected)
+
+
+# The contract.
+
+
+@pytest.mark.parametrize("garbage", few_of([np.nan, np.inf, 1e38], np.nan))
+@pytest.mark.parametrize("name", few_of(["keys", "lengths", "segments"], "keys", "lengths"))
+def test_masked_keys_change_nothing(name, garbage):
+    """Also where all keys of a device are masked, for some samples or for all."""
+    seen = {
+        "keys": np.isin(INDEX, (0, 5, 6, 7, 14))[None] & np.ones((B, 1), bool),
+        "lengths": np.array([[6], [0]]) > INDEX,
+        "segments": IDS == 2,
+    }[name]
+    more = {
+        "keys": dict(mask=seen[:1, None, None]),
+        "lengths": dict(key_value_seq_lengths=np.array([6, 0])),
+        "segments": dict(query_segment_ids=np.full((B, T), 2), key_value_segment_ids=IDS),
+    }[name]
+    arrays = inputs(bias=normals(B, N, T, T, seed=3), **more)
+    run = in_ring(arrays, dict(is_causal=True), mesh_of(4))
+    clean = results(run, arrays)
+    hidden = ~seen[..., None, None]
+    dirty = {name: np.where(hidden, np.float32(garbage), arrays[name]) for name in ("key", "value")}
+    dirty["bias"] = np.where(seen[:, None, None], arrays["bias"], np.float32(garbage))
+    if name == "segments":  # of queries that see nothing either
+        dirty["query"] = np.where(hidden & ~seen.any(1)[:, None, None, None], np.float32(garbage), arrays["query"])
+    jax.tree.map(np.testing.assert_array_equal, results(run, arrays | dirty), clean)
+    for name in ("key", "value"):
+        assert (np.asarray(clean[1][name])[~seen] == 0).all()
+
+
+def test_a_query_that_sees_nothing_on_any_device_is_zero():
+    arrays = inputs(query_seq_lengths=np.array([9, 0]), sinks=normals(N, seed=5))
+    (out, lse), gradients = results(in_ring(arrays, dict(is_causal=True, causal_offset=-2), mesh_of(4)), arrays)
+    empty = (np.array([[9], [0]]) <= INDEX) | (INDEX < 2)
+    assert (np.asarray(out)[empty] == 0).all()
+    assert (np.asarray(lse)[empty] == -np.inf).all()
+    assert (np.asarray(gradients["query"])[empty] == 0).all()
+    assert all(np.isfinite(gradient).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize("bad", ["query", "key", "value"])
+def test_what_is_bad_shows_where_it_does_on_one_device(bad):
+    arrays, static = inputs(), dict(is_causal=True)
+    arrays[bad] = arrays[bad].copy()
+    arrays[bad][0, 6, 1, 2] = np.nan
+    actual = results(in_ring(arrays, static, mesh_of(4)), arrays)
+    expected = results(lambda arrays: attend(arrays, static), arrays)
+    assert np.isnan(expected[0][0]).any()
+    assert_same(actual, expected)  # NaN equals NaN
+
+
+def test_padded_queries_without_cotangents_take_no_part():
+    arrays, static, real = inputs(), dict(is_causal=True), (INDEX < 9)[:, None, None]
+    cotangents = np.where(real, normals(B, T, N, 3, seed=6), 0), np.where(real[..., 0], normals(B, T, N, seed=7), 0)
+    run = in_ring(arrays, static, mesh_of(4))
+    _, clean = results(run, arrays, cotangents)
+    _, dirty = results(run, arrays | {"query": np.where(real, arrays["query"], np.float32(np.nan))}, cotangents)
+    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+
+
+@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+def test_16_bits_are_rounded_once(dtype):
+    arrays, static = inputs(), dict(is_causal=True)
+    narrow = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
+    wide = {name: np.asarray(x, np.float32) for name, x in narrow.items()}
+    d_out, d_lse = np.asarray(jnp.asarray(normals(B, T, N, 3, seed=6), dtype), np.float32), normals(B, T, N, seed=7)
+    exact = results(lambda arrays: attend(arrays, static), wide, (d_out, d_lse))
+    (out, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    rounded = {
+        name: np.asarray(jnp.asarray(x, dtype), np.float64) for name, x in (exact[1] | {"out": exact[0][0]}).items()
+    }
+    for name, x in (gradients | {"out": out}).items():
+        assert x.dtype == dtype
+        close = np.isclose(np.asarray(x, np.float64), rounded[name], rtol=1e-6, atol=1e-6)
+        assert close.mean() > 0.97  # a number may lie next to where rounding turns
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), rounded[name], rtol=float(jnp.finfo(dtype).eps), atol=1e-3
+        )
+
+
+# Dropout.
+
+
+def test_dropout_is_repeated_in_reverse():
+    arrays = inputs(S=64, T=64, N=2, K=1)
+    arrays["value"] = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (B, 64, 1, 64))
+    static = dict(dropout_rate=0.3, dropout_key=jax.random.key(1), is_causal=True)
+    (weights, _), gradients = results(in_ring(arrays, static, mesh_of(4)), arrays)
+    plain = np.asarray(attend(arrays, dict(is_causal=True))[0])
+    kept = np.asarray(weights) != 0
+    np.testing.assert_allclose(weights, np.where(kept, plain / 0.7, 0), rtol=2e-5, atol=1e-6)
+    assert abs(kept[plain != 0].mean() - 0.7) < 0.03
+    blocks = kept[0, :, 0].reshape(4, 16, 4, 16).swapaxes(1, 2)
+    assert not (blocks[2, 0] == blocks[1, 0]).all()  # other numbers for other devices
+    assert not (blocks[2, 0] == blocks[2, 1]).all()
+
+    def masked(arrays):
+        out, lse = attend(arrays, dict(is_causal=True))
+        return jnp.where(kept, out / 0.7, 0), lse  # the values are those of the unit matrix: out is the weights
+
+    _, expected = results(masked, arrays)
+    for name in ("query", "key"):
+        np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+# The way round.
+
+
+def inner_jaxprs(equation):
+    for x in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        x = getattr(x, "jaxpr", x)
+        if hasattr(x, "eqns"):
+            yield x
+
+
+def permutes(jaxpr, times=1):
+    """How many arrays a program sends on, each run of a loop counted."""
+    total = 0
+    for equation in jaxpr.eqns:
+        runs = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        total += times * len(equation.invars) if equation.primitive.name == "ppermute" else 0
+        total += sum(permutes(inner, runs) for inner in inner_jaxprs(equation))
+    return total
+
+
+def operations(jaxpr, inside=False):
+    """The names of all operations, and whether each is inside of a `while`."""
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name, inside
+        for inner in inner_jaxprs(equation):
+            yield from operations(inner, inside or equation.primitive.name == "while")
+
+
+@pytest.mark.parametrize(
+    ("static", "hops", "hops_of_sums"),
+    [
+        ({}, 7, 9),
+        (dict(is_causal=True), 7, 9),
+        (dict(local_window_size=(2, 0)), 1, 2),  # to the next device, and home
+        (dict(local_window_size=(3, 0), is_causal=True), 2, 3),
+        (dict(local_window_size=(1, 1)), 3, 3),  # the first hop is to the device before
+        (dict(local_window_size=(0, 0)), 0, 0),
+        (dict(local_window_size=(4, 0), causal_offset=-4), 3, 3),
+    ],
+    ids=str,
+)
+def test_keys_are_sent_as_far_as_a_window_reaches(static, hops, hops_of_sums):
+    arrays = inputs()
+    run = in_ring(arrays, static, mesh_of(8))
+
+    assert permutes(jax.make_jaxpr(run)(arrays).jaxpr) == 2 * hops
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
+    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
+    assert permutes(program.jaxpr) == 2 * (2 * hops + hops_of_sums)
+
+
+def compiled(fn, mesh, *shapes):
+    """The program of a function of arrays that are split along time, for a long sequence."""
+    place = NamedSharding(mesh, IN_TIME)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
+    return jax.jit(fn, out_shardings=place).lower(*shapes).compile()
+
+
+def test_nothing_is_gathered():
+    """The program with the gradient sends to neighbours alone, and a device needs a part of the memory."""
+    mesh, shape = mesh_of(8), (1, 8192, 2, 64)
+
+    def gathered(query, key, value):
+        key, value = (jax.lax.all_gather(x, "time", axis=1, tiled=True) for x in (key, value))
+        positions = jax.lax.axis_index("time") * query.shape[1] + jnp.arange(query.shape[1])
+        return attention(query, key, value, is_causal=True, query_positions=positions)
+
+    def ring(query, key, value):
+        return attention(query, key, value, is_causal=True, axis_name="time")
+
+    def gradients(fn):
+        split = jax.shard_map(fn, mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME)
+        return lambda *args: jax.grad(lambda args: jnp.sum(split(*args) ** 2))(args)
+
+    programs = {fn: compiled(gradients(fn), mesh, shape, shape, shape) for fn in (ring, gathered)}
+    text = programs[ring].as_text()
+    assert "collective-permute" in text
+    for exchange in ("all-gather", "all-to-all", "reduce-scatter", f"f32[1,{shape[1]},"):
+        assert exchange not in text
+        assert exchange in programs[gathered].as_text() or exchange == "all-to-all"
+    sizes = {fn: program.memory_analysis().temp_size_in_bytes for fn, program in programs.items()}
+    assert sizes[ring] < 0.6 * sizes[gathered]
+
+
+def test_steps_in_which_a_device_sees_nothing_are_skipped():
+    """All that is computed is in loops that run once or never, and nothing is sent in there."""
+    arrays = inputs()
+    run = in_ring(arrays, dict(is_causal=True), mesh_of(8))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
+    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
+    found = set(operations(program.jaxpr))
+    assert ("ppermute", False) in found
+    assert ("ppermute", True) not in found
+    assert ("dot_general", True) in found
+    assert ("dot_general", False) not in found
+
+
+# Zigzag.
+
+
+def test_zigzag_is_balanced_and_undone():
+    order = masksafe.zigzag(np.arange(24), 4, axis=0)
+    assert isinstance(order, np.ndarray)
+    work = (order.reshape(4, 6) + 1).sum(1)  # of causal pairs
+    assert len(set(work)) == 1
+    np.testing.assert_array_equal(masksafe.undo_zigzag(order, 4, axis=0), np.arange(24))
+    x = normals(2, 3, 24, 5)
+    turned = masksafe.zigzag(jnp.asarray(x), 4, axis=-2)
+    np.testing.assert_array_equal(turned, x[:, :, order])
+    np.testing.assert_array_equal(masksafe.undo_zigzag(turned, 4, axis=2), x)
+    np.testing.assert_array_equal(masksafe.undo_zigzag(masksafe.zigzag(x, 12, axis=2), 12, axis=2), x)
+    labels = np.array([2**40, -1], np.int64)
+    assert masksafe.zigzag(labels, 1, axis=0)[0] == 2**40
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_zigzag_of_arrays_on_a_mesh(kind):
+    mesh, x = mesh_of(4, kind=kind), normals(2, 16, 3)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, IN_TIME))
+        turned = masksafe.zigzag(placed, 4)
+        np.testing.assert_array_equal(turned, masksafe.zigzag(x, 4))
+        np.testing.assert_array_equal(masksafe.undo_zigzag(turned, 4), x)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_attention_in_zigzag_order(segments):
+    positions = masksafe.zigzag(jnp.arange(T), 4, axis=0)[None]
+    ids = dict(query_segment_ids=IDS, key_value_segment_ids=IDS) if segments else {}
+    arrays, static = inputs(**ids), dict(is_causal=True)
+    (out, lse), gradients = results(lambda arrays: attend(arrays, static), arrays)
+    turned = {name: masksafe.zigzag(x, 4) for name, x in arrays.items()}
+    cotangents = [masksafe.zigzag(normals(*x.shape, seed=6 + i), 4) for i, x in enumerate((out, lse))]
+    turned |= dict(query_positions=positions, key_positions=positions)
+    actual = results(in_ring(turned, static, mesh_of(4)), turned, cotangents)
+    assert_same(jax.tree.map(lambda x: masksafe.undo_zigzag(x, 4), actual), ((out, lse), gradients))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((np.ones((2, 10)), 4), ValueError, r"x: got shape \(2, 10\); expected a multiple of 8"),
+        ((np.ones(8), 4), ValueError, "axis: got value 1"),
+        ((np.ones((2, 8)), 0), ValueError, "shards: got value 0"),
+        ((np.ones((2, 8)), 2.0), TypeError, "shards: got type float"),
+    ],
+)
+def test_bad_arguments_of_zigzag(arguments, error, text):
+    for op in (masksafe.zigzag, masksafe.undo_zigzag):
+        with pytest.raises(error, match=f"^{op.__name__}: {text}"):
+            op(*arguments)
+
+
+# Other derivatives, transformations and meshes.
+
+
+def directions(arrays):
+    return {name: jnp.asarray(normals(*np.shape(x), seed=(11, i))) for i, (name, x) in enumerate(arrays.items())}
+
+
+def loss_of(fn):
+    return lambda arrays: sum(jnp.sum(jnp.sin(x)) for x in fn(arrays))
+
+
+@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+def test_forward_mode(check_vma):
+    arrays, static = inputs(sinks=normals(N, seed=5), slopes=normals(N, seed=8)), dict(is_causal=True)
+    with masksafe.forward_mode():
+        actual, expected = (
+            jax.jit(lambda arrays, fn=fn: jax.jvp(fn, (arrays,), (directions(arrays),)))(arrays)
+            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
+        )
+        assert_close(actual, expected)
+        gradients = [
+            jax.jit(jax.grad(loss_of(fn)))(arrays)
+            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
+        ]
+    assert_close(*gradients)
+
+
+@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+@pytest.mark.parametrize("over", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
+def test_second_derivatives(over, check_vma):
+    arrays, static = inputs(bias=normals(1, N, T, T, seed=3)), dict(local_window_size=(9, 2))
+    along = directions(arrays)
+
+    def product(fn):
+        slope = jax.grad(loss_of(fn))
+        if over == "forward":
+            return jax.jit(lambda arrays: jax.jvp(slope, (arrays,), (along,))[1])
+        inner = lambda arrays: sum(jnp.vdot(d, along[name]) for name, d in slope(arrays).items())  # noqa: E731
+        return jax.jit(jax.grad(inner))
+
+    actual = product(in_ring(arrays, static, mesh_of(4), check_vma))(arrays)
+    assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
+
+
+@pytest.mark.parametrize("kind", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit))
+@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+def test_batch_and_heads_split_as_well(kind, check_vma):
+    mesh = mesh_of(2, 2, 2, names=("batch", "time", "heads"), kind=kind)
+    arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=normals(N, seed=5))
+    arrays |= dict(bias=normals(1, N, T, 1, seed=3), scale=np.float32(0.7))
+    static = dict(is_causal=True)
+    of_time = P("batch", "time", "heads")
+    specs = dict.fromkeys(("query", "key", "value"), of_time) | {"sinks": P("heads"), "bias": P(None, "heads", "time")}
+    specs |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P("batch", "time")) | {"scale": P()}
+    specs = {name: specs[name] for name in arrays}
+
+    def local(arrays):
+        return attend(arrays, static, axis_name="time")
+
+    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=of_time, check_vma=check_vma)
+    with jax.set_mesh(mesh):
+        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
+        d_out, d_lse = normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7)
+        cotangents = [jax.device_put(x, NamedSharding(mesh, of_time)) for x in (d_out, d_lse)]
+        actual = results(split, placed, cotangents)
+    assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
+
+
+@pytest.mark.parametrize("kind", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit))
+def test_time_alone_is_manual(kind):
+    """`jax.shard_map` over the axis of time, while the compiler or the types split the batch."""
+    mesh = mesh_of(2, 4, names=("batch", "time"), kind=kind)
+    arrays, static = inputs(), dict(is_causal=True)
+    with jax.set_mesh(mesh):
+        place = NamedSharding(mesh, P("batch", "time"))
+        placed = {name: jax.device_put(x, place) for name, x in arrays.items()}
+        local = lambda arrays: attend(arrays, static, axis_name="time")  # noqa: E731
+        split = jax.shard_map(local, in_specs=IN_TIME, out_specs=IN_TIME, axis_names={"time"})
+        cotangents = [jax.device_put(x, place) for x in (normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7))]
+        actual = results(split, placed, cotangents)
+    assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
+
+
+def test_gradients_within_shard_map():
+    """Of the sum over devices: those of what all devices share are summed by JAX."""
+    arrays, static = inputs(slopes=normals(N, seed=8), sinks=normals(N, seed=5)), dict(is_causal=True)
+
+    def local(arrays):
+        return jax.grad(lambda arrays: jnp.sum(attend(arrays, static, axis_name="time")[0] ** 2))(arrays)
+
+    specs = {name: spec_of(name, x) for name, x in arrays.items()}
+    actual = jax.jit(jax.shard_map(local, mesh=mesh_of(4), in_specs=(specs,), out_specs=specs))(arrays)
+    expected = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(arrays, static)[0] ** 2)))(arrays)
+    assert_close(actual, expected, 5e-5)
+
+
+def test_remat_vmap_and_scan():
+    arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
+
+    def local(arrays):
+        one = jax.checkpoint(lambda arrays: attend(arrays, static, axis_name="time"))
+        expand = lambda x: x[:, None]  # noqa: E731
+        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(expand, arrays)))
+
+    specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
+    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=OUT_SPECS)
+
+    def twice(arrays):
+        return jax.tree.map(lambda x: x.sum(0) / 2, jax.lax.map(lambda _: split(arrays), jnp.arange(2)))
+
+    assert_same(results(twice, arrays), results(lambda arrays: attend(arrays, static), arrays))
+
+
+def test_batch_dimensions():
+    q, k, v = (x[:, None] for x in random_inputs(B, T, T, N, K))
+    mask = ALLOWED[:, None, :1]
+    split = jax.shard_map(
+        lambda q, k, v, mask: attention(q, k, v, mask=mask, axis_name="time"),
+        mesh=mesh_of(4),
+        in_specs=(*[P(None, None, "time")] * 3, P(None, None, None, "time")),
+        out_specs=P(None, None, "time"),
+    )
+    assert_close(jax.jit(split)(q, k, v, mask), attention(q, k, v, mask=mask))
+    alone = jax.shard_map(
+        lambda *args: attention(*args, axis_name="time"), mesh=mesh_of(4), in_specs=P("time"), out_specs=P("time")
+    )
+    assert_close(alone(q[0, 0], k[0, 0], v[0, 0]), attention(q[0, 0], k[0, 0], v[0, 0]))
+
+
+def test_strict_settings():
+    arrays = inputs(key_value_seq_lengths=np.array([6, 0]), bias=SOME_BIAS)
+    for name in ("key", "value"):
+        arrays[name] = np.where(INDEX[:, None, None] < 6, arrays[name], np.float32(np.nan))
+    run = in_ring(arrays, dict(is_causal=True), mesh_of(4))
+    expected = results(run, arrays)
+    with jax.debug_nans(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_same(results(in_ring(arrays, dict(is_causal=True), mesh_of(4)), arrays), expected, 0)
+
+
+@pytest.mark.slow
+def test_64_bits():
+    with jax.enable_x64(True):
+        arrays = {name: np.asarray(x, np.float64) for name, x in inputs(slopes=normals(N, seed=8)).items()}
+        arrays |= dict(query_positions=SHUFFLED, key_positions=SHUFFLED)
+        actual = results(in_ring(arrays, dict(is_causal=True), mesh_of(4)), arrays)
+        assert actual[0][0].dtype == np.float64
+        assert_same(actual, results(lambda arrays: attend(arrays, dict(is_causal=True)), arrays), 1e-12)
+
+
+# Arguments.
+
+BAD_ARGUMENTS = {
+    "no such axis": (dict(axis_name="rows"), ValueError, "axis_name: got value 'rows'; expected an axis of the mesh"),
+    "a mask of the device's own keys": (
+        dict(mask=np.ones((1, 1, 4, 4), bool)),
+        ValueError,
+        r"mask: got shape \(1, 1, 4, 4\); .* keys of all devices",
+    ),
+    "a bias of all queries": (dict(bias=np.ones((16, 16))), ValueError, r"bias: got shape \(16, 16\); expected"),
+    "positions of all queries": (
+        dict(query_positions=np.arange(16)),
+        ValueError,
+        r"query_positions: got shape",
+    ),
+    "segments of all keys": (
+        dict(query_segment_ids=np.ones((1, 4), int), key_value_segment_ids=np.ones((1, 16), int)),
+        ValueError,
+        r"key_value_segment_ids: got shape \(1, 16\)",
+    ),
+    "cudnn": (dict(implementation="cudnn"), ValueError, "implementation: got value 'cudnn'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(name):
+    arguments, error, text = BAD_ARGUMENTS[name]
+    arguments = dict(axis_name="time") | arguments
+    split = jax.shard_map(
+        lambda *args: attention(*args, **arguments), mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME
+    )
+    with pytest.raises(error, match=f"^dot_product_attention: {text}"):
+        split(*random_inputs(B, T, T, N, K))
+
+
+def test_an_axis_outside_of_shard_map_is_refused():
+    with pytest.raises(ValueError, match="axis_name: got value 'time'; expected an axis of the mesh"):
+        attention(*random_inputs(), axis_name="time")
+
+
+def test_cudnn_is_refused_for_the_ring():
+    q = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
+    split = jax.shard_map(
+        lambda *args: attention(*args, axis_name="time", implementation="cudnn"),
+        mesh=mesh_of(4),
+        in_specs=IN_TIME,
+        out_specs=IN_TIME,
+    )
+    with pytest.raises(ValueError, match="For cuDNN, it has no axis_name"):
+        jax.eval_shape(split, q, q, q)
+
+
+def test_lowers_for_cuda():
+    mesh, x = mesh_of(8), jax.ShapeDtypeStruct((1, 8 * 256, 2, 64), jnp.bfloat16)
+    split = jax.shard_map(
+        lambda *args: attention(*args, axis_name="time", is_causal=True), mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME
+    )
+    loss = lambda *args: split(*args).astype(jnp.float32).sum()  # noqa: E731
+    jax.export.export(jax.jit(jax.grad(loss, (0, 1, 2))), platforms=["cuda"])(x, x, x)
