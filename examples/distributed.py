@@ -40,7 +40,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import masksafe
-from masksafe.testing import nonfinite_report
+from masksafe.testing import assert_consistent, nonfinite_report
 
 Params = dict[str, Any]
 AXES = ("data", "vocabulary", "time")
@@ -68,7 +68,7 @@ def read_lines() -> list[np.ndarray]:
     """The lines of some modules of the standard library, as ASCII codes behind a zero."""
     library = Path(sysconfig.get_paths()["stdlib"])
     text = "\n".join((library / name).read_text("utf8") for name in ("ast.py", "inspect.py", "textwrap.py"))
-    lines = (line.strip()[: LENGTH // 2].encode("ascii", "replace") for line in text.splitlines())
+    lines = (line.strip()[: LENGTH // 3].encode("ascii", "replace") for line in text.splitlines())
     return [np.frombuffer(b"\0" + line, np.uint8) for line in lines if line]
 
 
@@ -248,17 +248,16 @@ def layouts() -> dict[str, tuple[int, int, int]]:
 
 def train_in_all_layouts(job: Job) -> None:
     for name, layout in layouts().items():
-        mesh, half = make_mesh(layout), job.steps // 2
+        mesh, half, is_last = make_mesh(layout), job.steps // 2, name == list(layouts())[-1]
         run = jax.jit(make_step(mesh))
         state, losses = train(run, mesh, place_state(mesh, initial_state()), range(half))
-        if layout == list(layouts().values())[-1]:
+        if is_last:  # one in which the kernel of the output layer is split
             save(mesh, state, checkpoint_of(job, jax.process_count()))
         _, more = train(run, mesh, state, range(half, job.steps))
         write_losses(job, name, losses + more)
 
 
 def go_on_from_checkpoint(job: Job) -> None:
-    """In the last layout, in which the kernel of the output layer is split."""
     assert job.checkpoint is not None
     mesh = make_mesh(list(layouts().values())[-1])
     run = jax.jit(make_step(mesh))
@@ -266,12 +265,11 @@ def go_on_from_checkpoint(job: Job) -> None:
     write_losses(job, f"from {job.checkpoint.stem} by {jax.process_count()}", losses)
 
 
-def with_a_bad_label(mode: str) -> tuple[Mesh, State, Batch]:
+def with_a_bad_label() -> tuple[Mesh, State, Batch]:
     """The arguments of a step, with a bad label in the rows of the last process only."""
     mesh, batch = make_mesh(layouts()["data"]), draw_batch(0)
     if jax.process_index() == jax.process_count() - 1:
-        row = np.flatnonzero((batch.segments > 0).any(axis=1))[-1]
-        batch.labels[row, 0] = CHARACTERS + 1
+        batch.labels[-1, 0] = CHARACTERS + 1
     return mesh, place_state(mesh, initial_state()), place_batch(mesh, batch)
 
 
@@ -280,7 +278,7 @@ def check_labels_with_checkify(job: Job) -> None:
 
     JAX cannot lift a check out of the loop over micro-batches inside a `jax.shard_map`: hence one.
     """
-    mesh, state, batch = with_a_bad_label("checkify")
+    mesh, state, batch = with_a_bad_label()
     everywhere = NamedSharding(mesh, P())
     run = jax.jit(checkify.checkify(make_step(mesh, microbatches=1)), out_shardings=(everywhere, None))
     with masksafe.label_checks("checkify"):
@@ -290,26 +288,26 @@ def check_labels_with_checkify(job: Job) -> None:
 
 def check_labels_with_raise(job: Job) -> None:
     """The processes exchange what they have found, and all of their devices fail."""
-    mesh, state, batch = with_a_bad_label("raise")
+    mesh, state, batch = with_a_bad_label()
     with masksafe.label_checks("raise"):
         jax.block_until_ready(jax.jit(make_step(mesh))(state, batch))
 
 
 def find_a_nan(job: Job) -> None:
-    """The report looks at single elements: so it takes a copy of all of them, not arrays of several processes."""
-    mesh = make_mesh(layouts()["data"])
-    state = initial_state()
+    """The tools look at single elements: so they take a copy of all of them, not arrays of several processes."""
+    mesh, state = make_mesh(layouts()["data"]), initial_state()
     state.params["out"][0, 0] = np.inf
     params = place_state(mesh, state).params
 
-    def norm(params: Params) -> jax.Array:
+    def total(params: Params) -> jax.Array:
         return jnp.sum(jnp.sin(params["out"]))
 
-    try:
-        nonfinite_report(norm, params)
-    except ValueError as error:
-        say(f"refused: {error}")
-    found = nonfinite_report(norm, gathered(mesh, params)).first
+    for tool in (nonfinite_report, assert_consistent):
+        try:
+            tool(total, params)
+        except ValueError as error:
+            say(f"refused: {error}")
+    found = nonfinite_report(total, gathered(mesh, params)).first
     say(f"on a gathered copy: {found.primitive} gives {found.value} from {found.inputs[0]} at index {found.index}")
 
 
@@ -361,15 +359,33 @@ def exit_with_parent() -> None:
 # Starting the processes.
 
 
-class Ended(NamedTuple):
-    """How a process ended."""
+class Child(NamedTuple):
+    """A process that was started, and what it has written, which is forwarded as it comes."""
 
-    status: int
+    process: subprocess.Popen[str]
     lines: list[str]
+    reader: threading.Thread
+
+
+def start(command: Sequence[str], environment: dict[str, str], number: int) -> Child:
+    # On stdout gloo tells of each group of devices that it connects, in between the lines of others.
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "--process-id", str(number)], env=environment, text=True, **pipes)
+    lines: list[str] = []
+
+    def forward() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            lines.append(line.rstrip())
+            print(f"  [{number}] {lines[-1]}", flush=True)
+
+    reader = threading.Thread(target=forward)
+    reader.start()
+    return Child(process, lines, reader)
 
 
 @contextlib.contextmanager
-def started(number: int, devices: int, parts: Sequence[str], job: Job) -> Iterator[list[subprocess.Popen[str]]]:
+def started(number: int, devices: int, parts: Sequence[str], job: Job) -> Iterator[list[Child]]:
     """Processes of so many devices each; none of them is left behind."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -379,49 +395,37 @@ def started(number: int, devices: int, parts: Sequence[str], job: Job) -> Iterat
     command = [sys.executable, __file__, "--processes", str(number), "--coordinator", coordinator]
     command += ["--steps", str(job.steps), "--output", str(job.output), "--parts", *parts]
     command += ["--checkpoint", str(job.checkpoint)] if job.checkpoint else []
-    # On stdout gloo tells of each group of devices that it connects, in between the lines of others.
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    processes = [
-        subprocess.Popen([*command, "--process-id", str(i)], env=environment, text=True, **pipes) for i in range(number)
-    ]
+    children: list[Child] = []
     try:
-        yield processes
+        for i in range(number):
+            children.append(start(command, environment, i))
+        yield children
     finally:
-        for process in processes:
-            process.kill()  # SIGTERM would not do: JAX takes it for the notice of a preemption
-            process.wait()
+        for child in children:
+            child.process.kill()  # SIGTERM would not do: JAX takes it for the notice of a preemption
+        for child in children:
+            child.reader.join()
+            with child.process:  # closes the pipes
+                pass
 
 
-def wait_for(processes: Sequence[subprocess.Popen[str]], limit: float = 300, grace: float = 20) -> list[Ended]:
-    """How the processes ended, with their output forwarded. After a failure the others have `grace` seconds.
+def wait_for(children: Sequence[Child], limit: float = 300, grace: float = 20) -> list[int]:
+    """The exit statuses of the processes. After a failure the others have `grace` seconds to fail, too.
 
     Raises:
       TimeoutError: if a process has not ended by then.
     """
-    lines: list[list[str]] = [[] for _ in processes]
-    readers = [threading.Thread(target=forward, args=args) for args in zip(range(99), processes, lines, strict=False)]
-    for reader in readers:
-        reader.start()
-    end = time.monotonic() + limit
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+    end, statuses = time.monotonic() + limit, [child.process.poll() for child in children]
+    while None in statuses:
+        if any(statuses):
             end = min(end, time.monotonic() + grace)
         if time.monotonic() > end:
-            states = [process.poll() for process in processes]
-            for process in processes:
-                process.kill()
-            raise TimeoutError(f"processes did not end; their exit statuses: {states}")
+            raise TimeoutError(f"the processes did not all end: exit statuses {statuses}")
         time.sleep(0.05)
-    for reader in readers:
-        reader.join()
-    return [Ended(process.returncode, text) for process, text in zip(processes, lines, strict=True)]
-
-
-def forward(number: int, process: subprocess.Popen[str], lines: list[str]) -> None:
-    assert process.stderr is not None
-    for line in process.stderr:
-        lines.append(line.rstrip())
-        print(f"  [{number}] {lines[-1]}", flush=True)
+        statuses = [child.process.poll() for child in children]
+    for child in children:
+        child.reader.join()
+    return [status for status in statuses if status is not None]
 
 
 def run(number: int, devices: int, parts: Sequence[str], job: Job) -> None:
@@ -429,11 +433,12 @@ def run(number: int, devices: int, parts: Sequence[str], job: Job) -> None:
 
     Raises:
       RuntimeError: if a process fails.
+      TimeoutError: if it does not end.
     """
-    with started(number, devices, parts, job) as processes:
-        ended = wait_for(processes)
-    if any(one.status for one in ended):
-        raise RuntimeError(f"exit statuses {[one.status for one in ended]} of {parts}")
+    with started(number, devices, parts, job) as children:
+        statuses = wait_for(children)
+    if any(statuses):
+        raise RuntimeError(f"exit statuses {statuses} of {parts}")
 
 
 def run_to_an_error(number: int, devices: int, part: str, job: Job) -> str:
@@ -441,12 +446,13 @@ def run_to_an_error(number: int, devices: int, part: str, job: Job) -> str:
 
     Raises:
       RuntimeError: if it does not.
+      TimeoutError: if a process does not end.
     """
-    with started(number, devices, [part], job) as processes:
-        ended = wait_for(processes)
-    messages = {one.lines[-1] if one.lines else "" for one in ended}
-    if len(messages) != 1 or any(one.status != 1 for one in ended):
-        raise RuntimeError(f"{part}: exit statuses {[one.status for one in ended]}, messages {messages}")
+    with started(number, devices, [part], job) as children:
+        statuses = wait_for(children)
+    messages = {"\n".join(child.lines) for child in children}
+    if len(messages) != 1 or set(statuses) != {1}:
+        raise RuntimeError(f"{part}: exit statuses {statuses}, messages {messages}")
     return messages.pop()
 
 
@@ -512,7 +518,7 @@ def main() -> None:
     print("\nLosses, and how far they are from those of one device:")
     for name, difference in differences.items():
         print(f"  {name:42} {difference:.1g}")
-    if not max(differences.values()) < 1e-4:
+    if not all(difference < 1e-4 for difference in differences.values()):  # a NaN is a difference, too
         sys.exit("the losses differ by more than rounding")
     print("\nA bad label on one process:")
     for mode in ("checkify", "raise"):

@@ -1,0 +1,70 @@
+"""The example of several processes: they train as one device does, fail together, and none is left behind."""
+
+import subprocess
+import sys
+import time
+
+import distributed
+import numpy as np
+import pytest
+
+CURVES = {
+    "2 data",
+    "2 vocabulary",
+    "2 time",
+    "2 data and time",
+    "2 data and vocabulary",
+    "2 from checkpoint_of_1 by 2",
+    "1 from checkpoint_of_2 by 1",
+}
+
+
+def test_rows_are_ragged_and_once_half_of_them_are_empty():
+    lengths = [(distributed.draw_batch(step).segments > 0).sum(axis=1) for step in range(4)]
+    assert all(len(set(of_step[:8])) > 3 for of_step in lengths)
+    assert [of_step[8:].any() for of_step in lengths] == [True, False, True, True]
+
+
+def test_two_processes_train_as_one_device_does(tmp_path, capfd):
+    differences = distributed.train_everywhere(2, 2, distributed.Job(4, tmp_path))
+    assert set(differences) == CURVES
+    assert max(differences.values()) < 1e-5
+    printed = capfd.readouterr().out
+    for tool in ("nonfinite_report", "assert_consistent"):
+        found = "got float32[128, 32] on the devices of 2 processes; expected an array on devices of this process."
+        assert f"refused: {tool}: args[0]['down']: {found}" in printed
+    assert "on a gathered copy: sin gives nan from inf at index (0, 0)" in printed
+
+
+def test_a_difference_is_told(tmp_path):
+    (tmp_path / "1 one device.json").write_text("[4, 3, 2, 1]")
+    (tmp_path / "2 data.json").write_text("[4, 3.3, 2, 1]")
+    (tmp_path / "2 from checkpoint_of_1 by 2.json").write_text("[2, NaN]")
+    differences = distributed.compare_losses(distributed.Job(4, tmp_path))
+    np.testing.assert_allclose(list(differences.values()), [0.1, np.nan])
+
+
+@pytest.mark.parametrize("mode", ["checkify", "raise"])
+def test_a_bad_label_ends_every_process_with_one_message(mode, tmp_path):
+    message = distributed.run_to_an_error(2, 1, mode, distributed.Job(2, tmp_path))
+    assert message.count("labels are outside [0, 128); first at ") == 1
+    assert f": 129 (called at {distributed.__file__}:" in message
+
+
+def test_no_process_is_left_behind_when_one_is_killed(tmp_path):
+    with distributed.started(2, 1, ["train"], distributed.Job(10**6, tmp_path)) as children:
+        time.sleep(1)
+        children[1].process.kill()
+        with pytest.raises(TimeoutError, match=r"exit statuses \[None, -9\]"):
+            distributed.wait_for(children, grace=0.5)
+    assert all(child.process.poll() is not None for child in children)
+
+
+@pytest.mark.slow
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    command = [sys.executable, distributed.__file__, "--steps", str(10**6), "--output", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as parent:
+        time.sleep(8)
+        parent.kill()
+        rest, _ = parent.communicate(timeout=20)  # which waits for all that hold the other end of the pipe
+    assert "Traceback" not in rest
