@@ -1,4 +1,9 @@
-"""The assertions take arrays that are sharded over devices of this process; test_distributed.py has those of others."""
+"""The assertions take arrays that are sharded over devices of this process, and refuse those of several processes."""
+
+import os
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -51,3 +56,49 @@ def test_a_nan_is_found_on_its_device(split, grad):
     report = nonfinite_report(lambda x: jnp.sum(jnp.log(x)), x, grad=grad)
     assert report.first.index == (6,)
     assert report.first.primitive == ("div" if grad else "log")
+
+
+# The second process asks alone, and must not wait for the first.
+TWO_PROCESSES = """
+import sys, jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from masksafe.testing import *
+mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+x = {"a": jax.make_array_from_callback((2, 3), split, lambda index: np.ones((2, 3), np.float32)[index])}
+total, masked = lambda x: jnp.sum(x["a"]), {0: {"a": np.array([[True], [False]])}}
+local = {"a": np.ones((2, 3), np.float32)}
+calls = [
+    lambda: assert_consistent(total, x),
+    lambda: assert_gradients(total, x),
+    lambda: assert_mask_safe(total, x, masked=masked),
+    lambda: assert_mask_safe(total, local, masked=masked, empty=(x,)),
+    lambda: nonfinite_report(total, x),
+]
+for call in calls if sys.argv[2] == "1" else ():
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_arrays_of_several_processes_are_refused():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    command = [sys.executable, "-c", TWO_PROCESSES, coordinator]
+    processes = [subprocess.Popen([*command, str(i)], env=environment, stdout=-1, text=True) for i in range(2)]
+    try:
+        _, told = (process.communicate(timeout=60)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    ops = "assert_consistent: args", "assert_gradients: args", "assert_mask_safe: args", "assert_mask_safe: empty"
+    found = "got float32[2, 3] on the devices of 2 processes; expected an array on devices of this process. Run it in "
+    found += "one process, or gather a copy: multihost_utils.process_allgather(x, tiled=True)."
+    lines = [line for line in told.splitlines() if "Gloo" not in line]
+    assert lines == [f"{op}[0]['a']: {found}" for op in (*ops, "nonfinite_report: args")]
