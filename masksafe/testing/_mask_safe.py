@@ -55,8 +55,9 @@ def assert_mask_safe(
     Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
     masked or not, so a leak into another argument is found as well.
 
-    Arguments that are sharded stay so, but for those with masked elements, which are copied to be filled; if the axes of
-    the mesh are explicit, `jax.set_mesh` has to be around the call. No process but this one may hold a part of an array.
+    Arguments that are sharded stay so, but for those with masked elements, which are copied to be filled. If the axes
+    of their mesh are explicit, `jax.set_mesh` has to be around the call. No process but this one may hold a part of an
+    array.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays. Wrap a flax, equinox or haiku module
