@@ -262,7 +262,7 @@ def go_on_from_checkpoint(job: Job) -> None:
     mesh = make_mesh(list(layouts().values())[-1])
     run = jax.jit(make_step(mesh))
     _, losses = train(run, mesh, load(mesh, job.checkpoint), range(job.steps // 2, job.steps))
-    write_losses(job, f"from {job.checkpoint.stem} by {jax.process_count()}", losses)
+    write_losses(job, f"from {job.checkpoint.stem}", losses)
 
 
 def with_a_bad_label() -> tuple[Mesh, State, Batch]:
@@ -326,9 +326,10 @@ def say(text: str) -> None:
 
 
 def write_losses(job: Job, name: str, losses: list[float]) -> None:
+    name = f"{name}, by {jax.process_count()}"
     say(f"{name}: loss {losses[0]:.3f} to {losses[-1]:.3f}")
     if jax.process_index() == 0:
-        (job.output / f"{jax.process_count()} {name}.json").write_text(json.dumps(losses))
+        (job.output / f"{name}.json").write_text(json.dumps(losses))
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -470,7 +471,7 @@ def read_losses(job: Job) -> dict[str, np.ndarray]:
 def compare_losses(job: Job) -> dict[str, float]:
     """The largest difference of each curve from that of one device, relative to the loss."""
     curves = read_losses(job)
-    expected = curves.pop("1 one device")
+    expected = curves.pop("one device, by 1")
     return {
         name: float(np.max(np.abs(losses / expected[-len(losses) :] - 1), initial=0)) for name, losses in curves.items()
     }
@@ -515,7 +516,7 @@ def main() -> None:
         return
     number, devices, job = arguments.processes, arguments.devices, Job(arguments.steps, arguments.output)
     differences = train_everywhere(number, devices, job)
-    print("\nLosses, and how far they are from those of one device:")
+    print("\nHow far the losses are from those of one device, by so many processes:")
     for name, difference in differences.items():
         print(f"  {name:42} {difference:.1g}")
     if not all(difference < 1e-4 for difference in differences.values()):  # a NaN is a difference, too

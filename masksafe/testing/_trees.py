@@ -20,8 +20,9 @@ def check_addressable(op: str, **arguments: Tree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable:
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
-            processes = len({device.process_index for device in leaf.sharding.device_set})
-            found = f"{leaf.dtype}{list(leaf.shape)} on the devices of {processes} processes"
+            devices: list[Any] = list(leaf.sharding.device_set)
+            number = len({device.process_index for device in devices})
+            found = f"{leaf.dtype}{list(leaf.shape)} on the devices of {number} processes"
             hint = "Run it in one process, or gather a copy: multihost_utils.process_allgather(x, tiled=True)."
             raise ValueError(message(op, name, found, "an array on devices of this process", hint))
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 CURVES = {
-    "2 data",
-    "2 vocabulary",
-    "2 time",
-    "2 data and time",
-    "2 data and vocabulary",
-    "2 from checkpoint_of_1 by 2",
-    "1 from checkpoint_of_2 by 1",
+    "data, by 2",
+    "vocabulary, by 2",
+    "time, by 2",
+    "data and time, by 2",
+    "data and vocabulary, by 2",
+    "from checkpoint_of_1, by 2",
+    "from checkpoint_of_2, by 1",
 }
 
 
@@ -35,9 +35,9 @@ def test_two_processes_train_as_one_device_does(tmp_path, capfd):
 
 
 def test_a_difference_is_told(tmp_path):
-    (tmp_path / "1 one device.json").write_text("[4, 3, 2, 1]")
-    (tmp_path / "2 data.json").write_text("[4, 3.3, 2, 1]")
-    (tmp_path / "2 from checkpoint_of_1 by 2.json").write_text("[2, NaN]")
+    (tmp_path / "one device, by 1.json").write_text("[4, 3, 2, 1]")
+    (tmp_path / "data, by 2.json").write_text("[4, 3.3, 2, 1]")
+    (tmp_path / "from checkpoint_of_1, by 2.json").write_text("[2, NaN]")
     differences = distributed.compare_losses(distributed.Job(4, tmp_path))
     np.testing.assert_allclose(list(differences.values()), [0.1, np.nan])
 
