@@ -50,7 +50,7 @@ def assert_consistent(
     "strided"            compiled, on NumPy arrays that are every other element of a larger one in Fortran order
     "donated"            compiled, and allowed to write over its arguments
     "disk"               on arguments that were saved and loaded (`numpy.savez`)
-    "devices"            on every device of every platform (`jax.devices`)
+    "devices"            on every device of every platform (`jax.local_devices`)
     "sharded"            compiled, with the arrays split over the devices of a platform, if there are several: along
                          the first axis, and along the last; an axis that does not divide evenly stays whole
     "float64"            compiled on the CPU with all floats of the arguments widened to float64: the reference

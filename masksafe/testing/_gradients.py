@@ -28,9 +28,9 @@ def assert_gradients(
     r"""Asserts that the derivatives of a function, in both modes of autodiff, match its values.
 
     All floats are widened to float64, and the function runs on one device of the CPU, to which sharded arguments are
-    copied. Each mode is compared with finite differences
-    along random directions, up to derivatives of the given order. The two modes are compared with each other, for
-    random tangents :math:`v` of the arguments and cotangents :math:`w` of the outputs:
+    copied. Each mode is compared with finite differences along random directions, up to derivatives of the given order.
+    The two modes are compared with each other, for random tangents :math:`v` of the arguments and cotangents :math:`w`
+    of the outputs:
 
     .. math:: \langle w, J v \rangle = \langle J^T w, v \rangle.
 
@@ -74,8 +74,8 @@ def assert_gradients(
     if not jax.tree.leaves(only_floats(args)):
         raise ValueError(message(_OP, "args", "no floats", "an array to differentiate with respect to"))
     check_addressable(_OP, args=args)
-    args = jax.tree.map(_on_host, args)
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        args = jax.tree.map(_copied, args)
         wide = jax.tree.map(lambda leaf: jnp.asarray(_widened(leaf)), only_floats(args))
 
         def differentiable(floats: Any) -> Any:
@@ -92,10 +92,10 @@ def assert_gradients(
             _assert_modes_agree(differentiable, wide, generator(seed))
 
 
-def _on_host(leaf: Any) -> Any:
-    """An array in the memory of the host, which JAX may put on any device; not a random key."""
+def _copied(leaf: Any) -> Any:
+    """A copy of an array of JAX on the default device; a random key as it is."""
     is_array = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return np.asarray(leaf) if is_array else leaf
+    return jnp.asarray(np.asarray(leaf)) if is_array else leaf
 
 
 def _widened(leaf: Any) -> np.ndarray:

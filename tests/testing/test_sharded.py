@@ -58,7 +58,7 @@ def test_a_nan_is_found_on_its_device(split, grad):
     assert report.first.primitive == ("div" if grad else "log")
 
 
-# The second process asks alone, and must not wait for the first.
+# The second process asks alone, and must not wait for the first: not for a refusal, and not with a copy of its own.
 TWO_PROCESSES = """
 import sys, jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -76,7 +76,13 @@ calls = [
     lambda: assert_mask_safe(total, local, masked=masked, empty=(x,)),
     lambda: nonfinite_report(total, x),
 ]
-for call in calls if sys.argv[2] == "1" else ():
+calls_on_a_copy = [
+    lambda: assert_consistent(total, local, modes=("jit", "devices", "sharded", "float64")),
+    lambda: assert_gradients(total, local, order=1),
+    lambda: assert_mask_safe(lambda x: jnp.sum(x["a"][1]), local, masked=masked, order=0, transforms=("jit",)),
+    lambda: print(nonfinite_report(total, local)),
+]
+for call in calls + calls_on_a_copy if sys.argv[2] == "1" else ():
     try:
         call()
     except ValueError as error:
@@ -101,4 +107,5 @@ def test_arrays_of_several_processes_are_refused():
     found = "got float32[2, 3] on the devices of 2 processes; expected an array on devices of this process. Run it in "
     found += "one process, or gather a copy: multihost_utils.process_allgather(x, tiled=True)."
     lines = [line for line in told.splitlines() if "Gloo" not in line]
-    assert lines == [f"{op}[0]['a']: {found}" for op in (*ops, "nonfinite_report: args")]
+    refusals = [f"{op}[0]['a']: {found}" for op in (*ops, "nonfinite_report: args")]
+    assert lines == [*refusals, "Everything is finite."]
