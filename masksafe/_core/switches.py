@@ -106,6 +106,9 @@ def label_checks(mode: str) -> Iterator[None]:
     * In a `jax.shard_map` inside `checkify.checkify`, over the mesh of `jax.set_mesh`, a loss is refused with a
       ValueError: JAX would trace the body a second time in the wrong mesh (jax 0.12). Over an explicit mesh passed as
       an argument, JAX cannot read the resulting error value. Over an automatic mesh, checkify within the body works.
+    * In the body of a loop in a `jax.shard_map`, JAX refuses the check while it traces ("Scan carry ... mismatched").
+    * Of several processes, one that reads an error from a `jax.shard_map` alone waits for the others, unless the error
+      is replicated: `jax.jit(checkify.checkify(f), out_shardings=(replicated, None))`.
 
     Limits of mode "raise":
 

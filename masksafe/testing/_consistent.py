@@ -10,7 +10,7 @@ import numpy as np
 
 from masksafe._core.arguments import message
 from masksafe.testing._modes import MODES, Derive, Function
-from masksafe.testing._trees import bits, generator, is_float, random_like, weighted_sum
+from masksafe.testing._trees import bits, check_addressable, generator, is_float, random_like, weighted_sum
 
 CONSISTENCY_MODES = tuple(MODES)
 """The names of all modes in which `assert_consistent` can run a function."""
@@ -50,15 +50,16 @@ def assert_consistent(
     "strided"            compiled, on NumPy arrays that are every other element of a larger one in Fortran order
     "donated"            compiled, and allowed to write over its arguments
     "disk"               on arguments that were saved and loaded (`numpy.savez`)
-    "devices"            on every device of every platform (`jax.devices`)
+    "devices"            on every device of every platform (`jax.local_devices`)
     "sharded"            compiled, with the arrays split over the devices of a platform, if there are several: along
                          the first axis, and along the last; an axis that does not divide evenly stays whole
     "float64"            compiled on the CPU with all floats of the arguments widened to float64: the reference
     ===================  ====================================================================================
 
     Integers and booleans must be equal; NaN must match NaN, and an infinity the same infinity. Gradients are those of
-    real outputs with respect to real arguments. Arguments are copied to the default device first. Modes that run on
-    other devices skip a function that is bound to devices of its own by a `jax.shard_map`.
+    real outputs with respect to real arguments. Arguments are copied to the default device first, sharded ones too, of
+    which no process but this one may hold a part. Modes that run on other devices skip a function that is bound to
+    devices of its own by a `jax.shard_map`.
 
     Two errors are not the function's fault. In "float64", arrays that it closes over are not widened, so a scan may
     refuse them, and random numbers may differ: leave that mode out. A function that computes in 16 bits between a
@@ -80,7 +81,7 @@ def assert_consistent(
       AssertionError: if two modes disagree, or if one mode raises an error and another does not. The text lists every
         pair that disagrees, with its largest absolute and relative error, and the index of the worst element with both
         values. Modes with the same bits share a line.
-      ValueError: if a mode does not exist.
+      ValueError: if a mode does not exist, or if other processes hold a part of an argument.
 
     Example:
       A layer norm over axis 1 whose hand-written rule was made for the last axis. It passes every test of the forward
@@ -111,6 +112,7 @@ def assert_consistent(
     __tracebackhide__ = True
     if not set(modes) <= set(MODES):
         raise ValueError(message("assert_consistent", "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
+    check_addressable("assert_consistent", args=args)
     flat = _flatten(fn, args)
     runs = {"value": _run_modes(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
     if grad and flat.floats:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.test_util import check_grads
 
 from masksafe._core.arguments import message
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import generator, only_floats, random_like, replace_floats
+from masksafe.testing._trees import check_addressable, generator, only_floats, random_like, replace_floats
 
 _OP = "assert_gradients"
 _MODES = ("fwd", "rev")
@@ -26,9 +27,10 @@ def assert_gradients(
 ) -> None:
     r"""Asserts that the derivatives of a function, in both modes of autodiff, match its values.
 
-    All floats are widened to float64 and the function runs on the CPU. Each mode is compared with finite differences
-    along random directions, up to derivatives of the given order. The two modes are compared with each other, for
-    random tangents :math:`v` of the arguments and cotangents :math:`w` of the outputs:
+    All floats are widened to float64, and the function runs on one device of the CPU, to which sharded arguments are
+    copied. Each mode is compared with finite differences along random directions, up to derivatives of the given order.
+    The two modes are compared with each other, for random tangents :math:`v` of the arguments and cotangents :math:`w`
+    of the outputs:
 
     .. math:: \langle w, J v \rangle = \langle J^T w, v \rangle.
 
@@ -47,7 +49,8 @@ def assert_gradients(
 
     Raises:
       AssertionError: if a derivative is wrong.
-      ValueError: if a mode does not exist, or if no argument or no output is a float array.
+      ValueError: if a mode does not exist, if no argument or no output is a float array, or if other processes hold a
+        part of an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -70,9 +73,10 @@ def assert_gradients(
         raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {_MODES}"))
     if not jax.tree.leaves(only_floats(args)):
         raise ValueError(message(_OP, "args", "no floats", "an array to differentiate with respect to"))
-    cpu = jax.devices("cpu")[0]
-    with jax.enable_x64(True), jax.default_device(cpu):
-        wide = jax.tree.map(lambda leaf: jax.device_put(_widened(leaf), cpu), only_floats(args))
+    check_addressable(_OP, args=args)
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        args = jax.tree.map(_copied, args)
+        wide = jax.tree.map(lambda leaf: jnp.asarray(_widened(leaf)), only_floats(args))
 
         def differentiable(floats: Any) -> Any:
             return only_floats(fn(*replace_floats(args, floats)))
@@ -86,6 +90,12 @@ def assert_gradients(
                 check_grads(differentiable, (wide,), order, ("fwd",), atol=atol, rtol=rtol)
         if set(modes) == set(_MODES):
             _assert_modes_agree(differentiable, wide, generator(seed))
+
+
+def _copied(leaf: Any) -> Any:
+    """A copy of an array of JAX on the default device; a random key as it is."""
+    is_array = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    return jnp.asarray(np.asarray(leaf)) if is_array else leaf
 
 
 def _widened(leaf: Any) -> np.ndarray:

@@ -13,6 +13,7 @@ from masksafe.testing._trees import (
     Tree,
     as_jax,
     bits,
+    check_addressable,
     first_index,
     generator,
     is_float,
@@ -54,6 +55,10 @@ def assert_mask_safe(
     Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
     masked or not, so a leak into another argument is found as well.
 
+    Arguments that are sharded stay so, but for those with masked elements, which are copied to be filled. If the axes
+    of their mesh are explicit, `jax.set_mesh` has to be around the call. No process but this one may hold a part of an
+    array.
+
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays. Wrap a flax, equinox or haiku module
         in a closure: `lambda x: module.apply(variables, x, mask)`.
@@ -74,7 +79,8 @@ def assert_mask_safe(
       AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
         derivative and the first index that differs, with both values.
       TypeError: if `masked` is not a mapping.
-      ValueError: if `masked` names no argument or masks nothing, or if a mask, `order` or `transforms` is invalid.
+      ValueError: if `masked` names no argument or masks nothing, if a mask, `order` or `transforms` is invalid, or if
+        other processes hold a part of an array.
 
     Example:
       `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
@@ -117,6 +123,7 @@ def assert_mask_safe(
     """
     __tracebackhide__ = True
     _check_arguments(args, masked, order, transforms)
+    check_addressable(_OP, args=args, masked=dict(masked), empty=empty)
     rng = generator(seed)
     masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
     if not any(mask.any() for mask in jax.tree.leaves(masks)):

@@ -160,10 +160,10 @@ def _split(mesh: Mesh, array: np.ndarray, axis: int) -> NamedSharding:
 
 
 def _platforms() -> Iterator[list[jax.Device]]:
-    """The devices of every platform that is here."""
+    """The devices of this process, of every platform that is here."""
     for platform in ("cpu", "gpu", "tpu"):
         with contextlib.suppress(RuntimeError):  # raised for a platform that is not here
-            yield jax.devices(platform)
+            yield jax.local_devices(backend=platform)
 
 
 def _on_host(arrays: list[Any]) -> list[np.ndarray]:
@@ -171,7 +171,7 @@ def _on_host(arrays: list[Any]) -> list[np.ndarray]:
 
 
 def _float64(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    cpu = jax.devices("cpu")[0]
+    cpu = jax.local_devices(backend="cpu")[0]
     with jax.enable_x64(True), jax.default_device(cpu):
         wide = [_widened(a) for a in _on_host(arrays)]
         yield "float64", jax.jit(derive(fn))(*jax.device_put(wide, cpu))

@@ -23,7 +23,7 @@ from masksafe._core.call_site import is_of_user
 from masksafe.testing._blame import Blame, blame
 from masksafe.testing._influence import ELEMENTWISE
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
-from masksafe.testing._trees import first_index, is_float, only_floats, replace_floats
+from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
 _MASKSAFE = f"{Path(masksafe.__file__).parent}{os.sep}"
 _SHOWN = 5  # entries in a part of the printed report
@@ -134,6 +134,9 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     made the bad element. A NaN chosen because of finite values is itself a source. If masksafe wrote it because of a
     bad label, the `note` names the op and `masksafe.label_checks`.
 
+    Arrays that are sharded over devices of this process are examined where they are. Of an array of several processes
+    no process has all elements: give it a gathered copy.
+
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
       *args: arrays or pytrees of arrays; close over anything else.
@@ -144,6 +147,7 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
 
     Raises:
       TypeError: if an argument is not an array, or `grad` is given and no output is a float array.
+      ValueError: if other processes hold a part of an argument.
       NotImplementedError: if `fn` uses a mutable reference, or exchanges data between devices outside `jax.shard_map`.
 
     Example:
@@ -168,6 +172,7 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
       `jax_debug_nans <https://docs.jax.dev/en/latest/debugging/flags.html>`_, which stops at the first NaN of any
       primitive.
     """
+    check_addressable("nonfinite_report", args=args)
     names = iter(_names(args))
     args = jax.tree.map(lambda leaf: as_array("nonfinite_report", f"args{next(names)}", leaf), args)
     if grad:

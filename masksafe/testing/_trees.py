@@ -7,7 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from masksafe._core.arguments import message
+
 Tree = Any
+
+
+def check_addressable(op: str, **arguments: Tree) -> None:
+    """Refuses arrays of which other processes hold a part: nobody here could look at their elements.
+
+    A program on such an array is one of all its processes, so a process that runs it alone would wait for the others.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and not leaf.is_fully_addressable:
+            name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
+            devices: list[Any] = list(leaf.sharding.device_set)
+            number = len({device.process_index for device in devices})
+            found = f"{leaf.dtype}{list(leaf.shape)} on the devices of {number} processes"
+            hint = "Run it in one process, or gather a copy: multihost_utils.process_allgather(x, tiled=True)."
+            raise ValueError(message(op, name, found, "an array on devices of this process", hint))
 
 
 def is_float(leaf: Any) -> bool:

@@ -1,0 +1,111 @@
+"""The assertions take arrays that are sharded over devices of this process, and refuse those of several processes."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import masksafe
+from masksafe.testing import assert_consistent, assert_gradients, assert_mask_safe, nonfinite_report
+
+LOGITS = np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)
+LABELS = np.arange(8) % 5
+WHERE = np.arange(8) > 2
+
+
+@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
+def split(request):
+    """A function that splits the rows of arrays over eight devices."""
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(request.param,))
+    sharding = NamedSharding(mesh, PartitionSpec("rows"))
+    with jax.set_mesh(mesh):
+        yield lambda *arrays: jax.device_put(arrays, sharding)
+
+
+def mean_loss(logits, labels, where):
+    loss = masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
+    return masksafe.mean(loss, where=where)
+
+
+def product_with_mask(logits, labels, where):
+    return jnp.sum(logits * where[:, None])
+
+
+def test_functions_that_keep_the_promise(split):
+    args = split(LOGITS, LABELS, WHERE)
+    assert_consistent(mean_loss, *args, modes=("jit", "value_and_grad", "float64"))
+    assert_gradients(mean_loss, *args, order=1)
+    assert_mask_safe(mean_loss, *args, masked={0: ~args[2][:, None], 1: ~args[2]}, order=1, garbage=[np.nan, -100])
+
+
+def test_functions_that_do_not(split):
+    args = split(LOGITS, LABELS, WHERE)
+    with pytest.raises(AssertionError, match="A masked element is not gone"):
+        assert_mask_safe(product_with_mask, *args, masked={0: ~args[2][:, None]}, order=0, garbage=[np.nan])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_nan_is_found_on_its_device(split, grad):
+    (x,) = split(np.where(np.arange(8) == 6, 0.0, 1.0).astype(np.float32))
+    report = nonfinite_report(lambda x: jnp.sum(jnp.log(x)), x, grad=grad)
+    assert report.first.index == (6,)
+    assert report.first.primitive == ("div" if grad else "log")
+
+
+# The second process asks alone, and must not wait for the first: not for a refusal, and not with a copy of its own.
+TWO_PROCESSES = """
+import sys, jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+from masksafe.testing import *
+mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+x = {"a": jax.make_array_from_callback((2, 3), split, lambda index: np.ones((2, 3), np.float32)[index])}
+total, masked = lambda x: jnp.sum(x["a"]), {0: {"a": np.array([[True], [False]])}}
+local = {"a": np.ones((2, 3), np.float32)}
+calls = [
+    lambda: assert_consistent(total, x),
+    lambda: assert_gradients(total, x),
+    lambda: assert_mask_safe(total, x, masked=masked),
+    lambda: assert_mask_safe(total, local, masked=masked, empty=(x,)),
+    lambda: nonfinite_report(total, x),
+]
+calls_on_a_copy = [
+    lambda: assert_consistent(total, local, modes=("jit", "devices", "sharded", "float64")),
+    lambda: assert_gradients(total, local, order=1),
+    lambda: assert_mask_safe(lambda x: jnp.sum(x["a"][1]), local, masked=masked, order=0, transforms=("jit",)),
+    lambda: print(nonfinite_report(total, local)),
+]
+for call in calls + calls_on_a_copy if sys.argv[2] == "1" else ():
+    try:
+        call()
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_arrays_of_several_processes_are_refused():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    command = [sys.executable, "-c", TWO_PROCESSES, coordinator]
+    processes = [subprocess.Popen([*command, str(i)], env=environment, stdout=-1, text=True) for i in range(2)]
+    try:
+        _, told = (process.communicate(timeout=60)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    ops = "assert_consistent: args", "assert_gradients: args", "assert_mask_safe: args", "assert_mask_safe: empty"
+    found = "got float32[2, 3] on the devices of 2 processes; expected an array on devices of this process. Run it in "
+    found += "one process, or gather a copy: multihost_utils.process_allgather(x, tiled=True)."
+    lines = [line for line in told.splitlines() if "Gloo" not in line]
+    refusals = [f"{op}[0]['a']: {found}" for op in (*ops, "nonfinite_report: args")]
+    assert lines == [*refusals, "Everything is finite."]
