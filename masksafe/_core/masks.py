@@ -54,17 +54,18 @@ def as_weights_of(op: str, weights: Any, shape: Sequence[int]) -> Array | None:
 
 
 class Weighting(NamedTuple):
-    """Which elements take part, and how much. Both arrays have the rank of the elements, but are not expanded."""
+    """Which elements take part, and how much."""
 
-    where: Array | None  # None: all of them
-    weights: Array | None  # wide, 0 under the mask; None: all alike
+    where: Array | None  # at the rank of the elements, and with weights of their shape; None: all of them
+    weights: Array | None  # of their shape, wide, 0 under the mask; None: all alike
 
 
 def weighting_of(x: Array, where: Array | None, weights: Array | None) -> Weighting:
     """The weighting of the elements of `x`. A NaN or infinity of weight 0 takes no part; a negative weight is NaN."""
     if weights is None:
         return Weighting(where, None)
-    takes_part = (weights != 0) | jnp.isfinite(x)
+    wide = widened(weights)
+    takes_part = (wide != 0) | jnp.isfinite(x)
     where = takes_part if where is None else where & takes_part
-    wide = widened(selected(weights, where))
+    wide = selected(wide, where)
     return Weighting(where, jnp.where(wide < 0, jnp.nan, wide))

@@ -21,9 +21,9 @@ which are the formulae of Chan, Golub and LeVeque for parts whose means are know
 nothing is left has three sums of 0, and changes nothing. The centres are constants for derivatives.
 """
 
-import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -57,11 +57,18 @@ def row_moments(config: RowConfig, axis_name: AxisName, x: Array, weighting: Wei
     sums = _Sums(*_local_sums(config, x, *weighting))
     if not config.centred:
         weight, squares = sums_over_devices(axis_name, sums.weight, sums.second)
-        return RowMoments(weight, Mean(sums.centre, sums.first), squares)
+        return _or_nothing(RowMoments(weight, Mean(sums.centre, sums.first), squares))
     if axis_name is not None:
         is_small = sums.weight.size * size_over_devices(axis_name, len(sums)) <= MOST_NUMBERS_OF_ONE_EXCHANGE
         sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(axis_name, sums)
-    return RowMoments(sums.weight, *moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight)))
+    mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight))
+    return _or_nothing(RowMoments(sums.weight, mean, squares))
+
+
+def _or_nothing(of_rows: RowMoments) -> RowMoments:
+    """The moments; 0 in a row whose elements all have weight 0."""
+    moments_of_rows: RowMoments = jax.tree.map(lambda x: jnp.where(of_rows.weight == 0, 0, x), of_rows)
+    return moments_of_rows
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
@@ -69,8 +76,7 @@ def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
     if weighting.weights is None:
         weight = moments.count(x, axes, weighting.where)
     else:
-        repeats = math.prod(x.shape[a] for a in axes if weighting.weights.shape[a] == 1)
-        weight = jnp.sum(weighting.weights, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype) * repeats
+        weight = jnp.sum(weighting.weights, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype)
     return jnp.broadcast_to(weight, [1 if a in axes else n for a, n in enumerate(x.shape)])
 
 
@@ -98,10 +104,10 @@ def _evaluate(config: RowConfig, x: Array, where: Array | None, weights: Array |
     weight = total_weight(wide, config.axes, Weighting(where, weights))
     if not config.centred:
         zero = jnp.zeros_like(weight)
-        return _Sums(weight, zero, zero, _sum(config, wide * wide, weights))
+        return _Sums(weight, zero, zero, _sum_of_squares(config, wide, weights))
     centre = lax.stop_gradient(_centre(config, x, where, weights, weight))
     shifted = selected(wide - centre, where)
-    return _Sums(weight, centre, _sum(config, shifted, weights), _sum(config, shifted * shifted, weights))
+    return _Sums(weight, centre, _sum(config, shifted, weights), _sum_of_squares(config, shifted, weights))
 
 
 def _centre(config: RowConfig, x: Array, where: Array | None, weights: Array | None, weight: Array) -> Array:
@@ -122,6 +128,11 @@ def _sum(config: RowConfig, x: Array, weights: Array | None) -> Array:
     return jnp.sum(weighted(x, weights), config.axes, keepdims=True)
 
 
+def _sum_of_squares(config: RowConfig, x: Array, weights: Array | None) -> Array:
+    """A square may overflow, and infinity times a weight of 0 would be NaN: so the weight goes first."""
+    return jnp.sum(weighted(x, weights) * x, config.axes, keepdims=True)
+
+
 _Residuals = tuple[Array, Array | None, Array | None, Array]
 _Arrays = tuple[Array, ...]
 
@@ -134,13 +145,13 @@ def _forward(config: RowConfig, x: Array, where: Array | None, weights: Array | 
 def _reverse(config: RowConfig, residuals: _Residuals, cotangents: Any) -> tuple[Array, None, Array | None]:
     (x, where, weights, centre), (d_weight, _, d_first, d_second) = residuals, cotangents
     shifted = selected(selected(widened(x), where) - centre, where)
-    d_first = d_first if config.centred else 0
-    d_x = selected(weighted(d_first + 2 * shifted * d_second, weights), where).astype(x.dtype)
+    d_first = d_first if config.centred else jnp.zeros_like(d_first)
+    d_x = weighted(jnp.broadcast_to(d_first, x.shape), weights) + 2 * weighted(shifted, weights) * d_second
+    d_x = selected(d_x, where).astype(x.dtype)
     if weights is None:
         return d_x, None, None
-    d_weights = selected(d_weight + shifted * (d_first + shifted * d_second), where)
-    repeated = [a for a in range(x.ndim) if weights.shape[a] == 1]
-    return d_x, None, jnp.sum(d_weights, repeated, keepdims=True).astype(weights.dtype)
+    d_weights = d_weight + shifted * (d_first + shifted * d_second)
+    return d_x, None, selected(d_weights, where).astype(weights.dtype)
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
@@ -154,9 +165,10 @@ def _local_sums(config: RowConfig, x: Array, where: Array | None, weights: Array
 
 def _merged_in_one_exchange(axis_name: AxisName, sums: _Sums) -> _Sums:
     parts = _Sums(*jnp.moveaxis(of_all_devices(axis_name, jnp.stack(sums)), 1, 0))
-    weight = jnp.sum(parts.weight, 0)
+    weight = jnp.sum(parts.weight, 0, keepdims=True)
     centre = lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight))
-    return _Sums(weight, centre, *(jnp.sum(x, 0) for x in _about(centre, parts)))
+    of_all = weight, centre, *(jnp.sum(x, 0, keepdims=True) for x in _about(centre, parts))
+    return _Sums(*(x[0] for x in of_all))
 
 
 def _merged_in_two_exchanges(axis_name: AxisName, sums: _Sums) -> _Sums:
@@ -175,7 +187,7 @@ def _about(centre: Array, parts: _Sums) -> tuple[Array, Array]:
 def _average_of_centres(centres: Array, weights: Array, weight: Array) -> Array:
     """The weighted average; exactly the value of equal centres, so that a constant row has no deviations."""
     shares = weights / or_one(weight)
-    average = jnp.sum(shares * centres, 0)
-    some = jnp.take_along_axis(centres, jnp.argmax(weights != 0, 0, keepdims=True), 0)[0]
-    difference = jnp.sum(shares * (centres - some), 0)
+    average = jnp.sum(shares * centres, 0, keepdims=True)
+    some = jnp.take_along_axis(centres, jnp.argmax(weights != 0, 0, keepdims=True), 0)
+    difference = jnp.sum(shares * (centres - some), 0, keepdims=True)
     return jnp.where(jnp.isfinite(average), some + difference, average)

@@ -123,6 +123,15 @@ def vary_with(tree: Any, others: Any) -> Any:
     return jax.tree.map(moved, tree)
 
 
+def zeros_of_types(shapes: Any, others: Any) -> Any:
+    """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or jax.sharding.AxisType.Auto not in mesh.axis_types:
+        return jax.tree.map(jnp.zeros_like, shapes)
+    # JAX refuses to make zeros that vary over some axes where others are automatic.
+    return vary_with(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), others)
+
+
 def varying_zero(arrays: list[jax.Array]) -> jax.Array:
     """A zero that inside `jax.shard_map` varies over all mesh axes over which one of the arrays does.
 
@@ -146,14 +155,18 @@ def as_axis_name(op: str, axis_name: Any) -> Any:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    expected = "an axis of the mesh of the jax.shard_map around the call, or None"
-    for name in names or ("",):
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    expected = "an axis of the mesh of the jax.shard_map around the call, a tuple of them, or None"
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(message(op, "axis_name", f"value {axis_name!r}", expected))
+    if len(set(names)) != max(1, len(names)):
+        raise ValueError(message(op, "axis_name", f"value {axis_name!r}", expected))
+    for name in names:
         try:
             lax.axis_size(name)
         except NameError:
             raise ValueError(message(op, "axis_name", f"value {name!r}", expected)) from None
-    return axis_name if isinstance(axis_name, str) else names
+    return axis_name if isinstance(axis_name, str) else tuple(names)
 
 
 def size_over_devices(axis_name: AxisName, number: int) -> int:
@@ -209,6 +222,22 @@ def varying_over(axis_name: AxisName, tree: Any) -> Any:
     """The arrays of `tree`, made to vary over the devices: their cotangents are each device's own, not yet summed."""
     of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
     return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
+
+
+def is_same_on_devices(axis_name: AxisName, x: Array) -> bool:
+    """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
+
+    def can_begin_to_vary(x: Array, name: str) -> bool:
+        try:
+            lax.pcast(x, name, to="varying")
+        except ValueError:  # it varies already
+            return False
+        return True
+
+    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
+    varying = varying_over(of_mesh, jnp.zeros(()))
+    has_types = any(not can_begin_to_vary(varying, name) for name in of_mesh)  # not with check_vma=False
+    return has_types and any(can_begin_to_vary(x, name) for name in of_mesh)
 
 
 def max_over_devices(axis_name: AxisName, x: Array) -> Array:

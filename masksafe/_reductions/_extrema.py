@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from masksafe._core.arguments import message
+from masksafe._core.arguments import as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
 from masksafe._core.typing import Array, ArrayLike, Axis
@@ -39,7 +37,8 @@ def max(  # noqa: A001
 
     Returns:
       The maximum, of the dtype of `x`. Of nothing it is -inf, or the lowest integer, or False. It is NaN if an unmasked
-      element is. Equal largest elements share the gradient; it is exactly 0 at masked ones.
+      element is, and so are then the gradients of all unmasked elements. Equal largest elements share the gradient; it
+      is exactly 0 at masked ones.
 
     Raises:
       TypeError: if `where` is not boolean, or `x` is complex.
@@ -99,45 +98,40 @@ def min(  # noqa: A001
 
 
 def _extremum(op: str, x: ArrayLike, axis: Axis | None, where: Any, axis_name: AxisName, keepdims: bool) -> Array:
+    x = as_real_array(op, "x", x)
     how, x, where, _ = read_arguments(op, x, axis, where, None, axis_name, keepdims)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        raise TypeError(message(op, "x", f"dtype {x.dtype}", "a real dtype, which has an order"))
     extremum: Array = _reduce(op, how, x, where)
     return extremum
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _reduce(op: str, how: How, x: Array, where: Array | None) -> Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return how.shaped(_of_floats(op, how, x, where))
+    return how.shaped(_evaluate(op, how, x, where))
+
+
+def _evaluate(op: str, how: How, x: Array, where: Array | None) -> Array:
     reduce, of_nothing = (jnp.max, _lowest(x.dtype)) if op == "max" else (jnp.min, _highest(x.dtype))
-    x = selected(x, where, of_nothing)
-    local = reduce(x, how.axes, keepdims=True, initial=of_nothing)
-    if how.axis_name is None:
-        return how.shaped(local)
-    ties = jnp.sum(x == local, how.axes, keepdims=True)
-    return how.shaped(_of_devices(reduce, how.axis_name, local, ties))
+    local = reduce(selected(x, where, of_nothing), how.axes, keepdims=True, initial=of_nothing)
+    return local if how.axis_name is None else reduce(of_all_devices(how.axis_name, local), 0)
 
 
-def _of_devices(reduce: Callable[..., Array], axis_name: AxisName, local: Array, ties: Array) -> Array:
-    """The extremum over devices, whose gradient is shared by all elements that are equal to it."""
-    whole = lax.stop_gradient(reduce(of_all_devices(axis_name, lax.stop_gradient(local)), 0))
-    if not jnp.issubdtype(local.dtype, jnp.floating):
-        return whole
-    ties_here = jnp.where(local == whole, ties, 0)
-    share = ties_here / jnp.maximum(sum_over_devices(axis_name, ties_here), 1)
-    extremum: Array = _with_slope(axis_name, whole, local, share.astype(local.dtype))
-    return extremum
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _of_floats(op: str, how: How, x: Array, where: Array | None) -> Array:
+    return _evaluate(op, how, x, where)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_slope(axis_name: AxisName, whole: Array, local: Array, share: Array) -> Array:
-    """The extremum of all devices, with the derivative of the device's own times its share."""
-    return whole
-
-
-@_with_slope.defjvp
-def _slope(axis_name: AxisName, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    whole, _, share = primals
-    return whole, sum_over_devices(axis_name, share * tangents[1])
+@_of_floats.defjvp
+def _derivative(op: str, how: How, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
+    x, where = primals
+    extremum = _of_floats(op, how, x, where)
+    ties = x == extremum if where is None else (x == extremum) & where
+    number = sum_over_devices(how.axis_name, jnp.sum(ties, how.axes, keepdims=True))
+    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
+    moved = jnp.where(ties | jnp.isnan(extremum), selected(tangents[0], where), 0) * share
+    return extremum, sum_over_devices(how.axis_name, jnp.sum(moved, how.axes, keepdims=True))
 
 
 def _lowest(dtype: Any) -> Any:

@@ -15,9 +15,9 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core.arguments import message
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import or_one
-from masksafe._core.sharding import AxisName, as_axis_name, varying_over
+from masksafe._core.sharding import AxisName, as_axis_name, is_same_on_devices, varying_over, zeros_of_types
 from masksafe._core.typing import Array
-from masksafe._reductions._masked_mean import MaskedMean
+from masksafe._reductions._masked_mean import MaskedMean, as_summand
 
 _OP = "value_and_grad_of_mean"
 
@@ -47,12 +47,13 @@ def value_and_grad_of_mean(
         `jax.shard_map` it returns that of its own device, not summed over `axis_name`.
       argnums: the position of the argument, or of several, by which to differentiate: pytrees of floats.
       has_aux: whether `fn` returns a second result.
-      microbatches: the number of parts. The leading axis of every array in the other arguments is cut into so many
-        equal parts, one after another in a `lax.scan`: part i holds the elements i, i + microbatches, and so on, which
-        keeps an axis that is split over devices split in every part. A scalar goes into every part as it is; a random
-        key is split.
-      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split. On meshes
-        without `jax.shard_map` it is not needed.
+      microbatches: the number of parts. The leading axis of every array in the other arguments, of one size in all of
+        them, is cut into so many equal parts, one after another in a `lax.scan`: part i holds the elements i, i +
+        microbatches, and so on, which keeps an axis that is split over devices split in every part. A scalar goes into
+        every part as it is; a random key is split. What all parts share is closed over.
+      axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
+        axis of a `jax.vmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the same on all
+        devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
 
     Returns:
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
@@ -61,9 +62,10 @@ def value_and_grad_of_mean(
       is that of all parts along a new leading axis, on each device its own.
 
     Raises:
-      TypeError: if `fn` does not return a `MaskedMean`, or an argument to differentiate by is not of floats.
-      ValueError: if `microbatches` does not divide a leading axis, `argnums` is out of range, or there is no axis of
-        the name `axis_name`.
+      TypeError: if `fn` does not return a `MaskedMean` with a total of floats, or an argument to differentiate by is
+        not of floats.
+      ValueError: if `microbatches` does not divide the leading axes, or these differ; if `argnums` is out of range, or
+        there is no axis of the name `axis_name`; or if the total is summed over it already.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -86,7 +88,7 @@ def value_and_grad_of_mean(
     """
     if not isinstance(microbatches, numbers.Integral) or int(microbatches) < 1:
         raise ValueError(message(_OP, "microbatches", f"value {microbatches!r}", "a positive int"))
-    positions = (argnums,) if isinstance(argnums, numbers.Integral) else tuple(argnums)
+    positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
     @functools.wraps(fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +100,8 @@ def value_and_grad_of_mean(
 
         def fn_of(params: Any, batch: Any) -> Any:
             positional = batch["args"] | dict(zip(active, params, strict=True))
-            return _as_mean_and_aux(fn(*(positional[i] for i in range(len(args))), **batch["kwargs"]), has_aux)
+            result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
+            return _as_mean_and_aux(result, has_aux, name)
 
         sums, aux = _summed_over_parts(fn_of, varying_over(name, params), _in_parts(batch, int(microbatches)))
         sums = sums if name is None else lax.psum(sums, name)
@@ -117,7 +120,10 @@ def _as_positions(argnums: tuple[Any, ...], number: int) -> tuple[int, ...]:
         if not isinstance(i, numbers.Integral) or not -number <= int(i) < number:
             expected = f"positions of the {number} positional arguments"
             raise ValueError(message(_OP, "argnums", f"value {i!r}", expected))
-    return tuple(int(i) % number for i in argnums)
+    positions = tuple(int(i) % number for i in argnums)
+    if len(set(positions)) < len(positions):
+        raise ValueError(message(_OP, "argnums", f"value {argnums}", "distinct positions"))
+    return positions
 
 
 def _check_floats(params: Any) -> None:
@@ -127,7 +133,7 @@ def _check_floats(params: Any) -> None:
             raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
-def _as_mean_and_aux(result: Any, has_aux: bool) -> tuple[MaskedMean, Any]:
+def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: AxisName) -> tuple[MaskedMean, Any]:
     expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
@@ -136,7 +142,13 @@ def _as_mean_and_aux(result: Any, has_aux: bool) -> tuple[MaskedMean, Any]:
         if jnp.shape(getattr(mean, field)) != ():
             found = f"a MaskedMean whose {field} has shape {jnp.shape(getattr(mean, field))}"
             raise ValueError(message(_OP, "fn", found, "scalars"))
-    return MaskedMean(jnp.asarray(mean.total), jnp.asarray(mean.count)), aux
+    total, count = as_summand(mean.total), as_summand(mean.count)
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {total.dtype}", "a float dtype"))
+    if is_same_on_devices(axis_name, total):
+        found = "a MaskedMean whose total is the same on all devices"
+        raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
+    return MaskedMean(total, count), aux
 
 
 # The parts.
@@ -157,7 +169,13 @@ class _Parts(NamedTuple):
 
 def _in_parts(batch: Any, number: int) -> _Parts:
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-    cut = [_cut(f"{path[0].key}{jax.tree_util.keystr(path[1:])}", x, number) for path, x in leaves]
+    names = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]
+    sizes = {name: x.shape[0] for name, (_, x) in zip(names, leaves, strict=True) if _has_leading_axis(x)}
+    if len(set(sizes.values())) > 1:
+        found = " and ".join(f"{size} of {name}" for name, size in sizes.items())
+        hint = "Let fn close over what all parts share."
+        raise ValueError(message(_OP, "arguments", f"leading axes {found}", "leading axes of one size", hint))
+    cut = [_cut(name, x, number) for name, (_, x) in zip(names, leaves, strict=True)]
     pairs = list(zip(leaves, cut, strict=True))
     return _Parts(
         number,
@@ -170,15 +188,20 @@ def _in_parts(batch: Any, number: int) -> _Parts:
 
 def _cut(name: str, x: Any, number: int) -> Array | None:
     """The parts of an array along a new leading axis, or None for what has no leading axis."""
-    if not hasattr(x, "dtype") or (number == 1 and x.ndim == 0):
+    if number == 1:
         return None
-    if x.ndim == 0:
-        return jax.random.split(x, number) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else None
+    if not _has_leading_axis(x):
+        is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.split(x, number) if is_key else None
     if x.shape[0] % number:
         expected = f"a leading axis that {number} microbatches divide"
         raise ValueError(message(_OP, name, f"shape {x.shape}", expected))
     # Every part takes elements from the whole axis, so that none lies on a few devices only.
     return jnp.reshape(x, (x.shape[0] // number, number, *x.shape[1:])).swapaxes(0, 1)
+
+
+def _has_leading_axis(x: Any) -> bool:
+    return hasattr(x, "dtype") and x.ndim > 0
 
 
 class _Sums(NamedTuple):
@@ -205,7 +228,7 @@ def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tu
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
-        sums, aux = of_part([x[0] for x in parts.cut])
+        sums, aux = of_part([])
         return sums, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
 
     def step(sums: _Sums, cut: list[Array]) -> tuple[_Sums, Any]:
@@ -213,7 +236,7 @@ def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tu
         return jax.tree.map(jnp.add, sums, added), aux
 
     shapes, _ = jax.eval_shape(of_part, [x[0] for x in parts.cut])
-    sums, aux = lax.scan(step, jax.tree.map(jnp.zeros_like, shapes), parts.cut, length=parts.number)
+    sums, aux = lax.scan(step, zeros_of_types(shapes, (params, parts.cut)), parts.cut, length=parts.number)
     return sums, aux
 
 
@@ -233,7 +256,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
     if is_dependent:
         (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
     wide = functools.partial(jax.tree.map, widened)
-    return _Sums(MaskedMean(widened(total), count), wide(d_total), wide(d_count)), aux
+    return _Sums(MaskedMean(total, count), wide(d_total), wide(d_count)), aux
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:

@@ -74,8 +74,8 @@ class MaskedMean:
           axis: an axis, a tuple of axes, or None for all of them.
 
         Returns:
-          A total in float32 at least, but of booleans and integers in the dtype of `jnp.sum`; and a count in int32,
-          with weights in their dtype, float32 at least.
+          A total in float32 at least, but of booleans and integers in the dtype of `jnp.sum`; and a count, an integer,
+          with weights a float32 at least.
 
         Raises:
           TypeError, ValueError: as `masksafe.sum`.
@@ -90,14 +90,15 @@ class MaskedMean:
             return self
         if not isinstance(other, MaskedMean):
             return NotImplemented
-        return MaskedMean(self.total + other.total, self.count + other.count)
+        pairs = (self.total, other.total), (self.count, other.count)
+        return MaskedMean(*(as_summand(a) + as_summand(b) for a, b in pairs))
 
     __radd__ = __add__
 
     def psum(self, axis_name: AxisName) -> MaskedMean:
         """The mean over the devices of a mesh axis, or of several, inside `jax.shard_map`."""
         name = as_axis_name("MaskedMean.psum", axis_name)
-        return self if name is None else jax.tree.map(lambda x: lax.psum(x, name), self)
+        return self if name is None else jax.tree.map(lambda x: lax.psum(as_summand(x), name), self)
 
     @property
     def value(self) -> Array:
@@ -105,6 +106,14 @@ class MaskedMean:
         total, count = jnp.asarray(self.total), jnp.asarray(self.count)
         dtype = float_dtype(total.dtype)
         return jnp.where(count == 0, 0, total.astype(dtype) / or_one(count).astype(dtype))
+
+
+def as_summand(x: ArrayLike) -> Array:
+    """An array of a dtype that can count: floats and integers of at least 32 bits, booleans as integers."""
+    x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return widened(x)
+    return x if x.dtype.itemsize >= 4 else x.astype(jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)

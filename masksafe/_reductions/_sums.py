@@ -127,10 +127,13 @@ def mean(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _mean(how: How, x: Array, where: Array | None, weights: Array | None) -> Array:
-    where, weights = weighting = weighting_of(x, where, weights)
-    wide = widened(selected(x, where))
-    total = jnp.sum(weighted(wide, weights), how.axes, keepdims=True)
+    weighting = weighting_of(x, where, weights)
+    wide = widened(selected(x, weighting.where))
+    total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)
     weight = total_weight(wide, how.axes, weighting)
     if how.axis_name is not None:
         total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
-    return how.shaped(total / or_one(weight)).astype(float_dtype(x.dtype))
+    average = total / or_one(weight)
+    if weights is not None:
+        average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
+    return how.shaped(average).astype(float_dtype(x.dtype))

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from masksafe._core import moments
 from masksafe._core.arguments import as_float_array, canonical_axes, message
 from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core.masks import as_mask_of, as_weights_of, weighting_of
 from masksafe._core.moments import Mean
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon
@@ -64,17 +64,20 @@ def batch_norm(
 
     Returns:
       `(y, mean, var)`. `y` has the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded
-      once. `mean` and `var` are the statistics by which it was normalised, in float32 at least, of the shape of the
-      features and the same on all devices; they have gradients too. A running average of them is the caller's to keep.
+      once. `mean` and `var` are the statistics by which it was normalised, of the shape of the features: those given,
+      or those of the batch, in float32 at least, the same on all devices, and with gradients too. A running average of
+      them is the caller's to keep.
 
       * Masked elements are 0 (`bias` is not added), and get a gradient of 0.
-      * A feature with nothing left anywhere has a `y`, mean and variance of 0. A running average should leave it out.
+      * A feature with nothing left anywhere, or nothing but weights of 0, has a `y`, mean and variance of 0. A running
+        average should leave it out.
       * A feature of equal elements is `bias`, even with an `epsilon` of 0, which makes its gradient 0.
       * A NaN or infinity in an unmasked element makes the unmasked elements of its feature NaN.
       * The variance is divided by :math:`W`; torch's running variance by :math:`W - 1`.
 
     Raises:
-      TypeError: if an argument is not an array of floats, `where` is not boolean, or `epsilon` is traced.
+      TypeError: if an argument is not an array of floats, `where` is not boolean, `weights` are not real, or `epsilon`
+        is traced.
       ValueError: if `scale`, `bias`, `mean` or `var` has the wrong shape, only one of `mean` and `var` is given,
         `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or
         there is no axis of the name `axis_name`.
@@ -117,7 +120,7 @@ def batch_norm(
     rest = tuple(a for a in range(x.ndim) if a not in features)
     how = How(rest, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name))
     if given_mean is not None:
-        y: Array = _normalize_by(how, x, where, given_mean, given_var, *parameters)
+        y: Array = _normalize_by(how, x, where, weights, given_mean, given_var, *parameters)
         return y, jnp.asarray(mean), jnp.asarray(var)
     normalized: tuple[Array, Array, Array] = _normalize(how, features, x, where, weights, *parameters)
     return normalized
@@ -146,11 +149,13 @@ def _normalize_by(
     how: How,
     x: Array,
     where: Array | None,
+    weights: Array | None,
     mean: Array,
     variance: Array,
     scale: Array | None,
     bias: Array | None,
 ) -> Array:
-    wide_mean, wide_variance = widened(mean), widened(variance)
-    root = reciprocal_root(wide_variance, None, how.epsilon)
-    return normalize_by(how, x, where, Mean(jnp.zeros_like(wide_mean), wide_mean), root, scale, bias)
+    mean, variance = (s.astype(wide_dtype(x.dtype)) for s in (mean, variance))
+    root = reciprocal_root(variance, None, how.epsilon)
+    live = weighting_of(x, where, weights).where
+    return normalize_by(how, x, live, Mean(jnp.zeros_like(mean), mean), root, scale, bias)

@@ -249,7 +249,7 @@ def _normalize(
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
         row = axes_of_row(axes, x.ndim)
-        y: Array = norm(Config(row, epsilon, centred, bias is not None, row), x, where, scale, bias)
+        y: Array = _norm(Config(row, epsilon, centred, bias is not None, row), x, where, scale, bias)
         return y
     y, _ = normalize(How(axes, epsilon, name, centred), x, where, weights, scale, bias)
     return y
@@ -291,22 +291,24 @@ class _Statistics(NamedTuple):
 _Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics | None]
 
 
-def _norm_forward(
+def norm_forward(
     config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Residuals]:
     y, statistics = _evaluate(config, x, where, scale, bias)
     return y, (x, where, scale, bias, statistics)
 
 
-def _norm_reverse(config: Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
+def norm_reverse(config: Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
     d_x, d_scale, d_bias = _pull_back(config, *residuals, d_y)
     return d_x, None, d_scale, d_bias
 
 
-@with_reverse_rule(_norm_forward, _norm_reverse, static_argnums=(0,))
-def norm(config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+def norm_primal(config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     y: Array = _evaluate(config, x, where, scale, bias)[0]
     return y
+
+
+_norm = with_reverse_rule(norm_forward, norm_reverse, static_argnums=(0,))(norm_primal)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -566,7 +568,9 @@ def _standardize_with_given_statistics(
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
     wide = widened(selected(x.astype(dtype), where))
-    weight, sample_mean, squares = row_moments(RowConfig(axes), axis_name, wide, weighting_of(x, where, weights))
+    weighting = weighting_of(x, where, weights)
+    where = weighting.where
+    weight, sample_mean, squares = row_moments(RowConfig(axes), axis_name, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
     sample_variance = squares / or_one(weight)
     if mean is None:

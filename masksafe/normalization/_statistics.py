@@ -53,8 +53,10 @@ def normalize(
     variance = of_rows.squares / or_one(of_rows.weight)
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
-    root = jnp.where(of_rows.weight == 0, 0, root)
-    return normalize_by(how, x, weighting.where, of_rows.mean, root, scale, bias), statistics
+    live = weighting.where
+    if live is not None and weights is not None:
+        live &= of_rows.weight != 0
+    return normalize_by(how, x, live, of_rows.mean, root, scale, bias), statistics
 
 
 def normalize_by(

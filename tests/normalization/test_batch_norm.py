@@ -112,6 +112,15 @@ def test_value_and_gradient_lower_for_cuda(name):
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_no_false_alarm_of_debug_nans(name):
+    x = np.where(WHERE, X, np.nan)
+    with jax.debug_nans(True):
+        out, pull_back = jax.vjp(lambda x: jax.tree.leaves(OPS[name](x, SCALE, BIAS, WHERE))[0], x)
+        (gradient,) = pull_back(out)
+    assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_forward_mode(name):
     fn = lambda x: OPS[name](x, SCALE, BIAS, WHERE)  # noqa: E731
     v = jnp.cos(X)

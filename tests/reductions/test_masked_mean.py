@@ -179,9 +179,38 @@ def test_label_checks_reach_every_part():
     assert np.isnan(value)
 
 
+@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16"])
+def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
+    fn = lambda p, x: MaskedMean(jnp.sum(p * x), jnp.sum(x).astype(dtype))  # noqa: E731
+    value, gradient = jax.jit(value_and_grad_of_mean(fn, microbatches=512))(1.0, np.ones(512, np.float32))
+    assert (value, gradient) == (1, 1)
+    parts = [MaskedMean(jnp.ones((), dtype), jnp.ones((), dtype)) for _ in range(300)]
+    assert sum(parts).count == 300
+
+
+def test_only_some_axes_manual():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="a")
+    specs = (P(), P("a"), P("a"))
+    on_devices = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"a"})
+    actual = jax.jit(on_devices)(PARAMS, FEATURES, LABELS)
+    chex.assert_trees_all_close(actual, of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
+
+
+def test_a_mean_that_is_summed_already_is_refused():
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    fn = value_and_grad_of_mean(lambda p, x: MaskedMean.of(p * x).psum("a"), axis_name="a")
+    with pytest.raises(ValueError, match="fn: got a MaskedMean whose total is the same on all devices"):
+        jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())(jnp.ones(()), jnp.ones(8))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [
+        (lambda: value_and_grad_of_mean(mean_loss, (0, 0))(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
+        (lambda: value_and_grad_of_mean(mean_loss, 1.5)(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
+        (lambda: value_and_grad_of_mean(mean_loss)(PARAMS, FEATURES, LABELS[:8]), ValueError, "leading axes 16 of"),
+        (lambda: value_and_grad_of_mean(lambda p: MaskedMean(3, p))(1.0), TypeError, "total has dtype int32"),
         (lambda: value_and_grad_of_mean(mean_loss, microbatches=0), ValueError, "microbatches: got value 0"),
         (
             lambda: value_and_grad_of_mean(mean_loss, microbatches=3)(PARAMS, FEATURES, LABELS),

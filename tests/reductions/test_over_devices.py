@@ -169,6 +169,56 @@ def test_an_element_of_weight_0_takes_no_part_and_a_negative_weight_shows(name):
     assert all(np.isnan(y).any() for y in jax.tree.leaves(bad))
 
 
+@pytest.mark.parametrize("name", REDUCTIONS)
+@pytest.mark.parametrize("large", [1e20, 3e38])
+def test_a_large_element_of_weight_0_takes_no_part(name, large):
+    reduce = functools.partial(REDUCTIONS[name], axis=0, where=None)
+    x, weights = jnp.array([1.0, large, 3.0]), jnp.array([1.0, 0.0, 1.0])
+    actual, expected = reduce(x, weights=weights), reduce(x[::2])
+    if name in ("standardize", "layer_norm", "rms_norm"):
+        actual = actual[::2]
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "sum"])  # whose slope is the element
+def test_weights_of_0_alone_leave_nothing(name):
+    fn = differentiated(lambda x, w: REDUCTIONS[name](x, 0, None, weights=w))
+    jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), fn(X, np.zeros_like(X)))
+
+
+def test_weights_where_statistics_are_given():
+    x, weights = jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])
+    y = masksafe.standardize(x, weights=weights, epsilon=jnp.float32(1e-5), mean=1.5)
+    np.testing.assert_allclose(y, [-1, 1, 0], rtol=1e-4)
+    y, *_ = masksafe.batch_norm(x[:, None], weights=weights[:, None], mean=jnp.array([1.5]), var=jnp.array([0.25]))
+    np.testing.assert_allclose(y[:, 0], [-1, 1, 0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", EXTREMA)
+@pytest.mark.parametrize("mode", ["one device", "vmap"])
+def test_gradient_of_infinite_and_bad_extrema(name, mode):
+    def gradient(x, where):
+        reduce = lambda x: EXTREMA[name](x, where=where)  # noqa: E731
+        if mode == "vmap":
+            of_one = lambda x, where: EXTREMA[name](x, (), where, axis_name="n")  # noqa: E731
+            reduce = lambda x: jax.vmap(of_one, axis_name="n")(x, where)[0]  # noqa: E731
+        return jax.jit(jax.grad(reduce))(x)
+
+    least = -jnp.inf if name == "max" else jnp.inf
+    alone = np.array([False, True])
+    np.testing.assert_array_equal(gradient(jnp.array([0.0, least]), alone), [0, 1])
+    np.testing.assert_array_equal(gradient(jnp.array([jnp.nan, least]), alone), [0, 1])
+    np.testing.assert_array_equal(gradient(jnp.array([1.0, jnp.nan]), ~alone | alone), [np.nan, np.nan])
+
+
+@pytest.mark.parametrize("name", ["var_mean", "standardize", "mean"])
+def test_strict_flags(name):
+    reduce = lambda x, w, where: REDUCTIONS[name](x, 0, where, weights=w > 0, axis_name="a")  # noqa: E731
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        fn = on_devices(reduce, mesh_of(8), "a", is_elementwise=name == "standardize")
+        jax.block_until_ready(jax.jit(fn)(X, WEIGHTS, WHERE))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
 def test_dtypes_are_those_without_weights(dtype):
     x = (X - 98).astype(jnp.dtype(dtype))
@@ -203,6 +253,8 @@ def test_one_exchange():
         (lambda: masksafe.mean(X, weights=1j), TypeError, "mean: weights: got dtype complex64"),
         (lambda: masksafe.var(X, axis_name="a"), ValueError, "var: axis_name: got value 'a'"),
         (lambda: masksafe.sum(X, axis_name=()), ValueError, "sum: axis_name"),
+        (lambda: masksafe.sum(X, axis_name=5), TypeError, "sum: axis_name: got value 5"),
+        (lambda: masksafe.sum(X, axis_name=("a", "a")), ValueError, "sum: axis_name"),
         (lambda: masksafe.max(X * 1j), TypeError, "max: x: got dtype complex64"),
         (lambda: masksafe.var(X * 1j, weights=1), TypeError, "var: x: got dtype complex64"),
     ],
