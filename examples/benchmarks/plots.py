@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from measure import PASSES, Benchmark, Row
 from results import Ratio, grouped, ratios
 
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # Okabe and Ito's
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe, Ito; grey
 MARKERS = "os^D"
 WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
 FASTER = "ratio of the times (left of 1: faster)"

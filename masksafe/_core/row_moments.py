@@ -50,11 +50,31 @@ class RowMoments(NamedTuple):
 class RowConfig(NamedTuple):
     axes: Axes
     centred: bool = True  # otherwise the mean is taken for 0
+    groups: "Groups | None" = None  # of rows, which are merged; each row gets the moments of its group
+
+
+class Groups(NamedTuple):
+    """Elements of an axis that follow each other."""
+
+    axis: int
+    number: int
 
 
 def row_moments(config: RowConfig, axis_name: AxisName, x: Array, weighting: Weighting) -> RowMoments:
     """The moments of each row, over all devices of the mesh axis."""
     sums = _Sums(*_local_sums(config, x, *weighting))
+    if config.groups is None:
+        return _of_devices(config, axis_name, sums)
+    axis, number = config.groups
+    size = sums.weight.shape[axis] // number
+    shape = *sums.weight.shape[:axis], number, size, *sums.weight.shape[axis + 1 :]
+    parts = _Sums(*(jnp.moveaxis(a.reshape(shape), axis + 1, 0) for a in sums))
+    of_groups = _of_devices(config, axis_name, _merged(parts))
+    of_rows: RowMoments = jax.tree.map(lambda a: jnp.repeat(a, size, axis), of_groups)
+    return of_rows
+
+
+def _of_devices(config: RowConfig, axis_name: AxisName, sums: "_Sums") -> RowMoments:
     if not config.centred:
         weight, squares = sums_over_devices(axis_name, sums.weight, sums.second)
         return _or_nothing(RowMoments(weight, Mean(sums.centre, sums.first), squares))
@@ -164,7 +184,11 @@ def _local_sums(config: RowConfig, x: Array, where: Array | None, weights: Array
 
 
 def _merged_in_one_exchange(axis_name: AxisName, sums: _Sums) -> _Sums:
-    parts = _Sums(*jnp.moveaxis(of_all_devices(axis_name, jnp.stack(sums)), 1, 0))
+    return _merged(_Sums(*jnp.moveaxis(of_all_devices(axis_name, jnp.stack(sums)), 1, 0)))
+
+
+def _merged(parts: _Sums) -> _Sums:
+    """The sums of all parts, which lie along the first axis."""
     weight = jnp.sum(parts.weight, 0, keepdims=True)
     centre = lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight))
     of_all = weight, centre, *(jnp.sum(x, 0, keepdims=True) for x in _about(centre, parts))

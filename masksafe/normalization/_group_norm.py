@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import functools
 import numbers
-from typing import Any, NamedTuple
 
 import jax
 
 from masksafe._core.arguments import as_float_array, canonical_axes, message
-from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.masks import as_mask_of, as_weights_of
-from masksafe._core.row_blocks import axes_of_row
+from masksafe._core.row_moments import Groups
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.normalization._arguments import along_axes, as_epsilon
-from masksafe.normalization._layer_norm import Config, norm_forward, norm_primal, norm_reverse
 from masksafe.normalization._statistics import How, normalize
 
 _OP = "group_norm"
@@ -92,71 +90,16 @@ def group_norm(
         raise ValueError(message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels"))
     parameters = (along_axes(_OP, name, p, x, (channels,)) for name, p in (("scale", scale), ("bias", bias)))
     where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
-    # Behind the axis of the channels, which becomes that of the groups, follows one of the channels of a group.
-    row = tuple(a if a < channels else a + 1 for a in range(x.ndim) if a not in (0, channels))
-    how = How((*row, channels + 1), as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name))
-    y: Array = _normalize((how, _Groups(channels, int(num_groups))), x, where, weights, *parameters)
+    positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
+    groups = Groups(channels, int(num_groups))
+    how = How(positions, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name), groups=groups)
+    y: Array = _normalize(how, x, where, weights, *parameters)
     return y
-
-
-# The core takes the arrays in the user's layout, and so does the reverse pass: a NaN under the mask would show to
-# jax_debug_nans in an array of another shape.
-
-
-class _Groups(NamedTuple):
-    axis: int  # that of the channels, behind which the channels of a group get an axis of their own
-    number: int
-
-    def divided(self, like: Array, a: Any) -> Any:
-        """An array of the shape of `like`, but for sizes of 1, with the axis of the groups; None stays."""
-        if a is None:
-            return None
-        axis = self.axis
-        groups = 1 if a.shape[axis] == 1 and like.shape[axis] != 1 else self.number
-        return a.reshape(*a.shape[:axis], groups, a.shape[axis] // groups, *a.shape[axis + 1 :])
-
-
-_Static = tuple[How, _Groups]
 
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
-def _normalize(static: _Static, x: Array, *parameters: Array | None) -> Array:
-    how, groups = static
-    where, weights, scale, bias = parameters
-    if weights is None and how.axis_name is None:
-        y: Array = _normalize_rows(static, x, where, scale, bias)
-        return y
-    of_groups = [groups.divided(x, a) for a in (where, weights, scale, bias)]
-    y, _ = normalize(how, groups.divided(x, x), *of_groups)
-    return y.reshape(x.shape)
-
-
-def _as_rows(static: _Static, x: Array, *others: Array | None) -> tuple[Config, list[Any]]:
-    how, groups = static
-    row, of_channels = (axes_of_row(axes, x.ndim + 1) for axes in (how.axes, (groups.axis, groups.axis + 1)))
-    config = Config(row, how.epsilon, True, others[-1] is not None, of_channels)
-    return config, [groups.divided(x, a) for a in (x, *others)]
-
-
-def _forward(
-    static: _Static, x: Array, where: Array | None, scale: Array | None, bias: Array | None
-) -> tuple[Array, Any]:
-    config, arrays = _as_rows(static, x, where, scale, bias)
-    y, (*_, statistics) = norm_forward(config, *arrays)
-    return y.reshape(x.shape), (x, where, scale, bias, statistics)
-
-
-def _reverse(static: _Static, residuals: Any, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
-    x, where, scale, bias, statistics = residuals
-    config, arrays = _as_rows(static, x, where, scale, bias)
-    d_x, _, d_scale, d_bias = norm_reverse(config, (*arrays, statistics), static[1].divided(x, d_y))
-    d_scale, d_bias = (None if d is None else d.reshape(p.shape) for d, p in ((d_scale, scale), (d_bias, bias)))
-    return d_x.reshape(x.shape), None, d_scale, d_bias
-
-
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _normalize_rows(static: _Static, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    config, arrays = _as_rows(static, x, where, scale, bias)
-    y: Array = norm_primal(config, *arrays)
-    return y.reshape(x.shape)
+def _normalize(how: How, x: Array, *others: Array | None) -> Array:
+    # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
+    y, _ = normalize(how, x, *others)
+    return y

@@ -248,8 +248,8 @@ def _normalize(
     where, weights = as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
-        row = axes_of_row(axes, x.ndim)
-        y: Array = _norm(Config(row, epsilon, centred, bias is not None, row), x, where, scale, bias)
+        config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
+        y: Array = _norm(config, x, where, scale, bias)
         return y
     y, _ = normalize(How(axes, epsilon, name, centred), x, where, weights, scale, bias)
     return y
@@ -270,15 +270,14 @@ def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> 
     return at_rank_of(op, argument, as_promoted_float_array(op, argument, value), x.shape, "x")
 
 
-# The core. Scale and bias have the rank of x, with size 1 along the axes over which they do not extend.
+# The core. Scale and bias have the rank of x, with size 1 along the axes that are not normalised.
 
 
-class Config(NamedTuple):
+class _Config(NamedTuple):
     axes: Axes  # counted from the end
     epsilon: float
     centred: bool
     has_bias: bool
-    parameter_axes: Axes  # along which scale and bias extend, counted from the end
 
 
 class _Statistics(NamedTuple):
@@ -291,29 +290,27 @@ class _Statistics(NamedTuple):
 _Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics | None]
 
 
-def norm_forward(
-    config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+def _norm_forward(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Residuals]:
     y, statistics = _evaluate(config, x, where, scale, bias)
     return y, (x, where, scale, bias, statistics)
 
 
-def norm_reverse(config: Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
+def _norm_reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
     d_x, d_scale, d_bias = _pull_back(config, *residuals, d_y)
     return d_x, None, d_scale, d_bias
 
 
-def norm_primal(config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+@with_reverse_rule(_norm_forward, _norm_reverse, static_argnums=(0,))
+def _norm(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     y: Array = _evaluate(config, x, where, scale, bias)[0]
     return y
 
 
-_norm = with_reverse_rule(norm_forward, norm_reverse, static_argnums=(0,))(norm_primal)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(
-    config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Statistics | None]:
     """The result, and the statistics if they cost nothing.
 
@@ -341,7 +338,7 @@ def _evaluate(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: Config,
+    config: _Config,
     x: Array,
     where: Array | None,
     scale: Array | None,
@@ -371,7 +368,7 @@ def _pull_back(
 
 
 def _evaluate_rows(
-    config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Statistics]:
     wide = selected(widened(x), where)
     statistics = _compute_statistics(config, wide, where, x.dtype)
@@ -388,7 +385,7 @@ def _apply(wide: Array, statistics: _Statistics, where: Array | None, scale: Arr
 
 
 def _pull_back_rows(
-    config: Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     wide = selected(widened(x), where)
     statistics = statistics or _compute_statistics(config, wide, where, x.dtype)
@@ -400,12 +397,12 @@ def _pull_back_rows(
         d_deviations -= moments.average(d_normalized, config.axes, where)
     d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
     row_ndim = x.ndim - _leading_axes(config, x)
-    d_scale = None if scale is None else _sum_over_rows(d_y * normalized, config.parameter_axes, row_ndim)
-    d_bias = _sum_over_rows(d_y, config.parameter_axes, row_ndim) if config.has_bias else None
+    d_scale = None if scale is None else _sum_over_rows(d_y * normalized, config.axes, row_ndim)
+    d_bias = _sum_over_rows(d_y, config.axes, row_ndim) if config.has_bias else None
     return d_x, (d_scale, d_bias)
 
 
-def _leading_axes(config: Config, x: Array) -> int:
+def _leading_axes(config: _Config, x: Array) -> int:
     """How many axes precede the first one that is normalised."""
     return x.ndim + min(config.axes) if config.axes else 0
 
@@ -415,7 +412,7 @@ def _leading_axes(config: Config, x: Array) -> int:
 # applied to the sums, and a barrier hides what is computed twice.
 
 
-def _with_rows_merged(config: Config, x: Array, *arrays: Array | None) -> list[Any]:
+def _with_rows_merged(config: _Config, x: Array, *arrays: Array | None) -> list[Any]:
     """The arrays with their last axes, those of a row of `x`, merged into one; XLA would split it again."""
     number = len(config.axes)
 
@@ -430,12 +427,14 @@ def _with_rows_merged(config: Config, x: Array, *arrays: Array | None) -> list[A
     return list(lax.optimization_barrier([None if a is None else merged(a) for a in arrays]))
 
 
-def _evaluate_all_rows(config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+def _evaluate_all_rows(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+) -> Array:
     return _evaluate_rows(config, x, where, scale, bias)[0]
 
 
 @with_derivatives_of(_evaluate_all_rows)
-def _evaluate_alone(config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+def _evaluate_alone(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
     """The result without the statistics, under a mask of rows."""
     if not platforms.fits_into_a_kernel(config.axes, x.shape):
         return _evaluate_with_statistics(config, x, where, scale, bias)[0]
@@ -446,7 +445,7 @@ def _evaluate_alone(config: Config, x: Array, where: Array | None, scale: Array 
 
 @with_derivatives_of(_evaluate_rows)
 def _evaluate_with_statistics(
-    config: Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
 ) -> tuple[Array, _Statistics]:
     if config.centred:
         n = _count(config, x, where)
@@ -467,7 +466,7 @@ class _Averages(NamedTuple):
 
 @with_derivatives_of(_pull_back_rows)
 def _pull_back_all_rows(
-    config: Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """The cotangents, from statistics unless the mask is one of rows."""
     if statistics is not None:
@@ -492,11 +491,11 @@ def _pull_back_all_rows(
         d_scale = None if d_scale is None else selected(d_scale, where)
     d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
     totals = d_scale, d_y if config.has_bias else None
-    return d_x, jax.tree.map(lambda a: _sum_over_rows(a, config.parameter_axes, row_ndim), totals)
+    return d_x, jax.tree.map(lambda a: _sum_over_rows(a, config.axes, row_ndim), totals)
 
 
 def _averages(
-    config: Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics
 ) -> _Averages:
     d_normalized = _scaled(widened(d_y), scale)
     products = d_normalized * _standardize(widened(x), statistics, None)
@@ -508,7 +507,7 @@ def _averages(
 
 
 def _statistics_and_averages(
-    config: Config, x: Array, d_y: Array, where: Array | None, scale: Array | None
+    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None
 ) -> tuple[_Statistics, _Averages]:
     """Both in one pass, under a mask of rows."""
     x = lax.optimization_barrier(x)  # else the forward pass shares a sum, and no longer stays in registers
@@ -533,20 +532,20 @@ def _scaled(d_y: Array, scale: Array | None) -> Array:
     return d_y if scale is None else d_y * scale.astype(d_y.dtype)
 
 
-def _count(config: Config, x: Array, where: Array | None) -> Array | int:
+def _count(config: _Config, x: Array, where: Array | None) -> Array | int:
     """The number of unmasked elements of each row in which there is one; else 1 or more."""
     if moments.masks_rows(where, config.axes):
         return math.prod(x.shape[a] for a in config.axes)
     return jnp.maximum(moments.count(widened(x), config.axes, where), 1)
 
 
-def _statistics_of(config: Config, narrow: Any, mean: Mean, square_sum: Array, n: Array | int) -> _Statistics:
+def _statistics_of(config: _Config, narrow: Any, mean: Mean, square_sum: Array, n: Array | int) -> _Statistics:
     if _has_one_part(narrow):
         mean = Mean(moments.total(mean), None)
     return _Statistics(mean, reciprocal_root(square_sum / n, mean, config.epsilon))
 
 
-def _zero_statistics(config: Config, x: Array) -> _Statistics:
+def _zero_statistics(config: _Config, x: Array) -> _Statistics:
     """Zeros where a CPU keeps statistics for the reverse pass."""
     zero = jnp.zeros_like(widened(moments.first_of_rows(x, config.axes)))
     mean = Mean(zero, None if _has_one_part(x.dtype) else zero) if config.centred else None
@@ -592,7 +591,7 @@ def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked
     return selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
 
 
-def _compute_statistics(config: Config, x: Array, where: Array | None, narrow: Any) -> _Statistics:
+def _compute_statistics(config: _Config, x: Array, where: Array | None, narrow: Any) -> _Statistics:
     """The statistics of a wide array with 0 under the mask, which had the dtype `narrow`."""
     mean = moments.mean(x, config.axes, where, in_one_part=_has_one_part(narrow)) if config.centred else None
     square_sum = moments.squares(_deviations(x, mean, where), config.axes)
@@ -625,7 +624,7 @@ def _is_fused(x: Array, where: Array | None) -> bool:
 
 
 def _sum_over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:
-    """The sum over all axes but `axes`; those within the last `row_ndim` axes keep size 1."""
+    """The sum over all axes that are not normalised; those within the last `row_ndim` axes keep size 1."""
     total = jnp.sum(x, tuple(a for a in range(-x.ndim, 0) if a not in axes), keepdims=True)
     return total.reshape(total.shape[total.ndim - row_ndim :])
 

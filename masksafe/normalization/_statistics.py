@@ -8,7 +8,7 @@ The statistics and what follows from them have a reverse rule each. In between, 
 mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,7 +18,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
-from masksafe._core.row_moments import RowConfig, or_one, row_moments
+from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
 from masksafe._core.sharding import AxisName, varying_over
 from masksafe._core.typing import Array, Axes
 
@@ -30,6 +30,7 @@ class How(NamedTuple):
     epsilon: float
     axis_name: AxisName
     centred: bool = True  # otherwise by the root mean square
+    groups: Groups | None = None  # of rows that share their statistics
 
 
 class Statistics(NamedTuple):
@@ -49,7 +50,8 @@ def normalize(
 ) -> tuple[Array, Statistics]:
     """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
     weighting = weighting_of(x, where, weights)
-    of_rows = row_moments(RowConfig(how.axes, how.centred), how.axis_name, x, weighting)
+    config = RowConfig(how.axes, how.centred, how.groups)
+    of_rows = row_moments(config, how.axis_name, x, weighting)
     variance = of_rows.squares / or_one(of_rows.weight)
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
@@ -113,16 +115,17 @@ def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
     d_y = selected(d_y.astype(deviations.dtype), where)
     d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
     d_deviations = selected(d_normalized * root, where)
-    d_scale: Any
-    if scale is not None and scale.shape == root.shape:  # two sums give four cotangents
+    if all(p is None or _is_the_same_within_rows(p, root) for p in (scale, bias)):
+        # Two sums over rows give four cotangents.
         total, product = _sum_to(root, d_y), _sum_to(root, d_y * deviations)
-        wide_scale = scale.astype(d_y.dtype)
-        d_scale, d_remainder, d_root = product * root, -total * wide_scale * root, product * wide_scale
+        factor = 1 if scale is None else scale.astype(d_y.dtype)
+        d_remainder, d_root = -total * factor * root, product * factor
+        terms = product * root, total
     else:
-        d_scale = None if scale is None else _sum_to(scale, selected(d_y * deviations * root, where))
         d_remainder, d_root = -_sum_to(root, d_deviations), _sum_to(root, d_normalized * deviations)
-    d_scale = None if scale is None else d_scale.astype(scale.dtype)
-    d_bias = None if bias is None else _sum_to(bias, d_y).astype(bias.dtype)
+        terms = selected(d_y * deviations * root, where), d_y
+    parameters = zip((scale, bias), terms, strict=True)
+    d_scale, d_bias = (None if p is None else _sum_to(p, term).astype(p.dtype) for p, term in parameters)
     return d_deviations.astype(x.dtype), None, None, d_remainder, d_root, d_scale, d_bias
 
 
@@ -137,6 +140,10 @@ def _apply(
     bias: Array | None,
 ) -> Array:
     return _evaluate(x, where, centre, remainder, root, scale, bias)
+
+
+def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
+    return all(n == 1 or of_rows != 1 for n, of_rows in zip(parameter.shape, root.shape, strict=True))
 
 
 def _sum_to(like: Array, x: Array) -> Array:
