@@ -118,6 +118,7 @@ def test_without_jit_and_without_a_mesh_that_is_set():
     assert_close(attention(*sharded, is_causal=True), attention(*inputs, is_causal=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few_of(["structure", "pairs", "mods"], "pairs"))
 def test_every_other_derivative(name):
     arguments, floats = MASKS[name]
@@ -157,6 +158,7 @@ def test_masked_keys_touch_nothing(many_blocks):
         jax.tree.map(np.testing.assert_array_equal, outcome(garbage), clean)
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_remat(many_blocks):
     @jax.jit
     def gradients(many, query, key, value, d_out):

@@ -15,6 +15,7 @@ def test_each_device_receives_the_keys_and_values_of_all_others(candidate):
     np.testing.assert_allclose(received, 2 * (ring_attention.DEVICES - 1) * PART)
 
 
+@pytest.mark.slow
 def test_candidates_agree():
     for mask in ("none", "causal, zigzag"):
         work = ring_attention.prepare(mask, SHAPE)

@@ -101,6 +101,7 @@ def test_losses_are_split_like_the_tokens():
     assert jax.typeof(losses).sharding.spec == P("x", "y")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["tokens and classes", slow("tokens"), slow("classes")])
 @pytest.mark.parametrize("reduction", ["mean", slow("none")])
 def test_every_other_derivative(split, reduction):
@@ -186,6 +187,7 @@ def test_vmap_scan_and_remat():
     assert_close(actual, gradients(many, *ARGS))
 
 
+@pytest.mark.slow
 def test_a_vmap_over_an_axis_that_is_split():
     many = np.stack([FEATURES, np.cos(FEATURES)])
 
