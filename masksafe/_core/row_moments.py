@@ -125,7 +125,8 @@ def _evaluate(config: RowConfig, x: Array, where: Array | None, weights: Array |
     if not config.centred:
         zero = jnp.zeros_like(weight)
         return _Sums(weight, zero, zero, _sum_of_squares(config, wide, weights))
-    centre = lax.stop_gradient(_centre(config, x, where, weights, weight))
+    # Apart: XLA may compute a sum twice, in another order, and the deviations would be those from another centre.
+    centre = platforms.apart(lax.stop_gradient(_centre(config, x, where, weights, weight)))
     shifted = selected(wide - centre, where)
     return _Sums(weight, centre, _sum(config, shifted, weights), _sum_of_squares(config, shifted, weights))
 
@@ -190,14 +191,14 @@ def _merged_in_one_exchange(axis_name: AxisName, sums: _Sums) -> _Sums:
 def _merged(parts: _Sums) -> _Sums:
     """The sums of all parts, which lie along the first axis."""
     weight = jnp.sum(parts.weight, 0, keepdims=True)
-    centre = lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight))
+    centre = platforms.apart(lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight)))
     of_all = weight, centre, *(jnp.sum(x, 0, keepdims=True) for x in _about(centre, parts))
     return _Sums(*(x[0] for x in of_all))
 
 
 def _merged_in_two_exchanges(axis_name: AxisName, sums: _Sums) -> _Sums:
     weight, total = sums_over_devices(axis_name, sums.weight, lax.stop_gradient(sums.weight * sums.centre))
-    centre = lax.stop_gradient(total / or_one(weight))
+    centre = platforms.apart(lax.stop_gradient(total / or_one(weight)))
     return _Sums(weight, centre, *sums_over_devices(axis_name, *_about(centre, sums)))
 
 
