@@ -12,7 +12,7 @@ from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
-class How(NamedTuple):
+class Reduction(NamedTuple):
     """What is reduced, and what remains. It is static."""
 
     axes: Axes
@@ -26,8 +26,8 @@ class How(NamedTuple):
 
 def read_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: Any, weights: Any, axis_name: Any, keepdims: bool
-) -> tuple[How, Array, Array | None, Array | None]:
+) -> tuple[Reduction, Array, Array | None, Array | None]:
     """What is reduced, the array, and its mask and weights at its rank."""
     x = as_array(op, "x", x)
-    how = How(canonical_axes(op, axis, x.ndim), bool(keepdims), as_axis_name(op, axis_name))
+    how = Reduction(canonical_axes(op, axis, x.ndim), bool(keepdims), as_axis_name(op, axis_name))
     return how, x, as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)

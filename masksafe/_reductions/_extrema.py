@@ -12,7 +12,7 @@ from masksafe._core.arguments import as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._reductions._arguments import How, read_arguments
+from masksafe._reductions._arguments import Reduction, read_arguments
 
 
 def max(  # noqa: A001
@@ -105,25 +105,25 @@ def _extremum(op: str, x: ArrayLike, axis: Axis | None, where: Any, axis_name: A
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _reduce(op: str, how: How, x: Array, where: Array | None) -> Array:
+def _reduce(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
         return how.shaped(_of_floats(op, how, x, where))
     return how.shaped(_evaluate(op, how, x, where))
 
 
-def _evaluate(op: str, how: How, x: Array, where: Array | None) -> Array:
+def _evaluate(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
     reduce, of_nothing = (jnp.max, _lowest(x.dtype)) if op == "max" else (jnp.min, _highest(x.dtype))
     local = reduce(selected(x, where, of_nothing), how.axes, keepdims=True, initial=of_nothing)
     return local if how.axis_name is None else reduce(of_all_devices(how.axis_name, local), 0)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_floats(op: str, how: How, x: Array, where: Array | None) -> Array:
+def _of_floats(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
     return _evaluate(op, how, x, where)
 
 
 @_of_floats.defjvp
-def _derivative(op: str, how: How, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative(op: str, how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
     x, where = primals
     extremum = _of_floats(op, how, x, where)

@@ -15,7 +15,7 @@ from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._reductions._arguments import How, read_arguments
+from masksafe._reductions._arguments import Reduction, read_arguments
 
 
 @jax.tree_util.register_dataclass
@@ -117,7 +117,7 @@ def as_summand(x: ArrayLike) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _total_and_count(how: How, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
     where, weights = weighting_of(x, where, weights)
     is_float = weights is not None or jnp.issubdtype(x.dtype, jnp.inexact)
     total = jnp.sum(weighted(widened(selected(x, where)), weights) if is_float else selected(x, where), how.axes)

@@ -13,7 +13,7 @@ from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, total_weight, weighted
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._reductions._arguments import How, read_arguments
+from masksafe._reductions._arguments import Reduction, read_arguments
 
 
 def sum(  # noqa: A001
@@ -65,7 +65,7 @@ def sum(  # noqa: A001
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _weighted_sum(how: How, x: Array, where: Array | None, weights: Array | None) -> Array:
+def _weighted_sum(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
     dtype = float_dtype(x.dtype)
     if weights is None and x.dtype != dtype:  # a sum of integers
         return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
@@ -126,7 +126,7 @@ def mean(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean(how: How, x: Array, where: Array | None, weights: Array | None) -> Array:
+def _mean(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)

@@ -18,7 +18,7 @@ from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.row_moments import RowConfig, row_moments
 from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._reductions._arguments import How, read_arguments
+from masksafe._reductions._arguments import Reduction, read_arguments
 
 
 def var(
@@ -153,7 +153,9 @@ _AxesAndCorrection = tuple[Axes, float]
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _reduce(how: How, correction: float, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+def _reduce(
+    how: Reduction, correction: float, x: Array, where: Array | None, weights: Array | None
+) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`."""
     if weights is None and how.axis_name is None:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
