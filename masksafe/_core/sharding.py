@@ -114,7 +114,7 @@ def vary_with(tree: Any, others: Any) -> Any:
     zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
 
     def moved(x: jax.Array) -> jax.Array:
-        if not _is_random_key(x):
+        if not is_random_key(x):
             return x + zero.astype(x.dtype)
         data = jax.random.key_data(x)
         key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
@@ -137,11 +137,11 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 
     It is a sum over empty slices, which XLA removes.
     """
-    plain = [jax.random.key_data(x) if _is_random_key(x) else x for x in arrays]
+    plain = [jax.random.key_data(x) if is_random_key(x) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
 
 
-def _is_random_key(x: jax.Array) -> bool:
+def is_random_key(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 

@@ -15,7 +15,14 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core.arguments import message
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import or_one
-from masksafe._core.sharding import AxisName, as_axis_name, is_same_on_devices, varying_over, zeros_of_types
+from masksafe._core.sharding import (
+    AxisName,
+    as_axis_name,
+    is_random_key,
+    is_same_on_devices,
+    varying_over,
+    zeros_of_types,
+)
 from masksafe._core.typing import Array
 from masksafe._reductions._masked_mean import MaskedMean, as_summand
 
@@ -191,8 +198,7 @@ def _cut(name: str, x: Any, number: int) -> Array | None:
     if number == 1:
         return None
     if not _has_leading_axis(x):
-        is_key = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.split(x, number) if is_key else None
+        return jax.random.split(x, number) if hasattr(x, "dtype") and is_random_key(x) else None
     if x.shape[0] % number:
         expected = f"a leading axis that {number} microbatches divide"
         raise ValueError(message(_OP, name, f"shape {x.shape}", expected))

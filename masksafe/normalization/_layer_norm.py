@@ -33,7 +33,7 @@ from masksafe._core.row_moments import RowConfig, or_one, row_moments
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon
-from masksafe.normalization._statistics import How, normalize, reciprocal_root
+from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
 
 
 def layer_norm(
@@ -376,12 +376,7 @@ def _evaluate_rows(
 
 
 def _apply(wide: Array, statistics: _Statistics, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    y = _standardize(wide, statistics, where)
-    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
-        y *= selected(scale.astype(y.dtype), where)
-    if bias is not None:
-        y += bias.astype(y.dtype)
-    return selected(y, where)
+    return scaled_and_shifted(_standardize(wide, statistics, where), where, scale, bias)
 
 
 def _pull_back_rows(

@@ -79,6 +79,15 @@ def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array
     return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
+def scaled_and_shifted(y: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+    """The normalised elements times the scale plus the bias; 0 under the mask."""
+    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
+        y *= selected(scale.astype(y.dtype), where)
+    if bias is not None:
+        y += bias.astype(y.dtype)
+    return selected(y, where)
+
+
 # From the statistics to the result.
 
 _Arguments = tuple[Array, Array | None, Array, Array, Array, Array | None, Array | None]
@@ -97,12 +106,8 @@ def _evaluate(
     scale: Array | None,
     bias: Array | None,
 ) -> Array:
-    y = selected(_deviations(x, where, centre, remainder) * root, where)
-    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
-        y *= selected(scale.astype(y.dtype), where)
-    if bias is not None:
-        y += bias.astype(y.dtype)
-    return selected(y, where).astype(x.dtype)
+    normalized = selected(_deviations(x, where, centre, remainder) * root, where)
+    return scaled_and_shifted(normalized, where, scale, bias).astype(x.dtype)
 
 
 def _forward(*args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
+from masksafe._core.sharding import is_random_key
 from masksafe.testing._modes import MODES, Derive, Function
 from masksafe.testing._trees import bits, check_addressable, generator, is_float, random_like, weighted_sum
 
@@ -158,7 +159,7 @@ def _is_numeric(leaf: Any) -> bool:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+    return isinstance(leaf, jax.Array) and is_random_key(leaf)
 
 
 def _as_array(leaf: Any) -> Any:
