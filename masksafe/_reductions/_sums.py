@@ -40,8 +40,8 @@ def sum(  # noqa: A001
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The sum, of the dtype that `jnp.sum` gives; float16 and bfloat16 are accumulated in float32. The
-      gradient with respect to a masked element is exactly 0.
+      The sum, of the dtype that `jnp.sum` gives, but of integers with weights a float; float16 and bfloat16 are
+      accumulated in float32. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean, or `weights` are not real.

@@ -61,8 +61,8 @@ def group_norm(
       makes the unmasked elements of its group NaN, and no others.
 
     Raises:
-      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, `num_groups` is not an int, or
-        `epsilon` is traced.
+      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, `weights` are not real,
+        `num_groups` is not an int, or `epsilon` is traced.
       ValueError: if `num_groups` does not divide the channels, `scale` or `bias` has the wrong shape, `where` or
         `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or there is no
         axis of the name `axis_name`.

@@ -87,7 +87,8 @@ def layer_norm(
       row NaN. Deviations whose squares overflow, in float32 those beyond about 1e19, come out as 0.
 
     Raises:
-      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, or `epsilon` is traced.
+      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, `weights` are not real, or
+        `epsilon` is traced.
       ValueError: if `scale` or `bias` has the wrong shape, `where` or `weights` do not broadcast to the shape of `x`,
         `axis` is out of range, `epsilon` is negative, or there is no axis of the name `axis_name`.
 
@@ -143,9 +144,10 @@ def rms_norm(
       zeros, even with an `epsilon` of 0. Otherwise see `layer_norm`.
 
     Raises:
-      TypeError: if `x` or `scale` is not a float array, `where` is not boolean, or `epsilon` is traced.
-      ValueError: if `scale` has the wrong shape, `where` does not broadcast to the shape of `x`, `axis` is out of
-        range, or `epsilon` is negative.
+      TypeError: if `x` or `scale` is not a float array, `where` is not boolean, `weights` are not real, or `epsilon` is
+        traced.
+      ValueError: if `scale` has the wrong shape, `where` or `weights` do not broadcast to the shape of `x`, `axis` is
+        out of range, `epsilon` is negative, or there is no axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
