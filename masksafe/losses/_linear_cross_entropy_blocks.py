@@ -37,6 +37,7 @@ from masksafe._core.sharding import varying_zero
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
+from masksafe.losses._linear._token_blocks import Block, TokenBlocks
 
 
 class Sizes(NamedTuple):
@@ -214,40 +215,26 @@ def losses_and_gradients(
     config: Config, tokens: Tokens, layer: Layer, d_losses: Array | None
 ) -> tuple[Array, Gradients | None]:
     """The losses `[N]`, 0 where masked, and the gradients if the cotangents `[N]` are given."""
-    order, place, count = _pack(config, tokens)
-    state = _initial_state(tokens, layer, d_losses, order.size)
+    blocks = TokenBlocks.of(tokens.labels.size, tokens.live, config.on_cpu.token_block)
 
-    def one_block(start: Any, size: int, state: _State) -> _State:
-        chosen = lax.dynamic_slice_in_dim(order, start, size)
-        live = start + jnp.arange(size) < count
-        features = jnp.where(live[:, None], tokens.features[chosen], 0)
-        labels = jnp.where(live, tokens.labels[chosen], 0)[:, None]
+    def one_block(block: Block, state: _State) -> _State:
+        features, labels = block.take(tokens.features), block.take(tokens.labels)[:, None]
         logits = matmul(features, layer.kernel, 1, 0)
         if layer.bias is not None:
             logits += layer.bias[None].astype(logits.dtype)
         rows = _sums_of_block(config, layer, logits, labels)
-        new = jnp.where(live, row_losses(config, layer, rows, labels)[:, 0], 0)
-        losses = lax.dynamic_update_slice_in_dim(state.losses, new, start, 0)
+        losses = block.put(state.losses, selected(row_losses(config, layer, rows, labels)[:, 0], block.live))
         if d_losses is None or state.gradients is None:
             return _State(losses, None)
-        d_loss = jnp.where(live, d_losses[chosen].astype(losses.dtype), 0)[:, None]
+        d_loss = block.take(d_losses.astype(losses.dtype))[:, None]
         is_label = class_index(logits.shape) == sharding.local_class(config.axis_name, labels, logits.shape[1])
         d_logits = logit_cotangents(config, logits, is_label, row_cotangents(config, layer, rows, labels, d_loss))
-        return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, start))
+        return _State(losses, _add_gradients(config, state.gradients, features, layer, d_logits, block))
 
-    done: Any = 0
-    *whole_sizes, last_size = _block_sizes(config)
-    for size in (*whole_sizes, last_size):
-        rest = count - done
-        number, first = rest // size if size > last_size else -(-rest // size), done
-        state = lax.fori_loop(
-            0, number, lambda i, state, n=size, first=first: one_block(first + i * n, n, state), state
-        )
-        done += number * size
-    losses, gradients = state
+    losses, gradients = blocks.fold(one_block, _initial_state(tokens, layer, d_losses, blocks.length))
     if gradients is not None:
-        gradients = gradients._replace(features=_unpack(gradients.features, place, tokens.live))
-    return _unpack(losses, place, tokens.live), gradients
+        gradients = gradients._replace(features=blocks.put_back(gradients.features))
+    return blocks.put_back(losses), gradients
 
 
 class _State(NamedTuple):
@@ -271,33 +258,6 @@ def _initial_state(tokens: Tokens, layer: Layer, d_losses: Array | None, length:
     return _State(no_sum((length,)), Gradients(d_features, no_sum(layer.kernel.shape), d_bias))
 
 
-def _block_sizes(config: Config) -> tuple[int, ...]:
-    """The size of most blocks, and a smaller one for the remaining tokens, which reduces padding."""
-    small = -(-config.on_cpu.token_block // 4)
-    return (
-        (config.on_cpu.token_block, small)
-        if small >= platforms.FEWEST_TOKENS_OF_A_SMALL_BLOCK
-        else (config.on_cpu.token_block,)
-    )
-
-
-def _pack(config: Config, tokens: Tokens) -> tuple[Array, Array, Array | int]:
-    """The order of the tokens with unmasked ones first, padded for the last block; their places; the unmasked count."""
-    number = tokens.features.shape[0]
-    length = -(-number // config.on_cpu.token_block) * config.on_cpu.token_block + _block_sizes(config)[-1]
-    if tokens.live is None:
-        order = jnp.arange(number, dtype=jnp.int32)
-        return jnp.pad(order, (0, length - number)), order, number
-    order = jnp.argsort(~tokens.live, stable=True).astype(jnp.int32)
-    place = jnp.maximum(jnp.cumsum(tokens.live, dtype=jnp.int32) - 1, 0)
-    return jnp.pad(order, (0, length - number)), place, jnp.sum(tokens.live, dtype=jnp.int32)
-
-
-def _unpack(packed: Array, place: Array, live: Array | None) -> Array:
-    result = packed[place]
-    return selected(result, None if live is None else live.reshape(-1, *[1] * (result.ndim - 1)))
-
-
 def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> RowSums:
     classes = divide(logits.shape[-1], config.on_cpu.class_tile)
     zero = jnp.zeros_like(logits[:, :1])
@@ -309,7 +269,7 @@ def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -
 
 
 def _add_gradients(
-    config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, start: Array
+    config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, block: Block
 ) -> Gradients:
     classes = divide(d_logits.shape[-1], config.on_cpu.class_tile)
     d_bias = gradients.bias
@@ -329,7 +289,7 @@ def _add_gradients(
         return lax.dynamic_update_slice_in_dim(d_kernel, added, tile.start, 1)
 
     return Gradients(
-        lax.dynamic_update_slice_in_dim(gradients.features, d_features, start, 0),
+        block.put(gradients.features, d_features),
         lax.fori_loop(0, classes.number, add, gradients.kernel),
         d_bias,
     )
