@@ -120,7 +120,9 @@ def _sums_of_tile(config: Config, layer: Layer, logits: Array, labels: Array, cl
     largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
     shift = finite_shift(largest)
     is_other = ~is_label if live is None else ~is_label & live
-    number = jnp.zeros_like(largest) + (x.shape[-1] if live is None else jnp.sum(live))
+    number = jnp.zeros_like(largest) + (
+        x.shape[-1] if live is None else jnp.sum(live, -1, keepdims=True, dtype=x.dtype)
+    )
     return RowSums(
         largest,
         jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True),
