@@ -46,11 +46,11 @@ def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Arra
     return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
 
 
-def as_weights_of(op: str, weights: Any, shape: Sequence[int]) -> Array | None:
-    """The argument `weights` of an op, reshaped to the rank of `shape`, the shape of `x`, but not expanded; or None."""
+def as_weights_of(op: str, weights: Any, shape: Sequence[int], of: str = "x") -> Array | None:
+    """The argument `weights` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None."""
     if weights is None:
         return None
-    return at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, "x")
+    return at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, of)
 
 
 class Weighting(NamedTuple):

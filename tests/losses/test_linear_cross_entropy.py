@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.losses import _linear_cross_entropy, linear_softmax_cross_entropy
-from masksafe.losses._linear_cross_entropy_tiles import default_sizes
+from masksafe.losses import linear_softmax_cross_entropy
+from masksafe.losses._linear import _rules
+from masksafe.losses._linear._tiles import default_sizes
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24
@@ -30,7 +31,7 @@ OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
     """So that there are several, and the last one (24 classes in tiles of 5) repeats a class."""
-    monkeypatch.setattr(_linear_cross_entropy, "default_class_tile", lambda *_: 5)
+    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
 
 
 def unfused(features, kernel, labels, *, bias=None, where=None, reduction="mean", **options):

@@ -1,6 +1,6 @@
-"""The cross-entropy of a linear layer elsewhere than on a CPU: large tiles, each a few matrix products and reductions.
+"""The rows of a linear layer's logits elsewhere than on a CPU: large tiles, each a few matrix products and reductions.
 
-The formulas are those of the blocks for a CPU. A GPU reads and writes main memory for everything that its matrix
+A GPU reads and writes main memory for everything that its matrix
 products and reductions exchange, so what counts is how often the logits, the kernel and its gradient pass through it:
 
 * The forward pass keeps the sums of each row. The reverse pass computes the logits again, tile by tile, with the actual
@@ -21,29 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding
+from masksafe._core import platforms
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
-from masksafe._core.soft_cap import soft_capped
 from masksafe._core.typing import Array
-from masksafe.losses._linear_cross_entropy_blocks import (
-    Config,
-    Gradients,
-    Layer,
-    RowCotangents,
-    RowSums,
-    Sizes,
-    Tokens,
-    add_sums,
-    combine_devices,
-    finite_shift,
-    logit_cotangents,
-    matmul,
-    row_cotangents,
-    row_losses,
-)
+from masksafe.losses._linear._blocks import Config, Sizes, logits_of, matmul
+from masksafe.losses._linear._formula import Formula, Gradients, Layer, Part, Tokens
 
 State = TypeVar("State")
 Tree = TypeVar("Tree")
@@ -62,39 +47,50 @@ def default_sizes(tokens: int, width: int, classes: int, block_size: int | None,
     return Sizes(block, min(classes, aligned))
 
 
-def losses_and_sums(config: Config, tokens: Tokens, layer: Layer) -> tuple[Array, RowSums]:
-    """The losses `[N]`, 0 where masked, and the sums of each row `[N, 1]`, of use where unmasked."""
-    sizes = _sizes(config, tokens)
+def outputs_and_sums(config: Config, tokens: Tokens, layer: Layer) -> tuple[tuple[Array, ...], Any]:
+    """The outputs `[N]`, 0 where masked, and the sums of each row `[N, 1]`, of use where unmasked."""
+    formula, sizes = config.formula, _sizes(config, tokens)
     packed = _Packed.of(tokens, sizes.token_block)
-    features, labels = packed.take(tokens.features), packed.take(_local_labels(config, tokens, layer))
+    labels = packed.take(config.local_labels(layer, tokens.labels[:, None]))
+    features = packed.take(tokens.features)
     zero = _zeros((packed.length, 1), wide_dtype(layer.kernel.dtype), (tokens, layer))
 
-    def of_tile(start: Any, tile: Layer, rows: RowSums) -> RowSums:
-        def of_block(i: Any, rows: RowSums) -> RowSums:
-            logits = _logits(packed.block(features, i), tile)
-            new = _sums_in_one_pass(config, logits, _is_label(logits.shape, packed.block(labels, i), start))
-            pairs = zip(rows, add_sums(packed.block(rows, i), new), strict=True)
-            return RowSums(*(packed.with_block(x, i, part) for x, part in pairs))
+    def of_tile(start: Any, tile: Layer, rows: Any) -> Any:
+        def of_block(i: Any, rows: Any) -> Any:
+            logits = logits_of(packed.block(features, i), tile)
+            is_label = _is_label(logits.shape, packed.block(labels, i), start)
+            new = _sums_in_one_pass(formula, Part(logits, is_label, None, tile.class_weights))
+            added = formula.add(packed.block(rows, i), new)
+            return jax.tree.map(lambda x, part: packed.with_block(x, i, part), rows, added)
 
         return packed.over_blocks(of_block, rows)
 
-    rows = _over_tiles(layer, sizes.class_tile, of_tile, RowSums(zero - jnp.inf, *[zero] * 4))
-    rows = jax.tree.map(packed.put_back, combine_devices(config, rows))
-    losses = row_losses(config, layer, rows, tokens.labels[:, None])[:, 0]
-    return selected(losses, tokens.live), rows
+    nothing = jax.tree.map(lambda x: zero + x.astype(zero.dtype), formula.nothing)
+    rows = _over_tiles(layer, sizes.class_tile, of_tile, nothing)
+    rows = jax.tree.map(packed.put_back, formula.add_devices(config.axis_name, rows))
+    outputs = formula.outputs(rows, tokens.labels[:, None], config.classes(layer))
+    return tuple(selected(x[:, 0], tokens.live) for x in outputs), rows
 
 
 def gradients(
-    config: Config, tokens: Tokens, layer: Layer, rows: RowSums, d_losses: Array, factor: Array, dtypes: Gradients
+    config: Config,
+    tokens: Tokens,
+    layer: Layer,
+    rows: Any,
+    d_outputs: tuple[Array, ...],
+    factor: Array,
+    dtypes: Gradients,
 ) -> Gradients:
-    """The gradients of the sum of `losses * d_losses * factor`, in the given dtypes; 0 where masked or `factor` is 0.
+    """The gradients of the sum of `outputs * d_outputs * factor`, in the given dtypes; 0 where masked or `factor` is 0.
 
     The cotangents of the logits are rounded before they are multiplied by the factor.
     """
-    sizes = _sizes(config, tokens)
+    formula, sizes = config.formula, _sizes(config, tokens)
     packed = _Packed.of(tokens, sizes.token_block)
-    features, labels = packed.take(tokens.features), packed.take(_local_labels(config, tokens, layer))
-    rows_of_all = row_cotangents(config, layer, rows, tokens.labels[:, None], d_losses[:, None])
+    labels = packed.take(config.local_labels(layer, tokens.labels[:, None]))
+    features = packed.take(tokens.features)
+    d_rows = tuple(d[:, None] for d in d_outputs)
+    rows_of_all = formula.row_cotangents(rows, tokens.labels[:, None], config.classes(layer), d_rows)
     operands = features, labels, _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
     first = packed.block(operands, 0)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if tokens.live is None else (factor != 0) & jnp.any(tokens.live)
@@ -106,10 +102,10 @@ def gradients(
         def of_block(i: Any, sums: _Sums) -> _Sums:
             is_first = sums.kernel is None
             block, labels, rows = first if is_first else packed.block(operands, i)
-            logits = _logits(block, tile)
+            logits = logits_of(block, tile)
             known = is_label if is_first else None
             at = _is_label(logits.shape, labels, start) if known is None else known
-            d_logits = logit_cotangents(config, logits, at, rows)
+            d_logits = formula.logit_cotangents(Part(logits, at, None, tile.class_weights), rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = packed.block(sums.features, i) + matmul(d_logits, tile.kernel, 1, 1)
@@ -127,7 +123,7 @@ def gradients(
     def labels_of_first_block(start: Any) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
-    every = tokens, layer, rows, d_losses, factor
+    every = tokens, layer, rows, d_outputs, factor
     d_features = _zeros((packed.length, layer.kernel.shape[0]), wide_dtype(layer.kernel.dtype), every)
     d_kernel = _zeros(layer.kernel.shape, dtypes.kernel, every)
     d_bias = None if layer.bias is None else _zeros(layer.bias.shape, dtypes.bias, every)
@@ -176,29 +172,15 @@ def _sizes(config: Config, tokens: Tokens) -> Sizes:
 # A tile of logits.
 
 
-def _logits(features: Array, tile: Layer) -> Array:
-    logits = matmul(features, tile.kernel, 1, 0)
-    return logits if tile.bias is None else logits + tile.bias[None].astype(logits.dtype)
-
-
-def _local_labels(config: Config, tokens: Tokens, layer: Layer) -> Array:
-    """The labels `[N, 1]`, counted from the first class of this device."""
-    return sharding.local_class(config.axis_name, tokens.labels[:, None], layer.kernel.shape[1])
-
-
 def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
     return jnp.equal(start + class_index(shape), labels)
 
 
-def _sums_in_one_pass(config: Config, logits: Array, is_label: Array) -> RowSums:
+def _sums_in_one_pass(formula: Formula, part: Part) -> Any:
     """The sums of each row: every logit is a sum of its own, and these are added."""
-    x = soft_capped(logits, config.soft_cap)
-    zero = jnp.zeros_like(x)
-    total = x - finite_shift(x) if config.label_smoothing else zero
-    of_each = RowSums(x, jnp.where(is_label, 0, zero + 1), jnp.where(is_label, x, 0), zero + 1, total)
-    nothing = RowSums(*(jnp.asarray(value, x.dtype) for value in (-jnp.inf, 0, 0, 0, 0)))
-    sums = lax.reduce(of_each, nothing, add_sums, (1,))
-    return RowSums(*(x[:, None] for x in sums))
+    nothing = jax.tree.map(lambda x: x.astype(part.logits.dtype), formula.nothing)
+    sums = lax.reduce(formula.sums_of_each(part), nothing, formula.add, (1,))
+    return jax.tree.map(lambda x: x[:, None], sums)
 
 
 # Tokens in blocks, unmasked ones first, and classes in tiles.
@@ -252,9 +234,9 @@ class _Packed(NamedTuple):
         return state if self.size == self.length else lax.fori_loop(1, self.blocks, body, state)
 
 
-def _without_dead(rows: RowCotangents, live: Array | None) -> RowCotangents:
-    of_all = None if rows.of_all is None else selected(rows.of_all, live)
-    return RowCotangents(rows.shift, selected(rows.of_exp, live), of_all, selected(rows.at_label, live))
+def _without_dead(rows: Any, live: Array | None) -> Any:
+    """The cotangents of rows, 0 where dead. The shift stays: relative to another an exponential may be infinite."""
+    return jax.tree.map(lambda x: selected(x, live), rows)._replace(shift=rows.shift)
 
 
 def _over_tiles(

@@ -1,0 +1,141 @@
+"""Log-probabilities and entropies of a linear layer, for fine-tuning with large vocabularies."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from masksafe._core import sharding
+from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.typing import Array, ArrayLike
+from masksafe.losses._linear import _arguments as arguments
+from masksafe.losses._linear._cross_entropy import CrossEntropy
+from masksafe.losses._linear._log_probs import LogProbAndEntropy
+from masksafe.losses._linear._rules import Options, token_outputs
+
+_OP = "linear_log_probs"
+
+
+@overload
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: float = 1.0,
+    logit_soft_cap: float | None = None,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+    with_entropy: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: float = 1.0,
+    logit_soft_cap: float | None = None,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+    with_entropy: Literal[True],
+) -> tuple[Array, Array]: ...
+
+
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: float = 1.0,
+    logit_soft_cap: float | None = None,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+    with_entropy: bool = False,
+) -> Array | tuple[Array, Array]:
+    r"""Log-probability of each label under the softmax of a linear layer, without the logits in memory.
+
+    .. math::
+      a_t = f_t W + b, \qquad x_t = \frac{\kappa}{T} \tanh(a_t / \kappa), \qquad
+      p_{tc} = \frac{e^{x_{tc}}}{\sum_j e^{x_{tj}}}
+
+      \log p_{t y_t}, \qquad H_t = -\sum_c p_{tc} \log p_{tc}
+
+    What fine-tuning by policy gradients needs of a language model: the log-probabilities of the tokens that were
+    sampled, at the temperature at which they were sampled, and the entropies of the distributions. The logits exist for
+    one block of tokens at a time, forward and in reverse, and only blocks with unmasked tokens are computed; the
+    reverse pass computes them again, four matrix products in total. It omits tokens whose cotangents are 0, such as
+    those whose advantage is 0. The logits are those of `linear_softmax_cross_entropy`.
+
+    Args:
+      features: floats `[..., D]`, one row for each token.
+      kernel: floats `[D, V]`.
+      labels: integers `[...]` in [0, V).
+      bias: `[V]`, or None.
+      where: booleans `[...]`; False masks a token.
+      temperature: :math:`T`, positive; it divides the logits after the soft cap.
+      logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
+      block_size: the number of tokens in a block; None chooses it.
+      axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
+        count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
+      with_entropy: whether to return the entropies too.
+
+    Returns:
+      The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
+      is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
+      gradients of 0 and no influence. Gradients flow through both, have the dtypes of their arguments, and are
+      accumulated in at least float32.
+
+      * Digits are kept where a token is nearly certain: a log-probability close to 0 and an entropy close to 0 have a
+        small relative error.
+      * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
+        entropy, which does not depend on it. See `masksafe.label_checks`.
+      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf.
+      * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
+      * On meshes it is split as `linear_softmax_cross_entropy` is.
+
+    Raises:
+      TypeError: if a dtype is wrong.
+      ValueError: if the shapes do not fit or a number is out of range. While label checks are on, for a bad label.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
+      >>> kernel = jnp.arange(12.0).reshape(3, 4)
+      >>> log_probs, entropies = masksafe.losses.linear_log_probs(
+      ...     features, kernel, labels, where=labels >= 0, temperature=2.0, with_entropy=True
+      ... )
+      >>> with jnp.printoptions(precision=4):
+      ...     print(log_probs, entropies)
+      [-1.7873 -0.7873  0.    ] [1.2451 1.2451 0.    ]
+
+    References:
+      Ouyang et al., "Training language models to follow instructions with human feedback", 2022; Shao et al.,
+      "DeepSeekMath", 2024: two losses of these log-probabilities.
+
+      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
+    """
+    features, kernel, bias = arguments.read_layer(_OP, features, kernel, bias)
+    labels = arguments.read_labels(_OP, features, labels)
+    where = arguments.read_where(_OP, where, labels)
+    axis_name = sharding.as_axis_name(_OP, axis_name)
+    formula = LogProbAndEntropy if with_entropy else CrossEntropy
+    options = Options(
+        formula(arguments.read_soft_cap(_OP, logit_soft_cap), arguments.read_temperature(_OP, temperature)),
+        arguments.read_block_size(_OP, block_size),
+        axis_name,
+    )
+    mask = None if where is None else where[..., None]
+    bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, kernel.shape[1]), axis_name)
+    outputs = token_outputs(options, features, labels, where, kernel, bias, None)
+    if with_entropy:
+        log_probs, entropies = outputs
+        return nan_where_bad(log_probs, bad_rows), entropies
+    return nan_where_bad(0 - outputs[0], bad_rows)
