@@ -62,8 +62,7 @@ def outputs_and_gradients(
     def one_block(block: Block, state: _State) -> _State:
         features, labels = block.take(tokens.features), block.take(tokens.labels)[:, None]
         logits = logits_of(features, layer)
-        is_label = class_index(logits.shape) == config.local_labels(layer, labels)
-        rows = _sums_of_block(config, layer, logits, is_label)
+        rows = _sums_of_block(config, layer, logits, config.local_labels(layer, labels))
         new = formula.outputs(rows, labels, config.classes(layer))
         outputs = tuple(
             block.put(old, selected(x[:, 0], block.live)) for old, x in zip(state.outputs, new, strict=True)
@@ -72,6 +71,7 @@ def outputs_and_gradients(
             return _State(outputs, None)
         d_new = tuple(block.take(d.astype(x.dtype))[:, None] for d, x in zip(d_outputs, new, strict=True))
         row_cotangents = formula.row_cotangents(rows, labels, config.classes(layer), d_new)
+        is_label = class_index(logits.shape) == config.local_labels(layer, labels)
         d_logits = formula.logit_cotangents(Part(logits, is_label, None, layer.class_weights), row_cotangents)
         return _State(outputs, _add_gradients(config, state.gradients, features, layer, d_logits, block))
 
@@ -105,25 +105,26 @@ def _initial_state(
     return _State(outputs, Gradients(d_features, no_sum(layer.kernel.shape), d_bias))
 
 
-def _sums_of_block(config: Config, layer: Layer, logits: Array, is_label: Array) -> Any:
+def _sums_of_block(config: Config, layer: Layer, logits: Array, labels: Array) -> Any:
     formula, classes = config.formula, divide(logits.shape[-1], config.on_cpu.class_tile)
     zero = jnp.zeros_like(logits[:, :1])
 
     def add(j: Any, rows: Any) -> Any:
-        return formula.add(rows, formula.sums(_part(layer, logits, is_label, classes.tile(j))))
+        return formula.add(rows, formula.sums(_part(layer, logits, labels, classes.tile(j))))
 
     nothing = jax.tree.map(lambda x: zero + x.astype(zero.dtype), formula.nothing)
     return formula.add_devices(config.axis_name, lax.fori_loop(0, classes.number, add, nothing))
 
 
-def _part(layer: Layer, logits: Array, is_label: Array, classes: Tile) -> Part:
+def _part(layer: Layer, logits: Array, labels: Array, classes: Tile) -> Part:
     """A tile of the classes."""
     weights = None if layer.class_weights is None else take(layer.class_weights, 0, classes)
-    logits, is_label = take(logits, 1, classes), take(is_label, 1, classes)
+    logits = take(logits, 1, classes)
+    index = classes.start + class_index(logits.shape)
     if not classes.is_ragged:
-        return Part(logits, is_label, None, weights)
-    live = classes.start + class_index(logits.shape) >= classes.first
-    return Part(logits, is_label & live, live, weights)
+        return Part(logits, index == labels, None, weights)
+    live = index >= classes.first
+    return Part(logits, (index == labels) & live, live, weights)
 
 
 def _add_gradients(
