@@ -206,14 +206,11 @@ def _token_outputs_forward(config: Config, *args: Any) -> tuple[Outputs, Any]:
 
 
 def _token_outputs_reverse(config: Config, residuals: Any, d_outputs: Outputs) -> tuple[Any, ...]:
-    (features, labels, live, *layer), sums = residuals
-    d_outputs = tuple(sharding.whole_cotangent(config.axis_name, d) for d in d_outputs)
-    # Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN.
-    is_wanted = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs])
-    live = is_wanted if live is None else is_wanted & live
+    args, sums = residuals
+    _, _, live, *_ = args
+    d_outputs = tuple(selected(sharding.whole_cotangent(config.axis_name, d), live) for d in d_outputs)
     gradients = _gradients_of_one_pass if sums is None else _gradients
-    d_outputs = tuple(jnp.where(live, d, 0) for d in d_outputs)
-    d_features, d_kernel, d_bias = gradients(config, features, labels, live, *layer, sums, d_outputs)
+    d_features, d_kernel, d_bias = gradients(config, *args, sums, d_outputs)
     return d_features, None, None, d_kernel, d_bias, None
 
 
@@ -331,7 +328,18 @@ def _differentiable_gradients(config: Config, *args_and_d_outputs: Any) -> tuple
 
 def _gradients_of_one_pass(config: Config, *args_sums_and_d_outputs: Any) -> Gradients:
     *args, _, d_outputs = args_sums_and_d_outputs
-    return _cast(_differentiable_gradients(config, *args, d_outputs)[1], args)
+    return _cast(_differentiable_gradients(config, *_with_live(args, _wanted(d_outputs)), d_outputs)[1], args)
+
+
+def _wanted(d_outputs: Outputs) -> Array:
+    """Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN."""
+    return functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs])
+
+
+def _with_live(args: Any, wanted: Array) -> tuple[Any, ...]:
+    """The arguments, with only the wanted tokens unmasked."""
+    features, labels, live, *layer = args
+    return features, labels, wanted if live is None else wanted & live, *layer
 
 
 def _cast(gradients: Gradients, args: Any) -> Gradients:
@@ -347,10 +355,10 @@ def _gradients(config: Config, *args_sums_and_d_outputs: Any) -> Gradients:
     """The gradients of the sum of the outputs weighted with `d_outputs`, in the dtypes of the arguments."""
 
     def on_cpu(args: Any, _: Any, d_outputs: Outputs) -> Gradients:
-        return _cast(_gradients_in_blocks(config, args, d_outputs)[1], args)
+        return _cast(_gradients_in_blocks(config, _with_live(args, _wanted(d_outputs)), d_outputs)[1], args)
 
     def elsewhere(args: Any, sums: Any, d_outputs: Outputs) -> Gradients:
-        return _gradients_in_tiles(config, args, sums, d_outputs, jnp.ones((), d_outputs[0].dtype))
+        return _gradients_in_tiles(config, args, sums, d_outputs, jnp.ones((), d_outputs[0].dtype), _wanted(d_outputs))
 
     *args, sums, d_outputs = args_sums_and_d_outputs
     return cast(Gradients, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, args, sums, d_outputs))
@@ -364,11 +372,14 @@ def _gradients_in_blocks(config: Config, args: Any, d_outputs: Outputs) -> tuple
     return _like_labels(args, outputs), gradients._replace(features=gradients.features.reshape(features.shape))
 
 
-def _gradients_in_tiles(config: Config, args: Any, sums: Any, d_outputs: Outputs, factor: Array) -> Gradients:
+def _gradients_in_tiles(
+    config: Config, args: Any, sums: Any, d_outputs: Outputs, factor: Array, wanted: Array | None = None
+) -> Gradients:
     features, _, _, kernel, bias, _ = args
     dtypes = Gradients(features.dtype, kernel.dtype, None if bias is None else bias.dtype)
     flat = tuple(d.reshape(-1) for d in d_outputs)
-    gradients = gradients_in_tiles(config, *_flatten(*args), sums, flat, factor, dtypes)
+    wanted = None if wanted is None else wanted.reshape(-1)
+    gradients = gradients_in_tiles(config, *_flatten(*args), sums, flat, factor, dtypes, wanted)
     return gradients._replace(features=gradients.features.reshape(features.shape))
 
 

@@ -67,7 +67,7 @@ def outputs_and_sums(config: Config, tokens: Tokens, layer: Layer) -> tuple[tupl
 
     nothing = jax.tree.map(lambda x: zero + x.astype(zero.dtype), formula.nothing)
     rows = _over_tiles(layer, sizes.class_tile, of_tile, nothing)
-    rows = jax.tree.map(packed.put_back, formula.add_devices(config.axis_name, rows))
+    rows = jax.tree.map(lambda x: packed.put_back(x, tokens.labels.size), formula.add_devices(config.axis_name, rows))
     outputs = formula.outputs(rows, tokens.labels[:, None], config.classes(layer))
     return tuple(selected(x[:, 0], tokens.live) for x in outputs), rows
 
@@ -80,20 +80,27 @@ def gradients(
     d_outputs: tuple[Array, ...],
     factor: Array,
     dtypes: Gradients,
+    wanted: Array | None = None,
 ) -> Gradients:
     """The gradients of the sum of `outputs * d_outputs * factor`, in the given dtypes; 0 where masked or `factor` is 0.
 
-    The cotangents of the logits are rounded before they are multiplied by the factor.
+    The cotangents of the logits are rounded before they are multiplied by the factor. Unmasked tokens that are not
+    wanted `[N]` have cotangents of 0. Without a mask they stay where they are: to move the others costs more than what
+    they save, since most often there are none.
     """
     formula, sizes = config.formula, _sizes(config, tokens)
-    packed = _Packed.of(tokens, sizes.token_block)
+    if wanted is not None and tokens.live is None:
+        packed = _Packed.in_place(wanted, sizes.token_block)
+    else:
+        packed = _Packed.of(tokens._replace(live=_both(tokens.live, wanted)), sizes.token_block)
+    live = _both(tokens.live, wanted)
     labels = packed.take(config.local_labels(layer, tokens.labels[:, None]))
     features = packed.take(tokens.features)
     d_rows = tuple(d[:, None] for d in d_outputs)
     rows_of_all = formula.row_cotangents(rows, tokens.labels[:, None], config.classes(layer), d_rows)
     operands = features, labels, _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
     first = packed.block(operands, 0)  # outside of the loop over the tiles, since they are the same for each
-    any_live = factor != 0 if tokens.live is None else (factor != 0) & jnp.any(tokens.live)
+    any_live = factor != 0 if live is None else (factor != 0) & jnp.any(live)
 
     def finished(gradient: Array, dtype: Any) -> Array:
         return selected((gradient * factor.astype(gradient.dtype)).astype(dtype), any_live)
@@ -128,9 +135,13 @@ def gradients(
     d_kernel = _zeros(layer.kernel.shape, dtypes.kernel, every)
     d_bias = None if layer.bias is None else _zeros(layer.bias.shape, dtypes.bias, every)
     state = _over_tiles(layer, sizes.class_tile, of_tile, _State(d_features, d_kernel, d_bias), labels_of_first_block)
-    d_features = packed.put_back(state.features) * factor.astype(d_features.dtype)
-    is_wanted = factor != 0 if tokens.live is None else (factor != 0) & tokens.live[:, None]
-    return Gradients(selected(d_features.astype(dtypes.features), is_wanted), state.kernel, state.bias)
+    d_features = packed.put_back(state.features, tokens.labels.size) * factor.astype(d_features.dtype)
+    has_gradient = factor != 0 if live is None else (factor != 0) & live[:, None]
+    return Gradients(selected(d_features.astype(dtypes.features), has_gradient), state.kernel, state.bias)
+
+
+def _both(a: Array | None, b: Array | None) -> Array | None:
+    return a if b is None else b if a is None else a & b
 
 
 class _State(NamedTuple):
@@ -190,7 +201,7 @@ class _Packed(NamedTuple):
     """The order of `length` tokens in blocks of `size`, or None if they stay as they are."""
 
     order: Array | None
-    place: Array  # where each of the tokens is, if unmasked
+    place: Array | None  # where each of the tokens is, if unmasked; None: where it was
     live: Array | None  # [length, 1]
     blocks: Array | int  # how many to compute
     size: int
@@ -204,7 +215,7 @@ class _Packed(NamedTuple):
         if tokens.live is None:
             order = None if length == number else jnp.minimum(position, number - 1)
             live = None if length == number else position[:, None] < number
-            return cls(order, position[:number], live, length // size, size, length)
+            return cls(order, None, live, length // size, size, length)
         place = jnp.cumsum(tokens.live, dtype=jnp.int32) - 1
         count = place[-1] + 1
         order = (
@@ -214,11 +225,20 @@ class _Packed(NamedTuple):
         live = position < count
         return cls(jnp.where(live, order, order[0]), place, live[:, None], -(-count // size), size, length)
 
+    @classmethod
+    def in_place(cls, live: Array, size: int) -> "_Packed":
+        """Tokens that stay where they are, with the first that is left in the place of each dead one."""
+        length = -(-live.size // size) * size
+        live = jnp.pad(live, (0, length - live.size))
+        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(live).astype(jnp.int32))
+        return cls(order, None, live[:, None], length // size, size, length)
+
     def take(self, x: Array) -> Array:
         return x if self.order is None else x[self.order]
 
-    def put_back(self, x: Array) -> Array:
-        return x if self.order is None else x[jnp.maximum(self.place, 0)]
+    def put_back(self, x: Array, number: int) -> Array:
+        """The rows of the `number` tokens."""
+        return x[:number] if self.place is None else x[jnp.maximum(self.place, 0)]
 
     def block(self, tree: Tree, i: Any) -> Tree:
         if self.size == self.length:
