@@ -24,6 +24,7 @@ import cross_entropy
 import jax
 import jax.numpy as jnp
 import linear_cross_entropy
+import linear_log_probs
 import losses
 import normalization
 import softmax
@@ -56,7 +57,7 @@ PEERS = ("optax", "flax", "jax.nn", "JAX")  # torch and tokamax have compilers o
 TARGET_OF_PAGE = "h100"
 # How often loops run whose length depends on values. cuDNN's results need no repair; with 40 % of 4096 tokens the first
 # block is enough, which is outside of the loop.
-TRIPS = {"attention": 0, "attention by cuDNN": 0, "linear": 0}
+TRIPS = {"attention": 0, "attention by cuDNN": 0, "linear": 0} | dict.fromkeys(linear_log_probs.WORKS, 0)
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,23 @@ def prepare_attention(implementation: str, mask: str, dtype: str, sizes: tuple[i
 
 
 def prepare_linear(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
-    """As it is timed, but that without a mask masksafe is not given one of True."""
     work = linear_cross_entropy.prepare(mask, dtype, sizes)
-    if mask != "none":
-        return work
-    ours = lambda *args: work.functions["masksafe"](*args[:-1], None)  # noqa: E731
-    return dataclasses.replace(work, functions={**work.functions, "masksafe": ours})
+    return work if mask != "none" else without_mask(work)
+
+
+def prepare_log_probs(name: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
+    work = linear_log_probs.prepare(name, mask, dtype, sizes)
+    return work if mask != "none" else without_mask(work)
+
+
+def without_mask(work: Work) -> Work:
+    """As it is timed, but that masksafe is not given a mask of True."""
+    ours = work.functions["masksafe"]
+
+    def unmasked(features: Any, kernel: Any, labels: Any, mask: Any, *rest: Any) -> Any:
+        return ours(features, kernel, labels, None, *rest)
+
+    return dataclasses.replace(work, functions={**work.functions, "masksafe": unmasked})
 
 
 # The ops without a benchmark: what one writes without masksafe is their peer.
@@ -209,6 +221,9 @@ def benchmarks() -> dict[str, list[Case]]:
             in_dtypes(tuple(cross_entropy.LOSSES), cross_entropy.MASKS, (8192, 32768), cross_entropy.prepare)
         ),
         "linear_cross_entropy": list(in_dtypes(("linear",), ("none", "60 % of tokens"), (4096, 1024, 32768), linear)),
+        "linear_log_probs": list(
+            in_dtypes(linear_log_probs.WORKS, ("none", "60 % of tokens"), (4096, 1024, 32768), prepare_log_probs)
+        ),
         "attention": list(in_dtypes(("attention",), attention.ALL, long, attend)),
         "normalization": [
             *in_dtypes(("layer norm", "RMS norm"), normalization.MASKS, (8192, 1024), norms),

@@ -44,10 +44,9 @@ class RowCotangents(NamedTuple):
     """What the cotangents of a row's logits have in common `[..., 1]`."""
 
     shift: Array
-    of_exp: Array  # times exp(x - shift): the cotangent of log p at classes other than the label
-    at_label: Array  # that at the label
-    of_spread: Array  # times exp(x - shift) * (shift - x - mean): the cotangent of the entropy
-    mean: Array  # of shift - x
+    of_exp: Array  # times exp(x - shift)
+    of_spread: Array  # times exp(x - shift) * (shift - x): with the former, the cotangent at classes but the label
+    at_label: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,15 +118,16 @@ class LogProbAndEntropy(Formula):
         d_log_prob *= nan_unless(is_class(labels, classes), d_log_prob.dtype)
         others, shift = _others(sums), finite_shift(sums.largest)
         exp_total = 1 + others
+        of_spread, mean = d_entropy / exp_total, sums.spread / exp_total
         # 1 - p at the label, but not as a difference.
         at_label = d_log_prob * (others - jnp.expm1(sums.label - shift)) / exp_total
-        return RowCotangents(shift, -d_log_prob / exp_total, at_label, d_entropy / exp_total, sums.spread / exp_total)
+        below = _below(shift, sums.label)
+        at_label += jnp.exp(-below) * of_spread * (below - mean)
+        return RowCotangents(shift, -d_log_prob / exp_total - of_spread * mean, of_spread, at_label)
 
     def cotangents_of_x(self, x: Array, part: Part, rows: RowCotangents) -> Array:
         below = _below(rows.shift, x)
-        exps = jnp.exp(-below)
-        of_log_prob = jnp.where(part.is_label, rows.at_label, exps * rows.of_exp)
-        return of_log_prob + exps * (rows.of_spread * (below - rows.mean))
+        return jnp.where(part.is_label, rows.at_label, jnp.exp(-below) * (rows.of_exp + rows.of_spread * below))
 
 
 def _below(largest: Array, x: Array) -> Array:
