@@ -83,8 +83,8 @@ AIMS = [
 
 # The bytes of what moves more than it should, by op and mask. Masked elements of norms have to be 0, so the mask is
 # read with the result too; gradients of attention compute the logits again rather than keep them. Batch norm makes two
-# passes under a mask; of many small rows, those of group norm, it writes the deviations. The cotangents of entropies use
-# each logit twice, and XLA computes only what uses it once inside the matrix product.
+# passes under a mask; of many small rows, those of group norm, it writes the deviations. The cotangents of entropies
+# use each logit twice, and XLA computes only what uses it once inside the matrix product.
 ABOVE = {
     ("apply_where", "elements"): 1.34,
     ("attention", "none"): 1.22,
