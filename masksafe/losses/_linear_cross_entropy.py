@@ -431,7 +431,7 @@ def _differentiable_gradients(config: Config, *args_and_d_losses: Any) -> tuple[
     if _cotangent_scale(features, kernel) != 1:  # the scaled cotangents would overflow in float16
         floats = jax.tree.map(widened, floats)
     losses, reverse = jax.vjp(losses_of_floats, *floats)
-    d_losses = sharding.same_on_all_devices(config.axis_name, d_losses)
+    d_losses = sharding.part_of_cotangent(config.axis_name, d_losses)
     d_losses *= jnp.ones_like(losses)  # splits them over devices like the losses
     dtype = _sum_dtype(features, kernel)  # as in blocks, whatever dtypes the arguments have
     gradients = jax.tree.map(lambda gradient: gradient.astype(dtype), Gradients(*reverse(d_losses)))
