@@ -32,7 +32,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
-from masksafe._core.sharding import AxisName, of_all_devices, size_over_devices, sums_over_devices
+from masksafe._core.sharding import AxisName, gathered_along, of_all_devices, size_over_devices, sums_over_devices
 from masksafe._core.typing import Array, Axes
 
 # Exchanged at once these are some 256 KiB, which take about as long as another exchange of almost nothing.
@@ -67,6 +67,7 @@ def row_moments(config: RowConfig, axis_name: AxisName, x: Array, weighting: Wei
         return _of_devices(config, axis_name, sums)
     axis, number = config.groups
     size = sums.weight.shape[axis] // number
+    sums = _Sums(*(gathered_along(a, axis) for a in sums))  # a mesh may split the rows of a group
     shape = *sums.weight.shape[:axis], number, size, *sums.weight.shape[axis + 1 :]
     parts = _Sums(*(jnp.moveaxis(a.reshape(shape), axis + 1, 0) for a in sums))
     of_groups = _of_devices(config, axis_name, _merged(parts))

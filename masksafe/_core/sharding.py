@@ -226,18 +226,23 @@ def varying_over(axis_name: AxisName, tree: Any) -> Any:
 
 def is_same_on_devices(axis_name: AxisName, x: Array) -> bool:
     """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
+    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
+    return has_types_of_devices(axis_name) and any(_can_begin_to_vary(x, name) for name in of_mesh)
 
-    def can_begin_to_vary(x: Array, name: str) -> bool:
-        try:
-            lax.pcast(x, name, to="varying")
-        except ValueError:  # it varies already
-            return False
-        return True
 
+def has_types_of_devices(axis_name: AxisName) -> bool:
+    """Whether types say what varies over the devices: not with `check_vma=False`, nor over an axis of `jax.vmap`."""
     of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
     varying = varying_over(of_mesh, jnp.zeros(()))
-    has_types = any(not can_begin_to_vary(varying, name) for name in of_mesh)  # not with check_vma=False
-    return has_types and any(can_begin_to_vary(x, name) for name in of_mesh)
+    return any(not _can_begin_to_vary(varying, name) for name in of_mesh)
+
+
+def _can_begin_to_vary(x: Array, name: str) -> bool:
+    try:
+        lax.pcast(x, name, to="varying")
+    except ValueError:  # it varies already
+        return False
+    return True
 
 
 def max_over_devices(axis_name: AxisName, x: Array) -> Array:
@@ -258,6 +263,16 @@ def any_over_devices(axis_name: AxisName, x: Array) -> Array:
 def same_on_all_devices(axis_name: AxisName, loss: Array) -> Array:
     """The loss, with a type that says it is the same on all devices."""
     return loss if axis_name is None else lax.pmean(loss, axis_name)
+
+
+def part_of_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
+    """The cotangent of a loss that is the same on all devices, from the whole one, for JAX's own rules.
+
+    Without types JAX takes the loss on each device for a term of a sum over the devices.
+    """
+    if axis_name is None or has_types_of_devices(axis_name):
+        return same_on_all_devices(axis_name, d_loss)
+    return d_loss / lax.axis_size(axis_name)
 
 
 def whole_cotangent(axis_name: AxisName, d_loss: Array) -> Array:

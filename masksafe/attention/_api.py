@@ -198,7 +198,8 @@ def dot_product_attention(
 
     Functions with control flow (`lax.cond`, loops) or rules of derivatives of their own (`jax.nn.relu`) are refused on
     explicit meshes, and in `jax.shard_map` unless it has `check_vma=False`. Called without `jax.jit`, those with such
-    rules are compiled anew each time.
+    rules are compiled anew each time. A `score_mod` is refused in a `jax.shard_map` over some axes of an explicit mesh
+    if others of its axes split the batch or the heads.
 
     With `axis_name`, every device has its part of time: queries `[B, T / n, N, H]` and keys `[B, S / n, K, H]` of n
     devices, likewise ids of segments and positions. Keys and values go round the devices. The results are those

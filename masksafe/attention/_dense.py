@@ -2,7 +2,7 @@
 
 Short sequences spend their time in passes over queries, keys and values rather than in products. Where no mask could
 hide a bad element, none is looked for but among the keys: an infinite key may have a logit of -inf, and vanish. All
-logits of a bad query are NaN or infinite, and so its weights are NaN.
+logits of a bad query are NaN or infinite, and so are the sums of its exponentials, or 0.
 """
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from masksafe.attention._products import dot_keys, dot_queries_of_rows, dot_valu
 
 def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array, Array]:
     """As `_blockwise.attend`."""
-    mask = _mask_of(q, k, pairs)
+    mask = _mask_of(config, q, k, pairs)
     x = adjusted(config, _capped_products(config, q, k, mask), mask, pairs, *_all_of(q, k))
     exps, largest = _exponentials(x, q, k, mask)
     total = jnp.sum(exps, -1, keepdims=True)
@@ -41,7 +41,7 @@ def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -
     if mask is None:
         weighted = dot_values(weights, widened(v))
         weighted = weighted + (weighted - weighted)  # NaN for an infinite value
-        total = nan_where(jnp.any(_bad_keys(k), -1, keepdims=True), total)
+        total = nan_where(jnp.any(_bad_keys(k), -1, keepdims=True) | (total == 0), total)
     else:
         weighted = nan_where(_see_bad_values(mask, exps, v), dot_values(weights, finite_or_zero(widened(v))))
         total = jnp.where(total == 0, 1, total)
@@ -59,7 +59,7 @@ def pull_back_densely(
     (q, d_out, largest, total, delta, d_lse), (k, v) = by_query, by_key
     assert pairs.live_queries is not None
     live, pairs = pairs.live_queries[..., None], pairs._replace(live_queries=None)
-    mask = _mask_of(q, k, pairs)
+    mask = _mask_of(config, q, k, pairs)
     capped = _capped_products(config, q, k, mask)
     is_live = live if mask is None else live & mask
     x, pull_back_adjustments = adjusted_with_rule(capped, is_live, pairs, *_all_of(q, k))
@@ -87,10 +87,12 @@ def _all_of(q: Array, k: Array) -> tuple[Tile, Tile]:
     return Tile(0, q.shape[3], 0, False), Tile(0, k.shape[2], 0, False)
 
 
-def _mask_of(q: Array, k: Array, pairs: Pairs) -> Array | None:
+def _mask_of(config: Config, q: Array, k: Array, pairs: Pairs) -> Array | None:
     mask = unmasked(pairs, *_all_of(q, k))
-    # A `score_mod` may forget that a logit is NaN: so bad queries and keys are looked for, as under a mask.
-    return jnp.ones((1,) * 5, jnp.bool_) if mask is None and pairs.score_mod is not None else mask
+    # A `score_mod` may forget that a logit is NaN: so bad queries and keys are looked for, as under a mask. So they are
+    # in a ring: if all logits of a query overflow to -inf here, that does not make it bad, as it sees other keys, too.
+    is_looked_for = pairs.score_mod is not None or config.ring is not None
+    return jnp.ones((1,) * 5, jnp.bool_) if mask is None and is_looked_for else mask
 
 
 def _capped_products(config: Config, q: Array, k: Array, mask: Array | None) -> Array:
@@ -104,14 +106,18 @@ def _exponentials(
 ) -> tuple[Array, Array]:
     """exp(x - largest) of the logits x, and the largest, -inf if no key is seen; that of all keys may be given."""
     if mask is not None:
-        bad_q = queries_by_problem(has_bad(queries_by_user(q), -1)[..., None], k.shape[1])
-        x = jnp.where(mask, jnp.where(bad_q | _bad_keys(k), jnp.nan, x), -jnp.inf)
+        x = jnp.where(mask, jnp.where(_bad_queries(q) | _bad_keys(k), jnp.nan, x), -jnp.inf)
     largest = jnp.max(x, -1, keepdims=True) if largest is None else largest
     return jnp.exp(x - jnp.maximum(largest, jnp.finfo(x.dtype).min)), largest
 
 
 # Bad elements are looked for in the user's layout: a reduction, and a `cond` that looks closer, would have copies made
 # of arrays in another.
+
+
+def _bad_queries(q: Array) -> Array:
+    """Which queries are bad, `[B, K, G, T, 1]`."""
+    return queries_by_problem(has_bad(queries_by_user(q), -1)[..., None], q.shape[1])
 
 
 def _bad_keys(k: Array) -> Array:

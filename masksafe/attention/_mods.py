@@ -125,6 +125,14 @@ _REFUSAL_ON_A_MESH = (
 )
 
 
+_REFUSAL_BESIDE_MANUAL_AXES = message(
+    "dot_product_attention",
+    "score_mod",
+    "a function, inside a jax.shard_map over some of the axes of an explicit mesh, of which others split the arrays",
+    "a jax.shard_map over these axes as well, or None",
+)
+
+
 def _varying_alike(arguments: list[Any]) -> list[Any]:
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return arguments
@@ -213,6 +221,8 @@ def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) ->
     """
     if not is_sharded(x):
         return fn(x, *arguments)
+    if jax.sharding.get_abstract_mesh().manual_axes:  # where JAX has no `auto_axes`
+        raise ValueError(_REFUSAL_BESIDE_MANUAL_AXES)
     result: Array = jax.sharding.auto_axes(fn, out_sharding=jax.typeof(x).sharding)(x, *arguments)
     return result
 

@@ -321,6 +321,16 @@ def test_bad_key_or_query_shows_in_its_segment_only(bad, one_or_many_blocks):
         np.testing.assert_array_equal(pattern, segment)
 
 
+def test_infinite_query_whose_logits_are_all_minus_infinity(one_or_many_blocks):
+    query, key, value = random_inputs(1, 6, 6, 1)
+    query, key = replaced(query, (0, 4, 0, 0), np.inf), -np.abs(key) * np.float32(1e10)
+    run = with_gradients(functools.partial(attention, return_residual=True))
+    (out, lse), gradients = run((query, key, value), (normals(1, 6, 1, 4, seed=6), np.zeros((1, 6, 1), np.float32)))
+    assert np.isnan(out[0, 4]).all()
+    assert np.isnan(lse[0, 4]).all()
+    assert all(np.isnan(gradient).any() for gradient in gradients)
+
+
 def test_nan_bias_shows_in_its_row_only():
     bias = replaced(np.zeros((6, 7), np.float32), (2, 3), np.nan)
     out = jax.jit(attention)(*random_inputs(1, 6, 7, 1), bias)

@@ -215,6 +215,15 @@ def test_what_is_bad_shows_where_it_does_on_one_device(bad):
     assert_same(actual, expected)  # NaN equals NaN
 
 
+def test_logits_that_overflow_on_some_devices_have_weight_0():
+    """Of all keys of a device: finite queries and keys do not make an output NaN that sees others, too."""
+    arrays = inputs()
+    arrays["query"][0, 6], arrays["key"][:, 5:] = 1e20, -1e19
+    (out, lse), _ = results(in_ring(arrays, {}, mesh_of(4)), arrays)
+    few = {name: x[:, :5] if name != "query" else x[:, 6:7] for name, x in arrays.items()}
+    assert_close((out[0, 6], lse[0, 6]), jax.tree.map(lambda x: x[0, 0], attend(few, {})))
+
+
 def test_padded_queries_without_cotangents_take_no_part():
     arrays, static, real = inputs(), dict(is_causal=True), (INDEX < 9)[:, None, None]
     cotangents = np.where(real, normals(B, T, N, 3, seed=6), 0), np.where(real[..., 0], normals(B, T, N, seed=7), 0)
@@ -505,6 +514,15 @@ def test_time_alone_is_manual(kind):
         cotangents = [jax.device_put(x, place) for x in (normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7))]
         actual = results(split, placed, cotangents)
     assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
+
+
+def test_score_mod_beside_explicit_axes_is_refused():
+    with jax.set_mesh(mesh_of(2, 4, names=("batch", "time"), kind=AxisType.Explicit)):
+        placed = [jax.device_put(x, P("batch", "time")) for x in random_inputs(B, T, T, N, K)]
+        local = lambda *args: attention(*args, score_mod=lambda x, *pair: x, axis_name="time")  # noqa: E731
+        split = jax.shard_map(local, in_specs=IN_TIME, out_specs=IN_TIME, axis_names={"time"})
+        with pytest.raises(ValueError, match=r"^dot_product_attention: score_mod: got a function"):
+            jax.eval_shape(split, *placed)
 
 
 @pytest.mark.slow

@@ -449,15 +449,16 @@ def test_classes_split_in_a_shard_map(reduction, outside):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("reduction", ["none", "sum"])
-def test_second_derivatives_and_forward_mode_with_split_classes(reduction):
+def test_second_derivatives_and_forward_mode_with_split_classes(reduction, check_vma):
     def local(features, kernel, bias):
         kwargs = {"where": MASK, "reduction": reduction, "axis_name": "classes", "block_size": 9, **OPTIONS}
         return jnp.sum(linear_softmax_cross_entropy(features, kernel, LABELS, bias=bias, **kwargs))
 
     mesh = jax.make_mesh((4,), ("classes",), axis_types=(AxisType.Auto,))
     specs = PartitionSpec(), PartitionSpec(None, "classes"), PartitionSpec("classes")
-    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=check_vma)
 
     def derivatives(fn, *args):
         directions = jax.tree.map(jnp.cos, args)
@@ -471,6 +472,21 @@ def test_second_derivatives_and_forward_mode_with_split_classes(reduction):
     plain = lambda *args: unfused(*args[:2], LABELS, bias=args[2], where=MASK, reduction="sum", **OPTIONS)  # noqa: E731
     both = jax.jit(lambda *args: [derivatives(fn, *args) for fn in (split, plain)])
     assert_trees_close(*both(*map(np.float32, (FEATURES, KERNEL, BIAS))), rtol=1e-3, atol=1e-4)
+
+
+def test_second_derivatives_with_split_classes_without_types_of_devices():
+    """With check_vma=False JAX takes the loss on each device for a term of a sum over the devices."""
+    by_class = PartitionSpec(None, "classes")
+
+    def split(kernel):
+        local = lambda kernel: linear_softmax_cross_entropy(FEATURES, kernel, LABELS, axis_name="classes")  # noqa: E731
+        mesh = jax.make_mesh((4,), ("classes",), axis_types=(AxisType.Auto,))
+        return jax.shard_map(local, mesh=mesh, in_specs=by_class, out_specs=PartitionSpec(), check_vma=False)(kernel)
+
+    plain = lambda kernel: unfused(FEATURES, kernel, LABELS)  # noqa: E731
+    kernel = jnp.asarray(KERNEL)
+    along = lambda fn: jax.jvp(jax.grad(fn), (kernel,), (jnp.cos(kernel),))[1]  # noqa: E731
+    assert_trees_close(*jax.jit(lambda: [along(split), along(plain)])(), rtol=1e-3, atol=1e-5)
 
 
 def test_batch_axes():

@@ -254,6 +254,15 @@ def test_batch_norm_is_that_of_flax():
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_groups_of_channels_that_a_mesh_splits():
+    x = np.random.default_rng(0).normal(size=(3, 2, 8)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("channels",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(x, P(None, None, "channels"))
+        actual = jax.jit(lambda x: masksafe.group_norm(x, 2))(split)
+    np.testing.assert_allclose(actual, masksafe.group_norm(x, 2), rtol=1e-4, atol=1e-5)
+
+
 def test_group_norm_is_that_of_flax_and_of_instances():
     layer = nn.GroupNorm(num_groups=3, epsilon=1e-6, use_fast_variance=False)
     expected = layer.apply({"params": {"scale": SCALE, "bias": BIAS}}, X)

@@ -318,7 +318,7 @@ def _differentiable_gradients(config: Config, *args_and_d_outputs: Any) -> tuple
     outputs, reverse = jax.vjp(outputs_of_floats, *floats)
     # The product splits the cotangents over devices like the outputs.
     d_outputs = tuple(
-        sharding.same_on_all_devices(config.axis_name, d) * jnp.ones_like(x)
+        sharding.part_of_cotangent(config.axis_name, d) * jnp.ones_like(x)
         for d, x in zip(d_outputs, outputs, strict=True)
     )
     dtype = _sum_dtype(features, kernel)  # as in blocks, whatever dtypes the arguments have
