@@ -315,7 +315,8 @@ def _slopes(config: _Config, x: Array, where: Array | None, rows: _Rows) -> tupl
 
 def _has_log_prob(rows: _Rows) -> Array:
     """False for a row without an entropy, and for one whose label is out of range."""
-    return _has_entropy(rows) & (rows.log_prob == rows.log_prob)
+    has_log_prob: Array = _has_entropy(rows) & (rows.log_prob == rows.log_prob)
+    return has_log_prob
 
 
 def _has_entropy(rows: _Rows) -> Array:
