@@ -243,7 +243,8 @@ def _row_values(config: _Config, results_alone: bool, x: Array, labels: Array, w
     live = None if where is None else jnp.any(where, -1)
     log_prob, shift, log_sum, gap = (_zeros if is_empty else _log_prob_and_sums)(config, x, label, where, live)
     # In a row with nothing left the label does not matter.
-    log_prob = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype) * log_prob, live)
+    valid = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype), live, 1)
+    log_prob = valid * selected(log_prob, live)
     entropy = None if gap is None else log_sum + gap
     rows = _Rows(log_prob, entropy) if results_alone else _Rows(log_prob, entropy, shift, log_sum, gap)
     rows = _Rows(*(a if a is None else a[..., None] for a in rows))

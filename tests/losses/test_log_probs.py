@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -353,6 +354,13 @@ def test_no_false_alarm_of_debug_nans():
         value, gradient = jax.value_and_grad(total)(logits)
         assert np.isfinite(value)
         assert np.isfinite(gradient).all()
+
+
+def test_no_false_alarm_of_checkify(blocks):
+    logits, labels = jnp.where(CLASSES, LOGITS, NAN), np.where(CLASSES.any(-1), CLASSES.argmax(-1), -100)
+    step = jax.value_and_grad(lambda x: sum(r.sum() for r in both(x, labels, where=CLASSES)))
+    error, _ = jax.jit(checkify.checkify(step, errors=checkify.all_checks))(logits)
+    error.throw()
 
 
 # Rule 10: bad arguments are refused.
