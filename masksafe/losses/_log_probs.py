@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import platforms, sharding
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, canonical_axes, message
+from masksafe._core.arguments import as_float_array, as_label_array, canonical_axes, message
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
@@ -28,6 +27,7 @@ from masksafe.losses._layout import (
     from_rows,
     shape_with_classes,
 )
+from masksafe.losses._linear._arguments import read_temperature
 from masksafe.losses._row_sums import exps_of_others, log_sum_exp, sum_of_row
 
 
@@ -85,7 +85,8 @@ def log_probs(
 
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a tuple of them and the entropies `[...]`. Both have the
-      dtype of `logits` and are computed in at least float32.
+      dtype of `logits`, but at least float32: ratios of probabilities need the digits. Gradients have the dtype of
+      `logits`.
 
       * Near certainty nothing is lost: the log-probability of a label with nearly all of the probability, an entropy
         near 0, and both gradients have all of their digits.
@@ -102,7 +103,7 @@ def log_probs(
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers, `where` not boolean, or `temperature` not a number.
-      ValueError: if the shapes do not fit, `axis` is out of range or `temperature` is not positive and finite.
+      ValueError: if the shapes do not fit, `axis` is out of range or `temperature` is not a positive float32.
         While label checks are on, for an unmasked label that is out of range or at a masked class.
 
     Example:
@@ -139,19 +140,11 @@ def log_probs(
     shape = shape_with_classes(axes, rows, logits.shape)
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, rows)
-    config = _Config(axes, logits.dtype, as_temperature(op, temperature), bool(with_entropy))
+    config = _Config(axes, read_temperature(op, temperature), bool(with_entropy))
     bad_rows = check_integer_labels(op, labels, where, axes, shape, None)
     log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where)
     log_p = nan_where_bad(log_p, bad_rows)
     return log_p if entropy is None else (log_p, entropy)
-
-
-def as_temperature(op: str, value: Any) -> float:
-    """`value` as a positive, finite number known at trace time."""
-    temperature = as_number(op, "temperature", value)
-    if not 0 < temperature < math.inf:
-        raise ValueError(message(op, "temperature", f"value {temperature}", "a positive, finite number"))
-    return temperature
 
 
 # The core. Let m be the largest unmasked logit, z = (x - m) / temperature, s the sum of e^z over all classes but one
@@ -167,7 +160,6 @@ class _Config(NamedTuple):
     """The static arguments."""
 
     axes: Axes  # of the classes
-    dtype: Any  # of the results
     temperature: float
     with_entropy: bool
 
@@ -189,7 +181,7 @@ _Residuals = tuple[Array, Array | None, _Rows]
 
 def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[_Results, _Residuals]:
     rows = _evaluate(config, False, logits, labels, where)
-    return _results(config, rows), (logits, where, rows)
+    return _results(rows), (logits, where, rows)
 
 
 def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tuple[Array, None, None]:
@@ -198,12 +190,11 @@ def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tup
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def _of_policy(config: _Config, logits: Array, labels: Array, where: Array | None) -> _Results:
-    return _results(config, _evaluate(config, True, logits, labels, where))
+    return _results(_evaluate(config, True, logits, labels, where))
 
 
-def _results(config: _Config, rows: _Rows) -> _Results:
-    log_p, entropy = jax.tree.map(lambda a: a.squeeze(-1).astype(config.dtype), (rows.log_prob, rows.entropy))
-    return log_p, entropy
+def _results(rows: _Rows) -> _Results:
+    return rows.log_prob.squeeze(-1), None if rows.entropy is None else rows.entropy.squeeze(-1)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
