@@ -91,6 +91,16 @@ def of_labels(op, choose):
     return Call(lambda m, x, y: op(x, y, where=m), rows if by_rows else (*rows, classes), (scores, labels))
 
 
+def policies(op, choose):
+    kwargs = {"temperature": choose.one_of([1.0, 0.3]), "with_entropy": choose.one_of([False, True])}
+
+    def stacked(*args, **where):
+        results = op(*args, **where, **kwargs)
+        return jnp.stack(results) if kwargs["with_entropy"] else results
+
+    return of_labels(stacked, choose)
+
+
 def linear(op, choose):
     tokens, width, classes = shape_of(choose, 0, 2), choose.one_of([1, 3]), choose.one_of([1, 2, 7])
     reduction, options = (
@@ -162,6 +172,7 @@ MAKERS = {
     "triplet_margin_loss": functools.partial(of_last_axis, kinds=("float",) * 3),
     "make_fenchel_young_loss": of_last_axis,
     "softmax_cross_entropy_with_integer_labels": of_labels,
+    "log_probs": policies,
     "multiclass_hinge_loss": of_labels,
     "multiclass_perceptron_loss": of_labels,
     "multiclass_sparsemax_loss": of_labels,

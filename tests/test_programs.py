@@ -23,6 +23,7 @@ ONE_PROGRAM = {
     "layer_norm": (masksafe.layer_norm, X),
     "rms_norm": (masksafe.rms_norm, X),
     "integer": (INTEGER, X, LABELS),
+    "log_probs": (losses.log_probs, X, LABELS),
     "soft": (losses.softmax_cross_entropy, X, SHARES),
     "poly": (losses.poly_loss_cross_entropy, X, SHARES),
     "focal": (losses.sigmoid_focal_loss, X, BITS),

@@ -15,6 +15,7 @@ from masksafe.losses._divergence import (
 from masksafe.losses._fenchel_young import make_fenchel_young_loss
 from masksafe.losses._linear_cross_entropy import linear_softmax_cross_entropy
 from masksafe.losses._linear_log_probs import linear_log_probs
+from masksafe.losses._log_probs import log_probs
 from masksafe.losses._margin import (
     hinge_loss,
     multiclass_hinge_loss,
@@ -48,6 +49,7 @@ __all__ = [
     "linear_log_probs",
     "linear_softmax_cross_entropy",
     "log_cosh",
+    "log_probs",
     "make_fenchel_young_loss",
     "multiclass_generalized_dice_loss",
     "multiclass_hinge_loss",

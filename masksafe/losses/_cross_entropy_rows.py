@@ -116,13 +116,13 @@ def _row_values(axis_name: str | None, by_arithmetic: bool, x: Array, labels: Ar
 
 
 def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
-    dtype, label = wide_dtype(x.dtype), _label_here(axis_name, labels, x.shape[-1])
+    dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
     live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1))
-    label_x = _value_at_label(axis_name, x, where, label).astype(dtype)
+    label_x = value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
 
     x = lowest_under_mask(x, where)
-    shift = _below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
+    shift = below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
     exps = selected(exps_of_others(x.astype(dtype) - shift, label), where)
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
     others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
@@ -136,7 +136,7 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
 
 def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None) -> Rows:
     x = lowest_under_mask(x, where)
-    shift = _below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
+    shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
     log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of_row(t)
@@ -144,7 +144,7 @@ def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, 
     return Rows(total * log_sum - sum_of_row(products), shift, log_sum, total, None)
 
 
-def _below_infinity(largest: Array) -> Array:
+def below_infinity(largest: Array) -> Array:
     """The shift, by which a logit of +inf becomes +inf again, not NaN."""
     return jnp.minimum(largest, jnp.finfo(largest.dtype).max)
 
@@ -189,7 +189,7 @@ def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, 
     return z, selected(jnp.exp(z), where, 0)
 
 
-def _label_here(axis_name: str | None, labels: Array, number: int) -> Array:
+def label_here(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32 classes of this device: -1 if outside [0, num_classes), `number` if on another device."""
     valid = is_class(labels, sharding.size_over_devices(axis_name, number))
     local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
@@ -197,7 +197,7 @@ def _label_here(axis_name: str | None, labels: Array, number: int) -> Array:
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
 
 
-def _value_at_label(axis_name: str | None, x: Array, where: Array | None, label: Array) -> Array:
+def value_at_label(axis_name: str | None, x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, from the device that holds the label; any number for an invalid label."""
     last = x.shape[-1] - 1
     index = jnp.clip(label, 0, last)

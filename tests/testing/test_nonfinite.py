@@ -195,7 +195,8 @@ OPS = {
     **{
         f"multiclass_{name}_loss": of_labels(f"multiclass_{name}_loss") for name in ("hinge", "perceptron", "sparsemax")
     },
-    **{name: of_labels(name) for name in ("softmax_cross_entropy_with_integer_labels",)},
+    **{name: of_labels(name) for name in ("softmax_cross_entropy_with_integer_labels", "log_probs")},
+    "log_probs of labels and entropy": lambda x: losses.log_probs(x, LABELS, with_entropy=True),
     **{name: ctc(name) for name in ("ctc_loss", "ctc_loss_with_forward_probs")},
     "softmax_cross_entropy of labels": lambda x: losses.softmax_cross_entropy(TARGETS, x),
     "softmax_cross_entropy_with_integer_labels of products": lambda x: losses.softmax_cross_entropy_with_integer_labels(
@@ -297,6 +298,7 @@ BAD_LABELS = {
     **{
         name: getattr(losses, name)
         for name in (
+            "log_probs",
             "multiclass_hinge_loss",
             "multiclass_perceptron_loss",
             "multiclass_sparsemax_loss",

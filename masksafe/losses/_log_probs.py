@@ -1,0 +1,318 @@
+"""Log-probabilities of labels under a softmax, and its entropy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
+
+from masksafe._core import platforms, sharding
+from masksafe._core.arguments import as_float_array, as_label_array, canonical_axes, message
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.labels import class_index, nan_unless
+from masksafe._core.masks import lowest_under_mask, selected
+from masksafe._core.precision import wide_dtype
+from masksafe._core.row_blocks import map_row_blocks
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses._cross_entropy_rows import below_infinity, label_here, value_at_label
+from masksafe.losses._layout import (
+    as_mask_of_classes_or_rows,
+    as_rows,
+    broadcast_widened,
+    common_rows,
+    from_rows,
+    shape_with_classes,
+)
+from masksafe.losses._linear._arguments import read_temperature
+from masksafe.losses._row_sums import exps_of_others, log_sum_exp, sum_of_row
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: Literal[False] = False,
+) -> Array: ...
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: Literal[True],
+) -> tuple[Array, Array]: ...
+
+
+def log_probs(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+) -> Array | tuple[Array, Array]:
+    r"""The log-probabilities of labels, such as the tokens or actions that a policy has taken, and its entropy.
+
+    .. math::
+      \log p_y, \qquad H = -\sum_j p_j \log p_j, \qquad p_j = \frac{e^{x_j / \tau}}{\sum_k e^{x_k / \tau}}
+
+    with logits :math:`x`, label :math:`y`, temperature :math:`\tau` and the sums over the unmasked classes.
+
+    Args:
+      logits: unnormalised log probabilities, floats `[..., num_classes]`.
+      labels: the class of every row, integers `[...]` of any width, in [0, num_classes). Axes of size 1
+        broadcast against those of `logits` and vice versa.
+      axis: the axis of the classes. With a tuple of axes, a label is the flat index into an array of those
+        axes, in the order given.
+      where: booleans; False is masked. A mask of the rank of `logits` masks classes, such as actions that are
+        not allowed, and broadcasts to their shape. A mask of lower rank masks rows and broadcasts to the shape of
+        the result: for logits `[2, 2]`, a mask `(2,)` masks rows.
+      temperature: the number by which the logits are divided, as they are when a policy is sampled; positive.
+      with_entropy: whether to return the entropy too.
+
+    Returns:
+      The log-probabilities `[...]`; with `with_entropy` a tuple of them and the entropies `[...]`. Both have the
+      dtype of `logits`, but at least float32: ratios of probabilities need the digits. Gradients have the dtype of
+      `logits`.
+
+      * Near certainty nothing is lost: the log-probability of a label with nearly all of the probability, an entropy
+        near 0, and both gradients have all of their digits.
+      * A row that is masked, or that has no unmasked class, is 0 in both, whatever its label. Masked logits have
+        gradients of exactly 0.
+      * An unmasked label outside [0, num_classes) never wraps: the log-probability of its row is NaN, and the gradient
+        through it too. The entropy does not depend on the label.
+      * A label whose class is masked or has a logit of -inf has log-probability -inf. A class with a logit of
+        -inf adds nothing to the entropy.
+      * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
+        log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
+      * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
+        derivatives in reverse over reverse, and inside `forward_mode`, this requires `where`.)
+
+    Raises:
+      TypeError: if `logits` are not floats, `labels` not integers, `where` not boolean, or `temperature` not a number.
+      ValueError: if the shapes do not fit, `axis` is out of range or `temperature` is not a positive float32.
+        While label checks are on, for an unmasked label that is out of range or at a masked class.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits = jnp.array([[1.0, 1.0, 1.0], [20.0, 0.0, 0.0], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> tokens = jnp.array([2, 0, -100])  # the last one is padding
+      >>> log_probs, entropy = masksafe.losses.log_probs(logits, tokens, where=tokens >= 0, with_entropy=True)
+      >>> with jnp.printoptions(precision=4):
+      ...     print(log_probs, entropy, sep="\n")
+      [-1.0986e+00 -4.1223e-09  0.0000e+00]
+      [1.0986e+00 8.6568e-08 0.0000e+00]
+
+      An action that is not allowed has no probability, and is not counted by the entropy:
+
+      >>> allowed = jnp.array([[True, True, False]])
+      >>> log_probs, entropy = masksafe.losses.log_probs(logits[:1], tokens[:1], where=allowed, with_entropy=True)
+      >>> with jnp.printoptions(precision=4):
+      ...     print(log_probs, entropy)
+      [-inf] [0.6931]
+
+    References:
+      trl's ``selective_log_softmax`` and ``entropy_from_logits``; ``log_prob`` and ``entropy`` of
+      `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
+    """
+    op = "log_probs"
+    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
+    if axis is None:
+        raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
+    axes = canonical_axes(op, axis, logits.ndim)
+    if labels.ndim != logits.ndim - len(axes):
+        expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
+        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
+    rows = common_rows(op, labels, axes, logits=logits)
+    shape = shape_with_classes(axes, rows, logits.shape)
+    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    labels = broadcast_widened(labels, rows)
+    config = _Config(axes, read_temperature(op, temperature), bool(with_entropy))
+    bad_rows = check_integer_labels(op, labels, where, axes, shape, None)
+    log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where)
+    log_p = nan_where_bad(log_p, bad_rows)
+    return log_p if entropy is None else (log_p, entropy)
+
+
+# The core. Let m be the largest unmasked logit, z = (x - m) / temperature, s the sum of e^z over all classes but one
+# of the largest, and g the mean of -z under p. In
+#     log p_y = z_y - log1p(s)        H = log1p(s) + g        g = sum(e^z (-z)) / (1 + s)
+# nothing cancels, so certain rows keep their digits. For cotangents d and e of log p_y and H,
+#     d_z = d ([c = y] - p) + e p (-z - g)
+# where 1 - p_y is -expm1(log p_y). Without H a single sum is enough, that of all classes but the label: s is then that
+# sum plus e^(z_y) - 1. What it loses where the label is not the largest is nothing beside z_y.
+
+
+class _Config(NamedTuple):
+    """The static arguments."""
+
+    axes: Axes  # of the classes
+    temperature: float
+    with_entropy: bool
+
+
+class _Rows(NamedTuple):
+    """The results of the forward pass for each row; every array is `[..., 1]`."""
+
+    log_prob: Any
+    entropy: Any = None  # None unless it is wanted
+    shift: Any = None  # m
+    log_sum: Any = None  # log1p(s); 0 in a row with nothing left
+    gap: Any = None  # g
+    label: Any = None  # -1 if it is out of range
+
+
+_Results = tuple[Array, Array | None]
+_Residuals = tuple[Array, Array | None, _Rows]
+
+
+def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[_Results, _Residuals]:
+    rows = _evaluate(config, False, logits, labels, where)
+    return _results(rows), (logits, where, rows)
+
+
+def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tuple[Array, None, None]:
+    return _pull_back(config, *residuals, *d_results), None, None
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def _of_policy(config: _Config, logits: Array, labels: Array, where: Array | None) -> _Results:
+    return _results(_evaluate(config, True, logits, labels, where))
+
+
+def _results(rows: _Rows) -> _Results:
+    return rows.log_prob.squeeze(-1), None if rows.entropy is None else rows.entropy.squeeze(-1)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _evaluate(config: _Config, results_alone: bool, logits: Array, labels: Array, where: Array | None) -> _Rows:
+    return _evaluate_rows(config, results_alone, *as_rows(config.axes, logits, labels, where))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _evaluate_rows(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
+    """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
+    row_values = functools.partial(_row_values, config, results_alone)
+    # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
+    arithmetic = row_values if where is None and not config.with_entropy else None
+    rows: _Rows = map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
+    return rows
+
+
+@_evaluate_rows.defjvp
+def _(config: _Config, results_alone: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Rows, _Rows]:
+    (x, labels, where), (x_dot, _, _) = primals, tangents
+    rows = _evaluate_rows(config, False, x, labels, where)
+    x_dot = selected(x_dot.astype(rows.log_sum.dtype), where) / config.temperature
+    p, of_log_prob, of_entropy = _slopes(config, x, where, rows)
+    d_log_prob = nan_unless(_has_log_prob(rows), x_dot.dtype) * sum_of_row(of_log_prob * x_dot)
+    d_log_sum = sum_of_row(p * x_dot)
+    d_entropy = None if of_entropy is None else sum_of_row(of_entropy * x_dot)
+    if results_alone:
+        return _Rows(rows.log_prob, rows.entropy), _Rows(d_log_prob, d_entropy)
+    d_gap = None if d_entropy is None else d_entropy - d_log_sum
+    no_shift, no_label = (zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label))
+    return rows, _Rows(d_log_prob, d_entropy, no_shift, d_log_sum, d_gap, no_label)
+
+
+def _row_values(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
+    label, is_empty = label_here(None, labels, x.shape[-1]), x.shape[-1] == 0
+    where = jnp.zeros(x.shape, bool) if is_empty else where
+    live = None if where is None else jnp.any(where, -1)
+    log_prob, shift, log_sum, gap = (_zeros if is_empty else _log_prob_and_sums)(config, x, label, where, live)
+    # In a row with nothing left the label does not matter.
+    valid = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype), live, 1)
+    log_prob = valid * selected(log_prob, live)
+    entropy = None if gap is None else log_sum + gap
+    rows = _Rows(log_prob, entropy) if results_alone else _Rows(log_prob, entropy, shift, log_sum, gap)
+    rows = _Rows(*(a if a is None else a[..., None] for a in rows))
+    return rows if results_alone else rows._replace(label=label)
+
+
+def _log_prob_and_sums(
+    config: _Config, x: Array, label: Array, where: Array | None, live: Array | None
+) -> tuple[Array, Array, Array, Array | None]:
+    """The log-probability, m, log1p(s), and g if it is wanted; every array is `[...]`."""
+    # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
+    dtype, label_x = wide_dtype(x.dtype), value_at_label(None, x, where, label)
+    x = lowest_under_mask(x, where)
+    shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
+    z = (x.astype(dtype) - shift) / config.temperature
+    label_z, shift = ((label_x.astype(dtype) - shift) / config.temperature).squeeze(-1), shift.squeeze(-1)
+    if config.with_entropy:
+        log_sum = log_sum_exp(z, where).squeeze(-1)
+        gap = jnp.sum(selected(jnp.exp(z) * _gaps(z), where), -1) * jnp.exp(-log_sum)
+        return label_z - log_sum, shift, log_sum, gap
+    others = jnp.sum(selected(exps_of_others(z, label), where), -1)
+    log_sum = selected(jnp.log1p(others + jnp.expm1(label_z)), live)
+    return label_z - log_sum, shift, log_sum, None
+
+
+def _zeros(config: _Config, x: Array, *_: Any) -> tuple[Array, Array, Array, Array | None]:
+    """The same of rows without classes."""
+    zero = jnp.sum(x, -1, dtype=wide_dtype(x.dtype))
+    return zero, zero, zero, zero if config.with_entropy else None
+
+
+def _gaps(z: Array) -> Array:
+    """-z, but finite where the exponential of z is 0."""
+    return jnp.minimum(-z, 1000)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pull_back(
+    config: _Config, logits: Array, where: Array | None, rows: _Rows, d_log_p: Array, d_entropy: Array | None
+) -> Array:
+    x, _, mask = as_rows(config.axes, logits, rows.label.squeeze(-1), where)
+    if sharding.may_loop(logits):
+        # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
+        rows, x = platforms.apart_on_cpu((rows, x))
+    _, of_log_prob, of_entropy = _slopes(config, x, mask, rows)
+    d_z = _product_where_used(mask, _has_log_prob(rows), of_log_prob, d_log_p)
+    if of_entropy is not None and d_entropy is not None:
+        d_z += _product_where_used(mask, _has_entropy(rows), of_entropy, d_entropy)
+    return from_rows(config.axes, logits, d_z / config.temperature)
+
+
+def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: Array) -> Array:
+    """The slopes times a cotangent of their rows, NaN in an unsound row unless its cotangent is 0."""
+    d = d.astype(slopes.dtype)[..., None]
+    # A cotangent of 0 means that the user has replaced the result: then a NaN in the row has no effect either.
+    live = is_sound | (d != 0)
+    live = live if mask is None else live & mask
+    # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
+    return jnp.where(live, slopes * jnp.where(is_sound, d, jnp.nan), 0)
+
+
+def _slopes(config: _Config, x: Array, where: Array | None, rows: _Rows) -> tuple[Array, Array, Array | None]:
+    """The probabilities, and the derivatives of log p_y and of H with respect to z, for rows that are sound."""
+    z = (selected(x, where, -jnp.inf).astype(rows.shift.dtype) - rows.shift) / config.temperature
+    p: Array = jnp.exp(z) * jnp.exp(-rows.log_sum)
+    of_log_prob = jnp.where(class_index(x.shape) == rows.label, -jnp.expm1(rows.log_prob), -p)
+    return p, of_log_prob, p * (_gaps(z) - rows.gap) if config.with_entropy else None
+
+
+def _has_log_prob(rows: _Rows) -> Array:
+    """False for a row without an entropy, and for one whose label is out of range."""
+    has_log_prob: Array = _has_entropy(rows) & (rows.log_prob == rows.log_prob)
+    return has_log_prob
+
+
+def _has_entropy(rows: _Rows) -> Array:
+    """False for a row that contains a NaN or +inf, or contains only -inf."""
+    # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
+    has_entropy: Array = jnp.abs(rows.log_sum) < jnp.inf
+    return has_entropy
