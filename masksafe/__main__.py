@@ -23,8 +23,9 @@ from typing import Any
 import jax
 
 from masksafe._report import _show
-from masksafe._report._cases import Case, all_cases
-from masksafe._report._libraries import PEERS, is_installed, runner
+from masksafe._report._case import Case
+from masksafe._report._cases import all_cases, tables
+from masksafe._report._libraries import PEERS, WRITTEN_OUT, is_installed, runner
 from masksafe._report._verdict import Verdict, judge, worst
 
 
@@ -47,7 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts[peer] = _judge_cases(peer, cases, cases, peer)
     on_devices = [column for name, column in verdicts.items() if name not in peers]
     columns = {"masksafe": list(map(worst, zip(*on_devices, strict=True)))} | {peer: verdicts[peer] for peer in peers}
-    _show.table("Masked means gone", ["op and case", *columns], _rows(cases, columns))
+    for title, of_table in tables().items():
+        _show_table(title, {(case.op, case.what) for case in of_table}, cases, columns)
     keeps = all(verdict == Verdict.RIGHT for verdict in columns["masksafe"])
     _summarise(verdicts, keeps)
     if options.json:
@@ -81,7 +83,7 @@ def _chosen_peers(text: str) -> list[str]:
 
 def _versions(peers: list[str]) -> dict[str, str]:
     versions = {"Python": platform.python_version()}
-    for package in ("masksafe", "jax", "jaxlib", *(peer for peer in peers if peer != "jax.nn")):
+    for package in ("masksafe", "jax", "jaxlib", *(peer for peer in peers if peer not in ("jax.nn", *WRITTEN_OUT))):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -114,6 +116,16 @@ def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str)
     return verdicts
 
 
+def _show_table(title: str, names: set[tuple[str, str]], cases: list[Case], verdicts: dict[str, list[Verdict]]) -> None:
+    """Prints the cases with one of the names, and the columns of the libraries that have any of them."""
+    chosen = [i for i, case in enumerate(cases) if (case.op, case.what) in names]
+    if not chosen:
+        return
+    columns = {name: [column[i] for i in chosen] for name, column in verdicts.items()}
+    columns = {name: column for name, column in columns.items() if set(column) != {Verdict.ABSENT}}
+    _show.table(title, ["op and case", *columns], _rows([cases[i] for i in chosen], columns))
+
+
 def _rows(cases: list[Case], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
     """A line per op, followed by a line per case."""
     rows = []
@@ -130,6 +142,8 @@ def _rows(cases: list[Case], verdicts: dict[str, list[Verdict]]) -> list[list[st
 def _summarise(verdicts: dict[str, list[Verdict]], keeps: bool) -> None:
     for name, column in verdicts.items():
         run = [verdict for verdict in column if verdict != Verdict.ABSENT]
+        if not run:
+            continue
         print(f"{name}: {sum(verdict == Verdict.RIGHT for verdict in run)} of {len(run)} right")
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
 

@@ -3,24 +3,24 @@
 An op has the name of masksafe's function. Right results are computed by NumPy in float64.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-Inputs = dict[str, Any]
+from masksafe._report._case import Case, Inputs
+from masksafe._report._policies import policy_cases
 
 
-class Case(NamedTuple):
-    """A call of an op."""
-
-    op: str
-    what: str
-    inputs: Inputs
-    hidden: dict[str, np.ndarray]  # for each input, where it is masked
-    expected: np.ndarray | None  # None: the result of the same call with harmless values under the mask
+def tables() -> dict[str, list[Case]]:
+    """The cases by the titles of their tables."""
+    return {"Masked means gone": _op_cases(), "What fine-tuning averages": policy_cases()}
 
 
 def all_cases() -> list[Case]:
+    return [case for cases in tables().values() for case in cases]
+
+
+def _op_cases() -> list[Case]:
     return [*_garbage_cases(), *_loss_cases(), *_attention_cases(), *_normalization_cases(), *_reduction_cases()]
 
 
@@ -101,7 +101,11 @@ def _garbage_cases() -> list[Case]:
         *elementwise,
         *soft,
         case("softmax_cross_entropy_with_integer_labels", ("logits", "labels"), _SOME_ROWS, logits=_X, labels=_LABELS),
-        case("linear_softmax_cross_entropy", ("features",), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS),
+        case("log_probs", ("logits", "labels"), _SOME_ROWS, logits=_X, labels=_LABELS),
+        *(
+            case(op, ("features", "labels"), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS)
+            for op in ("linear_softmax_cross_entropy", "linear_log_probs")
+        ),
         *divergences,
         *cosines,
         *integer_labels,
@@ -147,6 +151,8 @@ def _integer_label_cases() -> list[Case]:
     whole = np.round(_X)
     sure, zero = np.array([[15.0, 0.0]], np.float32), np.zeros(1, int)
     below, above = bad_label(-1), bad_label(_CLASSES)
+    linear: Inputs = {"features": sure, "kernel": np.eye(2, dtype=np.float32), "labels": zero}
+    policies = (("log_probs", {"logits": sure, "labels": zero}), ("linear_log_probs", linear))
     too_large = f"label {_CLASSES} of {_CLASSES} classes"
     return [
         _edge(op, f"label -1 of {_CLASSES} classes", losses + below[1], logits=_X, labels=below[0]),
@@ -155,6 +161,8 @@ def _integer_label_cases() -> list[Case]:
         _edge(op, "label at a masked class", remaining, {"logits": ~classes}, logits=_X, labels=_LABELS, where=classes),
         _edge(op, "offset of 1e5", _cross_entropy(whole, _LABELS), logits=whole + np.float32(1e5), labels=_LABELS),
         _edge(op, "a sure model: logits 15, 0", np.log1p(np.exp([-15.0])), logits=sure, labels=zero),
+        _edge("log_probs", f"label -1 of {_CLASSES} classes", below[1] - losses, logits=_X, labels=below[0]),
+        *(_edge(name, "a sure model: logits 15, 0", -np.log1p(np.exp([-15.0])), **inputs) for name, inputs in policies),
     ]
 
 

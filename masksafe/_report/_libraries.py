@@ -14,15 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe._report._cases import Case, Inputs
+from masksafe._report import _policies
+from masksafe._report._case import Case, Inputs, Ops
 from masksafe._report._verdict import Result, Run
 
-Ops = dict[str, Callable[..., Any]]
-PEERS = ("optax", "jax.nn", "flax", "equinox", "torch")
+WRITTEN_OUT = ("trl-like", "tunix-like")  # formulas, which need no library
+PEERS = ("optax", "jax.nn", "flax", "equinox", "torch", *WRITTEN_OUT)
 
 
 def is_installed(library: str) -> bool:
-    return importlib.util.find_spec(library.partition(".")[0]) is not None
+    return library in WRITTEN_OUT or importlib.util.find_spec(library.partition(".")[0]) is not None
 
 
 def runner(library: str, case: Case) -> Run | None:
@@ -42,6 +43,8 @@ def _ops(library: str) -> Ops:
         "flax": _flax_ops,
         "equinox": _equinox_ops,
         "torch": _torch_ops,
+        "trl-like": _policies.ops_like_trl,
+        "tunix-like": _policies.ops_like_tunix,
     }
     return tables[library]()
 
@@ -69,6 +72,7 @@ def _masksafe_ops() -> Ops:
     ops["group_norm"] = lambda x, where=None: masksafe.group_norm(x, 1, where=where)
     ops["l2_normalize"] = lambda x, where=None: masksafe.l2_normalize(x, where=where)
     reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
+    ops |= _policies.masksafe_ops()
     return ops | {name: _along_rows(getattr(masksafe, name)) for name in reductions}
 
 

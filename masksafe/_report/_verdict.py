@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from masksafe._report._cases import Case, Inputs
+from masksafe._report._case import Case, Inputs
 
 
 class Verdict(enum.StrEnum):

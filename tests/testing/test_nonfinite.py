@@ -205,6 +205,7 @@ OPS = {
     "kl_divergence_with_log_targets": lambda x: losses.kl_divergence_with_log_targets(x, jnp.log(TARGETS + 0.1)),
     "make_fenchel_young_loss": lambda x: losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)(x, TARGETS),
     "linear_softmax_cross_entropy": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS),
+    "linear_log_probs": lambda x: losses.linear_log_probs(x, KERNEL, LABELS, with_entropy=True),
     "linear_softmax_cross_entropy of a kernel": lambda x: losses.linear_softmax_cross_entropy(
         HEADS[0, :, 0, :3], x, LABELS, reduction="none"
     ),
@@ -246,7 +247,7 @@ def test_every_op_has_a_case():
     assert public - NO_OPS == {name.partition(" ")[0] for name in OPS}
 
 
-LONG = {"linear_softmax_cross_entropy"}
+LONG = {"linear_softmax_cross_entropy", "linear_log_probs"}
 LONGER = {"ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "dot_product_attention"}  # the last one has a test below
 # One case of the other ops is not slow: the gradient, which has the value's program in it, if it shows a NaN.
 SHORT = {(name, name not in FINITE_GRADIENTS | LONG) for name in OPS if " of " not in name and name not in LONGER}
@@ -295,6 +296,7 @@ def test_nan_that_a_mask_of_masksafe_takes_away_is_not_blamed():
 BAD_LABELS = {
     "ctc_loss": lambda x, labels: losses.ctc_loss(x[None], jnp.zeros((1, 3)), labels[None, 1:2], jnp.zeros((1, 1))),
     "linear_softmax_cross_entropy": lambda x, labels: losses.linear_softmax_cross_entropy(x, KERNEL, labels),
+    "linear_log_probs": lambda x, labels: losses.linear_log_probs(x, KERNEL, labels),
     **{
         name: getattr(losses, name)
         for name in (
