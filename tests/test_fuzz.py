@@ -93,23 +93,32 @@ def of_labels(op, choose):
 
 def policies(op, choose):
     kwargs = {"temperature": choose.one_of([1.0, 0.3]), "with_entropy": choose.one_of([False, True])}
+    return of_labels(functools.partial(stacked, op, **kwargs), choose)
 
-    def stacked(*args, **where):
-        results = op(*args, **where, **kwargs)
-        return jnp.stack(results) if kwargs["with_entropy"] else results
 
-    return of_labels(stacked, choose)
+def stacked(op, *args, **kwargs):
+    """The result, or one array of several."""
+    results = op(*args, **kwargs)
+    return jnp.stack(results) if isinstance(results, tuple) else results
 
 
 def linear(op, choose):
+    reductions, terms = [{"reduction": r} for r in ("mean", "sum", "none")], {"label_smoothing": 0.1, "z_loss": 1e-3}
+    return linear_with(op, choose, reductions, [{}, terms])
+
+
+def linear_policies(op, choose):
+    op = functools.partial(stacked, op)
+    return linear_with(op, choose, [{}, {"temperature": 0.5}], [{}, {"with_entropy": True}])
+
+
+def linear_with(op, choose, *options):
     tokens, width, classes = shape_of(choose, 0, 2), choose.one_of([1, 3]), choose.one_of([1, 2, 7])
-    reduction, options = (
-        choose.one_of(["mean", "sum", "none"]),
-        choose.one_of([{}, {"label_smoothing": 0.1, "z_loss": 1e-3}]),
-    )
     features = Argument((*tokens, width), hidden=lambda m: np.broadcast_to(~m[..., None], (*tokens, width)))
     nothing = lambda m: np.zeros((width, classes), bool)  # noqa: E731
-    kwargs = {"reduction": reduction, "block_size": choose.one_of([None, 2]), **options}
+    kwargs = {"block_size": choose.one_of([None, 2])}
+    for some in options:
+        kwargs |= choose.one_of(some)
     return Call(
         lambda m, f, k, y: op(f, k, y, where=m, **kwargs),
         tokens,
@@ -177,6 +186,7 @@ MAKERS = {
     "multiclass_perceptron_loss": of_labels,
     "multiclass_sparsemax_loss": of_labels,
     "linear_softmax_cross_entropy": linear,
+    "linear_log_probs": linear_policies,
     "ctc_loss": ctc,
     "ntxent": pairs,
     "dice_loss": images,
