@@ -14,6 +14,10 @@ from masksafe.losses._divergence import (
 )
 from masksafe.losses._fenchel_young import make_fenchel_young_loss
 from masksafe.losses._linear_cross_entropy import linear_softmax_cross_entropy
+from masksafe.losses._linear_kl_divergence import (
+    linear_kl_divergence,
+    linear_kl_divergence_with_top_k_targets,
+)
 from masksafe.losses._margin import (
     hinge_loss,
     multiclass_hinge_loss,
@@ -44,6 +48,8 @@ __all__ = [
     "kl_divergence",
     "kl_divergence_with_log_targets",
     "l2_loss",
+    "linear_kl_divergence",
+    "linear_kl_divergence_with_top_k_targets",
     "linear_softmax_cross_entropy",
     "log_cosh",
     "make_fenchel_young_loss",
