@@ -12,6 +12,7 @@ import cross_entropy
 import decoder
 import label_checks
 import linear_cross_entropy
+import linear_kl_divergence
 import losses
 import normalization
 import softmax
@@ -20,6 +21,7 @@ from command import main
 MODULES = [
     cross_entropy,
     linear_cross_entropy,
+    linear_kl_divergence,
     attention,
     normalization,
     softmax,

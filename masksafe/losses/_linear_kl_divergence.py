@@ -347,9 +347,7 @@ class _Options(NamedTuple):
             on_cpu = Sizes(block, default_class_tile(width, block))
             block = default_token_block_elsewhere(classes) if self.block_size is None else self.block_size
             elsewhere = Sizes(min(block, tokens), classes)
-        return Config(
-            self.divergence, self.temperature, self.with_rest, self.target_gradients, on_cpu, elsewhere
-        )
+        return Config(self.divergence, self.temperature, self.with_rest, self.target_gradients, on_cpu, elsewhere)
 
 
 def _without_masked_classes(layer: Linear, class_mask: Array | None) -> Linear:
@@ -603,7 +601,8 @@ def _differentiable_losses_and_gradients(config: Config, *args_and_d_losses: Any
     d_losses = d_losses.astype(losses.dtype) * jnp.ones_like(losses)  # splits them over devices like the losses
 
     def in_dtype_of_sums(gradients: Linear | None, layer: Linear) -> Linear | None:  # as in blocks
-        return jax.tree.map(lambda x: x.astype(wide_dtype(_dtype(layer))), gradients)
+        dtype = wide_dtype(_dtype(layer))
+        return cast(Linear | None, jax.tree.map(lambda x: x.astype(dtype), gradients))
 
     gradients = Gradients(*map(in_dtype_of_sums, reverse(d_losses), (student, targets)))  # type: ignore[arg-type]
     return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))

@@ -8,7 +8,7 @@ more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +66,9 @@ class TopK(NamedTuple):
     classes: Array
 
 
+Side = TypeVar("Side", Linear, TopK, Linear | TopK)
+
+
 class Gradients(NamedTuple):
     """Those of the student, and of the teacher if they are wanted."""
 
@@ -74,7 +77,8 @@ class Gradients(NamedTuple):
 
 
 def default_token_block(classes: int) -> int:
-    return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS // max(1, classes)))
+    elements = platforms.TOKEN_BLOCK_ELEMENTS // 2  # of the logits of either side
+    return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, elements // classes))
 
 
 def default_class_tile(width: int, token_block: int) -> int:
@@ -82,7 +86,7 @@ def default_class_tile(width: int, token_block: int) -> int:
 
 
 def default_token_block_elsewhere(classes: int) -> int:
-    return max(platforms.FEWEST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS_ELSEWHERE // max(1, classes))
+    return max(platforms.FEWEST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS_ELSEWHERE // classes)
 
 
 # Rows of logits `[..., V]`.
@@ -157,28 +161,27 @@ def losses_and_gradients(
     wide = sum_dtype(student, targets)
 
     def one_block(block: Block, state: _State) -> _State:
-        features, rows = block.take(student.features), _rows_of(block, targets)
-        losses, cotangents = losses_of_logits(
-            config,
-            sizes.class_tile,
-            logits_of(config, student._replace(features=features), wide),
-            logits_of(config, rows, wide) if isinstance(rows, Linear) else rows,
-        )
+        of_student, of_targets = _rows_of(block, student), _rows_of(block, targets)
+        logits = logits_of(config, of_student, wide)
+        known = logits_of(config, of_targets, wide) if isinstance(of_targets, Linear) else of_targets
+        losses, cotangents = losses_of_logits(config, sizes.class_tile, logits, known)
         losses = block.put(state.losses, selected(losses[:, 0].astype(wide), block.live))
         if d_losses is None or state.gradients is None:
             return _State(losses, None)
-        d_block = block.take(d_losses.astype(wide))[:, None] / config.temperature
-        d_logits, d_targets = (None if x is None else selected(x, block.live[:, None]) for x in cotangents(d_block))
-        of_student, of_teacher = state.gradients
-        of_student = _added(of_student, student._replace(features=features), d_logits, block, sizes)
-        if of_teacher is not None:
-            of_teacher = _added(of_teacher, rows, d_targets, block, sizes)
-        return _State(losses, Gradients(of_student, of_teacher))
+        d_logits, d_known = cotangents(block.take(d_losses.astype(wide))[:, None] / config.temperature)
+        d_student, d_teacher = state.gradients
+        d_student = _added(d_student, of_student, d_logits, block, sizes)
+        if d_teacher is not None and d_known is not None and isinstance(of_targets, Linear):
+            d_teacher = _added(d_teacher, of_targets, d_known, block, sizes)
+        return _State(losses, Gradients(d_student, d_teacher))
+
+    def put_back(layer: Linear) -> Linear:
+        return layer._replace(features=blocks.put_back(layer.features))
 
     losses, gradients = blocks.fold(one_block, _initial_state(config, student, targets, d_losses, blocks.length))
     if gradients is not None:
-        put_back = lambda x: None if x is None else x._replace(features=blocks.put_back(x.features))  # noqa: E731
-        gradients = Gradients(*map(put_back, gradients))
+        d_student, d_teacher = gradients
+        gradients = Gradients(put_back(d_student), None if d_teacher is None else put_back(d_teacher))
     return blocks.put_back(losses), gradients
 
 
@@ -199,10 +202,11 @@ def logits_of(config: Config, layer: Linear, dtype: Any) -> Array:
     return logits if config.temperature == 1 else logits / config.temperature
 
 
-def _rows_of(block: Block, targets: Linear | TopK) -> Linear | TopK:
-    if isinstance(targets, Linear):
-        return targets._replace(features=block.take(targets.features))
-    return TopK(*map(block.take, targets))
+def _rows_of(block: Block, side: Side) -> Side:
+    """The rows of a block: 0 where none is left."""
+    if isinstance(side, Linear):
+        return side._replace(features=block.take(side.features))
+    return type(side)(*map(block.take, side))
 
 
 class _State(NamedTuple):
@@ -232,6 +236,7 @@ def _initial_state(config: Config, student: Linear, targets: Any, d_losses: Arra
 
 def _added(gradients: Linear, layer: Linear, d_logits: Array, block: Block, sizes: Sizes) -> Linear:
     """The gradients of a layer with those of a block, whose features `layer` has."""
+    d_logits = selected(d_logits, block.live[:, None])
     classes = divide(d_logits.shape[-1], sizes.class_tile)
     d_bias = gradients.bias
     if d_bias is not None:

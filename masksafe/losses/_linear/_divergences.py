@@ -99,12 +99,11 @@ class Pair(NamedTuple):
 def pair_of(teacher: Array, student: Array, of_teacher: Normalizer, of_student: Normalizer) -> Pair:
     """The probabilities of logits, with the digits of their ratio.
 
-    The difference of the logits is taken first, since it is exact if they nearly agree.
+    Differences between the sides are taken first: they are exact if both nearly agree, and then remove common offsets.
     """
-    shift = (of_teacher.largest - of_student.largest) + _log_ratio(of_teacher.total, of_student.total)
-    return Pair(
-        _probabilities(teacher, of_teacher), _probabilities(student, of_student), (teacher - student) - shift
-    )
+    log_ratio = (teacher - student) - (of_teacher.largest - of_student.largest)
+    log_ratio -= _log_ratio(of_teacher.total, of_student.total)
+    return Pair(_probabilities(teacher, of_teacher), _probabilities(student, of_student), log_ratio)
 
 
 def _probabilities(logits: Array, rows: Normalizer) -> Array:
@@ -180,7 +179,7 @@ def _excess(d: Array) -> Array:
 
 
 def _difference(pair: Pair) -> Array:
-    """q - p, with its digits."""
+    """The difference q - p, with its digits."""
     p, q, d = pair
     near = abs(d) < _NEAR
     d_near = jnp.where(near, d, 0)
@@ -188,7 +187,7 @@ def _difference(pair: Pair) -> Array:
 
 
 def _mixture(beta: float, pair: Pair) -> tuple[Array, Array, Array]:
-    """m = beta p + (1 - beta) q, log(p / m) and log(q / m)."""
+    """The mixture m = beta p + (1 - beta) q, log(p / m) and log(q / m)."""
     p, q, d = pair
     d = jnp.where((p == 0) & (q == 0), 0, d)
     is_larger = d >= 0  # p: the mixture is compared with the larger one, and so nothing overflows
@@ -236,7 +235,8 @@ def _over_tiles(
         tile = classes.tile(j)
         return add(total, of_tile(*(_taken(x, tile) for x in logits)))
 
-    return lax.fori_loop(0, classes.number, step, nothing)
+    total: Sums = lax.fori_loop(0, classes.number, step, nothing)
+    return total
 
 
 def _taken(x: Array, tile: Tile) -> Array:
