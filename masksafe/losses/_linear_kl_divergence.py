@@ -600,11 +600,13 @@ def _differentiable_losses_and_gradients(config: Config, *args_and_d_losses: Any
     losses, reverse = jax.vjp(losses_of_floats, *floats)
     d_losses = d_losses.astype(losses.dtype) * jnp.ones_like(losses)  # splits them over devices like the losses
 
-    def in_dtype_of_sums(gradients: Linear | None, layer: Linear) -> Linear | None:  # as in blocks
+    def in_dtype_of_sums(gradients: Linear, layer: Linear) -> Linear:  # as in blocks
         dtype = wide_dtype(_dtype(layer))
-        return cast(Linear | None, jax.tree.map(lambda x: x.astype(dtype), gradients))
+        return cast(Linear, jax.tree.map(lambda x: x.astype(dtype), gradients))
 
-    gradients = Gradients(*map(in_dtype_of_sums, reverse(d_losses), (student, targets)))  # type: ignore[arg-type]
+    of_student, of_teacher = reverse(d_losses)
+    of_teacher = None if of_teacher is None else in_dtype_of_sums(of_teacher, targets)
+    gradients = Gradients(in_dtype_of_sums(of_student, student), of_teacher)
     return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
 
 
@@ -616,10 +618,12 @@ def _losses_and_gradients_in_blocks(config: Config, *args_and_d_losses: Any) -> 
         losses, gradients = losses_and_gradients(config, sizes, *_flatten(*args), d_losses.reshape(-1))
         assert gradients is not None
 
-        def shaped(gradients: Linear | None, layer: Linear) -> Linear | None:
-            return gradients and gradients._replace(features=gradients.features.reshape(layer.features.shape))
+        def shaped(gradients: Linear, layer: Linear) -> Linear:
+            return gradients._replace(features=gradients.features.reshape(layer.features.shape))
 
-        gradients = Gradients(*map(shaped, gradients, args[:2]))  # type: ignore[arg-type]
+        of_student, of_teacher = gradients
+        of_teacher = None if of_teacher is None else shaped(of_teacher, args[1])
+        gradients = Gradients(shaped(of_student, args[0]), of_teacher)
         losses = losses.reshape(d_losses.shape)
         return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
 

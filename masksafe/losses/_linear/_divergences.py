@@ -26,7 +26,7 @@ probability 0 adds nothing, since :math:`0 \log 0 = 0`; a divergence is infinite
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -86,14 +86,16 @@ def finite(largest: Array) -> Array:
 
 
 class Pair(NamedTuple):
-    """Probabilities of some classes, `[..., classes]`."""
+    """Probabilities of some classes, `[..., classes]`, and their logarithms."""
 
     teacher: Array
     student: Array
-    log_ratio: Array  # log(teacher / student)
+    log_teacher: Array
+    log_student: Array
+    log_ratio: Array  # log(teacher / student), with the digits that the difference of the two lacks
 
     def exchanged(self) -> "Pair":
-        return Pair(self.student, self.teacher, -self.log_ratio)
+        return Pair(self.student, self.teacher, self.log_student, self.log_teacher, -self.log_ratio)
 
 
 def pair_of(teacher: Array, student: Array, of_teacher: Normalizer, of_student: Normalizer) -> Pair:
@@ -103,11 +105,12 @@ def pair_of(teacher: Array, student: Array, of_teacher: Normalizer, of_student: 
     """
     log_ratio = (teacher - student) - (of_teacher.largest - of_student.largest)
     log_ratio -= _log_ratio(of_teacher.total, of_student.total)
-    return Pair(_probabilities(teacher, of_teacher), _probabilities(student, of_student), log_ratio)
+    log_p, log_q = _log_probabilities(teacher, of_teacher), _log_probabilities(student, of_student)
+    return Pair(jnp.exp(log_p), jnp.exp(log_q), log_p, log_q, log_ratio)
 
 
-def _probabilities(logits: Array, rows: Normalizer) -> Array:
-    return jnp.exp((logits - rows.largest) - jnp.log(rows.total))
+def _log_probabilities(logits: Array, rows: Normalizer) -> Array:
+    return (logits - rows.largest) - jnp.log(rows.total)
 
 
 def _log_ratio(a: Array, b: Array) -> Array:
@@ -145,7 +148,7 @@ class Rows(NamedTuple):
 
 
 def _terms(divergence: Divergence, pair: Pair) -> tuple[Array, ...]:
-    p, q, d = pair
+    p, q, *_, d = pair
     if divergence.direction == FORWARD:
         return (_kl_terms(p, q, d),)
     if divergence.direction == REVERSE:
@@ -172,15 +175,20 @@ def _kl_terms(p: Array, q: Array, d: Array) -> Array:
 
 
 def _excess(d: Array) -> Array:
-    """e^-d - 1 + d for small d."""
+    """The function e^-d - 1 + d, for small d."""
     degree = 9 if jnp.finfo(d.dtype).bits <= 32 else 16
-    coefficients = [(-1) ** n / math.factorial(n) for n in range(degree, 1, -1)]
-    return d * d * functools.reduce(lambda total, c: total * d + c, coefficients[1:], jnp.full_like(d, coefficients[0]))
+    return d * d * _polynomial(d, [(-1) ** n / math.factorial(n) for n in range(2, degree + 1)])
+
+
+def _polynomial(x: Array, coefficients: Sequence[float]) -> Array:
+    """With the coefficient of x^0 first."""
+    *others, highest = coefficients
+    return functools.reduce(lambda total, c: total * x + c, reversed(others), jnp.full_like(x, highest))
 
 
 def _difference(pair: Pair) -> Array:
     """The difference q - p, with its digits."""
-    p, q, d = pair
+    p, q, *_, d = pair
     near = abs(d) < _NEAR
     d_near = jnp.where(near, d, 0)
     return jnp.where(near, p * (_excess(d_near) - d_near), q - p)
@@ -188,17 +196,27 @@ def _difference(pair: Pair) -> Array:
 
 def _mixture(beta: float, pair: Pair) -> tuple[Array, Array, Array]:
     """The mixture m = beta p + (1 - beta) q, log(p / m) and log(q / m)."""
-    p, q, d = pair
-    d = jnp.where((p == 0) & (q == 0), 0, d)
-    is_larger = d >= 0  # p: the mixture is compared with the larger one, and so nothing overflows
-    distance = jnp.where(is_larger, d, -d)
-    of_larger = -jnp.log1p(jnp.where(is_larger, 1 - beta, beta) * jnp.expm1(-distance))
-    of_smaller = of_larger - distance
-    of_teacher, of_student = (
-        jnp.where(is_larger, of_larger, of_smaller),
-        jnp.where(is_larger, of_smaller, of_larger),
-    )
-    return beta * p + (1 - beta) * q, of_teacher, of_student
+    p, q, log_p, log_q, d = pair
+    mixture = beta * p + (1 - beta) * q
+    log_mixture = jnp.log(jnp.maximum(mixture, jnp.finfo(mixture.dtype).tiny))
+    near = abs(d) < _NEAR
+    d_near = jnp.where(near, d, 0)
+    of_teacher = jnp.where(near, -_log_of_mixture(1 - beta, -d_near), log_p - log_mixture)
+    of_student = jnp.where(near, -_log_of_mixture(beta, d_near), log_q - log_mixture)
+    return mixture, of_teacher, of_student
+
+
+def _log_of_mixture(part: float, z: Array) -> Array:
+    """The function log(1 - part + part e^z), for small z, as a polynomial.
+
+    Its coefficients times n! are the cumulants of a Bernoulli variable.
+    """
+    degree = 9 if jnp.finfo(z.dtype).bits <= 32 else 20
+    argument = [part / math.factorial(n) for n in range(degree + 1)]
+    coefficients = [0.0]
+    for n in range(1, degree + 1):
+        coefficients.append(argument[n] - sum(k * coefficients[k] * argument[n - k] for k in range(1, n)) / n)
+    return z * _polynomial(z, coefficients[1:])
 
 
 # Cotangents of the logits.
@@ -206,7 +224,7 @@ def _mixture(beta: float, pair: Pair) -> tuple[Array, Array, Array]:
 
 def student_cotangents(divergence: Divergence, pair: Pair, sums: tuple[Array, ...]) -> Array:
     """The derivatives of the divergences by the student's logits."""
-    _, q, d = pair
+    _, q, *_, d = pair
     if divergence.direction == FORWARD:
         return _difference(pair)
     if divergence.direction == REVERSE:
