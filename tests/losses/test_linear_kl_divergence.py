@@ -607,6 +607,24 @@ def test_top_k_targets_and_other_derivatives_on_an_explicit_mesh():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("top_k", [False, True])
+def test_checkify_on_an_explicit_mesh(top_k):
+    targets = top_k_of() if top_k else [np.float32(a) for a in ARGS[2:4]]
+    of = linear_kl_divergence_with_top_k_targets if top_k else linear_kl_divergence
+    by_class = PartitionSpec(None, "y")
+    specs = X, by_class, X, X if top_k else by_class
+    args = np.float32(FEATURES), np.float32(KERNEL), *targets
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    step = jax.value_and_grad(of, (0, 1))
+    with jax.set_mesh(mesh):
+        parts = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
+        with masksafe.label_checks("checkify"):
+            error, actual = jax.jit(checkify.checkify(step))(*parts)
+            error.throw()
+    assert_trees_close(actual, jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_tokens_split_in_a_shard_map():
     def local(features, kernel, target_features, target_kernel):
         loss = linear_kl_divergence(

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.labels import is_class, nan_unless
+from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
-from masksafe._core.sharding import varying_zero
+from masksafe._core.sharding import gathered_along, is_sharded, varying_zero
 from masksafe._core.tiles import divide, take
 from masksafe._core.typing import Array
 from masksafe.losses._linear._divergences import (
@@ -113,12 +113,13 @@ def losses_of_logits(config: Config, tile_size: int, logits: Array, targets: Arr
 
 def _losses_of_top_k(config: Config, tile_size: int, logits: Array, targets: TopK) -> tuple[Array, Cotangents]:
     """The same of a few classes. Classes out of range, or twice in a row, make it NaN."""
+    logits = gathered_along(logits, -1)
     is_valid = jnp.all(is_class(targets.classes, logits.shape[-1]), -1) & ~jnp.any(is_repeated(targets.classes), -1)
     factor = nan_unless(is_valid, logits.dtype)[..., None]  # a product makes the derivatives NaN as well
     classes = jnp.clip(targets.classes, 0, logits.shape[-1] - 1)
-    student, teacher = jnp.take_along_axis(logits, classes, -1), targets.log_probs.astype(logits.dtype)
+    student, teacher = _at_classes(logits, classes), targets.log_probs.astype(logits.dtype)
     if config.with_rest:
-        others = jnp.put_along_axis(logits, classes, -jnp.inf, -1, inplace=False)
+        others = _with_classes(logits, classes, -jnp.inf)
         of_others = normalizer(others, tile_size)
         is_any = of_others.total > 0  # of the student's other classes
         total = jnp.where(is_any, of_others.total, 1)
@@ -134,20 +135,33 @@ def _losses_of_top_k(config: Config, tile_size: int, logits: Array, targets: Top
         pair = pair_of(teacher, student, rows.teacher, rows.student)
         d_student = student_cotangents(config.divergence, pair, rows.sums) * (d_losses * factor)
         if not config.with_rest:
-            return jnp.put_along_axis(jnp.zeros_like(logits), classes, d_student, -1, inplace=False), None
+            return _with_classes(jnp.zeros_like(logits), classes, d_student), None
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
         d_logits = jnp.exp(others - finite(of_others.largest)) * (d_rest / total)
-        return jnp.put_along_axis(d_logits, classes, d_student, -1, inplace=False), None
+        return _with_classes(d_logits, classes, d_student), None
 
     return losses * factor, cotangents
 
 
 def is_repeated(classes: Array) -> Array:
-    """Whether a class comes again in its row `[..., k]`; of equal ones all but one."""
-    order = jnp.argsort(classes, -1)
-    ordered = jnp.take_along_axis(classes, order, -1)
-    again = jnp.concatenate([jnp.zeros_like(ordered[..., :1], bool), ordered[..., 1:] == ordered[..., :-1]], -1)
-    return jnp.take_along_axis(again, jnp.argsort(order, -1), -1)
+    """Whether a class was in its row `[..., k]` before."""
+    place = jnp.arange(classes.shape[-1])
+    return jnp.any((classes[..., :, None] == classes[..., None, :]) & (place[:, None] > place), -1)
+
+
+def _at_classes(x: Array, classes: Array) -> Array:
+    """The elements `[..., k]` of rows `[..., V]` at some classes."""
+    if is_sharded(x) or is_sharded(classes):  # JAX refuses indices then
+        return jnp.sum(jnp.where(at_label(classes, x.shape[-1]), x[..., None, :], 0), -1)
+    return jnp.take_along_axis(x, classes, -1)
+
+
+def _with_classes(x: Array, classes: Array, values: Array | float) -> Array:
+    """Rows `[..., V]` with other elements at some classes, none of which is repeated."""
+    if is_sharded(x) or is_sharded(classes):
+        is_at, values = at_label(classes, x.shape[-1]), jnp.broadcast_to(values, classes.shape)
+        return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
+    return jnp.put_along_axis(x, classes, values, -1, inplace=False)
 
 
 # All tokens, block by block.

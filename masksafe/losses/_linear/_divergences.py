@@ -65,8 +65,9 @@ class Normalizer(NamedTuple):
 
 def normalizer(logits: Array, tile_size: int) -> Normalizer:
     """The normalizer of rows of logits, computed from tiles of the classes."""
-    nothing = jnp.zeros_like(logits[..., :1])
-    return _over_tiles(_normalizer_of_tile, _add_normalizers, Normalizer(nothing - jnp.inf, nothing), tile_size, logits)
+    return _over_tiles(
+        _normalizer_of_tile, _add_normalizers, lambda zero: Normalizer(zero - jnp.inf, zero), tile_size, logits
+    )
 
 
 def _normalizer_of_tile(x: Array) -> Normalizer:
@@ -133,9 +134,8 @@ def divergence_sums(divergence: Divergence, teacher: Array, student: Array, tile
     def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
         return tuple(map(jnp.add, a, b))
 
-    nothing = jnp.zeros_like(teacher[..., :1] + student[..., :1])
     number = 2 if divergence.direction == JENSEN_SHANNON else 1
-    sums = _over_tiles(of_tile, add, (nothing,) * number, tile_size, teacher, student)
+    sums = _over_tiles(of_tile, add, lambda zero: (zero,) * number, tile_size, teacher, student)
     return Rows(of_teacher, of_student, sums), _divergence_of(divergence, sums)
 
 
@@ -242,7 +242,11 @@ def teacher_cotangents(divergence: Divergence, pair: Pair, sums: tuple[Array, ..
 
 
 def _over_tiles(
-    of_tile: Callable[..., Sums], add: Callable[[Sums, Sums], Sums], nothing: Sums, tile_size: int, *logits: Array
+    of_tile: Callable[..., Sums],
+    add: Callable[[Sums, Sums], Sums],
+    nothing: Callable[[Array], Sums],
+    tile_size: int,
+    *logits: Array,
 ) -> Sums:
     """The sum of `of_tile(*tiles)` over tiles of the classes, which stay in the cache meanwhile."""
     classes = divide(logits[0].shape[-1], tile_size)
@@ -253,7 +257,8 @@ def _over_tiles(
         tile = classes.tile(j)
         return add(total, of_tile(*(_taken(x, tile) for x in logits)))
 
-    total: Sums = lax.fori_loop(0, classes.number, step, nothing)
+    zero = functools.reduce(jnp.add, (jnp.zeros_like(x[..., :1]) for x in logits))
+    total: Sums = lax.fori_loop(0, classes.number, step, nothing(zero))
     return total
 
 
