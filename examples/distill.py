@@ -95,7 +95,7 @@ def train_all(
     teacher = Trainer(config)
     histories = {"the teacher": trained("the teacher", teacher, language_model.masksafe_loss)}
     distiller = Distiller(of_student, teacher, histories["the teacher"].params)
-    costs = language_model.compare(distiller, data, losses=DIVERGENCES)
+    costs = language_model.compare(distiller, data, rounds=9, losses=DIVERGENCES)
     histories[FROM_LABELS] = trained(f"a student, {FROM_LABELS}", Trainer(of_student), language_model.masksafe_loss)
     histories[FROM_TEACHER] = trained(f"the same, {FROM_TEACHER}", distiller, masksafe_divergence)
     return histories, costs
