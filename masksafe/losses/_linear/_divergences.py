@@ -9,7 +9,7 @@ With the probabilities :math:`p` of the teacher and :math:`q` of the student, an
 
 The second form of the sum is used: its terms are not negative, so that none is lost where student and teacher nearly
 agree and all of them are small. There :math:`e^{-d} - 1 + d` is a polynomial; elsewhere :math:`q - p + p d` is the same
-term and does not overflow. An error common to all :math:`d_c` of a row counts by its square alone.
+term and does not overflow. Where all of a row are small, an error common to them counts by its square alone.
 
 With student logits :math:`x` and teacher logits :math:`t`
 
