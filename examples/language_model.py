@@ -22,7 +22,7 @@ import statistics
 import sysconfig
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -355,10 +355,12 @@ class Cost(NamedTuple):
     temporary_bytes: int
 
 
-def compare(trainer: Trainer, data: Rows, rounds: int = 5) -> dict[str, Cost]:
+def compare(
+    trainer: Trainer, data: Rows, rounds: int = 5, losses: Mapping[str, Callable[..., jax.Array]] = LOSSES
+) -> dict[str, Cost]:
     """Times alternating steps from the same state; an untimed step before each one warms up the allocator."""
     batch, state = data[: trainer.config.batch_size], trainer.initial_state()
-    steps = {name: trainer.compile_step(loss, batch) for name, loss in LOSSES.items()}
+    steps = {name: trainer.compile_step(loss, batch) for name, loss in losses.items()}
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
@@ -373,8 +375,8 @@ def compare(trainer: Trainer, data: Rows, rounds: int = 5) -> dict[str, Cost]:
     return costs
 
 
-def show(costs: dict[str, Cost], console: Console) -> None:
-    table = Table("", *costs, title="A training step with each loss")
+def show(costs: dict[str, Cost], console: Console, title: str = "A training step with each loss") -> None:
+    table = Table("", *costs, title=title)
     table.add_row("time", *(f"{cost.seconds * 1e3:.0f} ms" for cost in costs.values()))
     table.add_row("unmasked tokens a second", *(f"{cost.tokens_per_second:.0f}" for cost in costs.values()))
     table.add_row("temporary memory", *(f"{cost.temporary_bytes / 2**20:.0f} MiB" for cost in costs.values()))

@@ -12,6 +12,7 @@ import cross_entropy
 import decoder
 import label_checks
 import linear_cross_entropy
+import linear_kl_divergence
 import linear_log_probs
 import losses
 import normalization
@@ -22,6 +23,7 @@ MODULES = [
     cross_entropy,
     linear_cross_entropy,
     linear_log_probs,
+    linear_kl_divergence,
     attention,
     normalization,
     softmax,

@@ -85,6 +85,9 @@ LEAST_LOGITS, MOST_LOGITS = 2**25, 2**27
 LEAST_TOKENS_IF_MASKED = 2048  # in the largest block
 MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or not
 
+# Divergences of linear layers work on whole rows of logits of both sides: elsewhere on 256 MiB of float32 of each.
+TOKEN_BLOCK_ELEMENTS_ELSEWHERE = 2**26
+
 # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads
 # the row once. Longer rows are read once for every sum that needs the one before.
 ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
