@@ -26,7 +26,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift
+from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift, nan_if_bad
 
 _FAR = 1000.0  # below the largest: exp(-1000) is 0 in every dtype, and times 1000 still 0, unlike 0 times infinity
 
@@ -57,6 +57,10 @@ class LogProbAndEntropy(Formula):
     @property
     def number(self) -> int:
         return 2
+
+    @property
+    def of_labels(self) -> tuple[bool, ...]:
+        return True, False
 
     @property
     def nothing(self) -> Sums:
@@ -116,7 +120,7 @@ class LogProbAndEntropy(Formula):
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_log_prob, d_entropy = d_outputs
-        d_log_prob *= nan_unless(is_class(labels, classes), d_log_prob.dtype)
+        d_log_prob = nan_if_bad(d_log_prob, is_class(labels, classes))
         others, shift = _others(sums), finite_shift(sums.largest)
         exp_total = 1 + others
         # 1 - p at the label, but not as a difference.
@@ -143,8 +147,8 @@ def _rebased(largest: Array, sums: Sums) -> tuple[Array, Array]:
 
 
 def _others(sums: Sums) -> Array:
-    """NaN in a row whose largest x is not finite: then no probability is known."""
-    return jnp.where(jnp.isfinite(sums.largest), sums.others, jnp.nan)
+    """NaN, and with it the derivatives, in a row whose largest x is not finite: then no probability is known."""
+    return sums.others * nan_unless(jnp.isfinite(sums.largest), sums.others.dtype)
 
 
 def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
