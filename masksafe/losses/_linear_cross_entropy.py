@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -204,7 +205,7 @@ def linear_softmax_cross_entropy(
     else:
         results = (weighted_sum(options, *args, factors),)
     if reduction == "mean":
-        total = _total_weight(labels, where, of_labels).astype(dtype)
+        total = _total_weight(dtype, labels, where, of_labels)
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = jnp.any(bad_rows)
@@ -235,7 +236,13 @@ def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array)
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     if weights is None:
         return None
-    return _not_negative(selected(jnp.broadcast_to(widened(weights), labels.shape), where))
+    return _cleaned(weights, where, labels.shape)
+
+
+@functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
+def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
+    weights = _not_negative(selected(jnp.broadcast_to(widened(weights), shape), where))
+    return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 
 
 def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
@@ -257,11 +264,20 @@ def _of_labels(
         return of_tokens
     here = sharding.local_class(axis_name, labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
-    weights = sharding.gathered_along(class_weights, 0).at[jnp.where(is_here, here, 0)].get(mode="promise_in_bounds")
+    index = jnp.where(is_here, here, 0)
+    weights = (
+        sharding.gathered_along(class_weights, 0)
+        .at[index]
+        .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
+    )
     weights = sharding.sum_over_devices(axis_name, jnp.where(is_here, weights, 0))
     classes = sharding.size_over_devices(axis_name, class_weights.size)
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
-    return weights if of_tokens is None else jnp.where(of_tokens == 0, 0, of_tokens * weights.astype(of_tokens.dtype))
+    if of_tokens is None:
+        return weights
+    # The loss at the label may be infinite: the derivative of the product would be NaN.
+    is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
+    return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
 
 
 def _factor(dtype: Any, number: float, weights: Array | None) -> Array:
@@ -291,8 +307,8 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
     return functools.reduce(jnp.add, others), z_losses
 
 
-def _total_weight(labels: Array, where: Array | None, of_labels: Array | None) -> Array:
+def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return or_one(jnp.sum(selected(of_labels, where)))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else jnp.sum(where), 1)
+        return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
+    return jnp.maximum(jnp.asarray(labels.size) if where is None else jnp.sum(where), 1).astype(dtype)
