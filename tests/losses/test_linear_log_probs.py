@@ -177,7 +177,7 @@ def test_second_derivatives_where_the_cotangents_are_zero(platform, of):
 
     with jax.enable_x64(True):
         gradient, actual, desired = all_of(FEATURES[:6])
-    assert not np.any(gradient)
+    np.testing.assert_allclose(gradient, 0, atol=1e-12)
     assert_trees_close(actual, desired, rtol=1e-10, atol=1e-12)
 
 
@@ -215,8 +215,38 @@ def test_digits_are_kept_where_a_token_is_nearly_certain(platform, form):
     with masksafe.forward_mode() if form == "forward mode" else masksafe.label_checks("off"):
         outs = all_of(rows)
     desired = tuple(np.stack(x) for x in zip(*map(exact, rows, labels), strict=True))
-    for actual in outs:
-        assert_trees_close(actual, desired, rtol=5e-6)
+    for actual in outs:  # in forward mode, JAX's own rules preserve the digits of the values
+        assert_trees_close(actual[:2], desired[:2], rtol=5e-6)
+        assert_trees_close(actual[2:], desired[2:], rtol=5e-6, atol=1e-6 if form == "forward mode" else 0)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.07}, slow({"logit_soft_cap": 97.0})], ids=str)
+def test_digits_are_kept_where_logits_are_products(platform, options):
+    """Compiled as a fused multiply-add, a difference from the largest is not 0 at the largest."""
+    rows, labels = np.repeat(LOGITS / 10, 3, 0), np.tile(np.arange(3), len(LOGITS))
+
+    @jax.jit
+    def all_of(x):
+        of = functools.partial(linear_log_probs, kernel=jnp.eye(3), labels=labels, with_entropy=True, **options)
+        each = [jax.grad(lambda x, k=k: jnp.sum(of(x)[k]))(x) for k in (0, 1)]
+        return (*of(x), *each)
+
+    x, slope = np.float64(rows) / options.get("temperature", 1), 1 / options.get("temperature", 1)
+    if cap := options.get("logit_soft_cap"):
+        x = cap * np.tanh(x / cap)
+        slope = 1 - (x / cap) ** 2
+    desired = tuple(np.stack(x) for x in zip(*map(exact, x, labels), strict=True))
+    desired = (*desired[:2], *(slope * d for d in desired[2:]))
+    assert_trees_close(all_of(rows), desired, rtol=1e-4, atol=1e-37)
+
+
+def test_extreme_temperatures(platform):
+    for temperature, certain in ((1e-38, True), (1e-20, True), (1e20, False), (1e38, False)):
+        of = functools.partial(linear_log_probs, kernel=np.float32(KERNEL), temperature=temperature, with_entropy=True)
+        step = jax.value_and_grad(lambda x, of=of: jnp.sum(of(x, labels=LABELS)[1]))
+        value, gradient = jax.jit(step)(np.float32(FEATURES) / 8)
+        np.testing.assert_allclose(value, 0 if certain else TOKENS * np.log(CLASSES), rtol=1e-6)
+        assert np.isfinite(gradient).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
@@ -230,7 +260,7 @@ def test_dtypes(platform, dtype):
         desired = step(dense)(*(a.astype("float64") for a in args))
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(value, desired[0], rtol=1e-5)
-    assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=eps)
+    assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=max(eps, 2e-6))
 
 
 def test_mixed_dtypes_and_second_derivatives_are_traced():
@@ -247,22 +277,13 @@ def test_mixed_dtypes_and_second_derivatives_are_traced():
             assert [row[i].dtype for i, row in enumerate(rows)] == list(dtypes)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float64")])
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_strict_promotion(platform, dtype):
-    with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        args = [jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS)]
-        for with_entropy in (False, True):
-            weights = jnp.asarray(WEIGHTS[: 1 + with_entropy], "float64" if dtype == "float64" else "float32")
-
-            def total(features, kernel, bias, with_entropy=with_entropy, weights=weights):
-                outputs = linear_log_probs(
-                    features, kernel, LABELS, bias=bias, where=MASK, with_entropy=with_entropy, **OPTIONS
-                )
-                return jnp.sum(jnp.stack(jax.tree.leaves(outputs)) * weights)
-
-            gradient = jax.grad(total, (0, 1, 2))
-            assert jax.make_jaxpr(gradient)(*args).eqns
-            assert jax.make_jaxpr(lambda *a, g=gradient: jax.jvp(g, a, a))(*args).eqns
+    args = [jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS)]
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        gradient = jax.grad(scalar(linear_log_probs, where=MASK, with_entropy=True, **OPTIONS), (0, 1, 2))
+        assert [x.dtype for x in jax.eval_shape(gradient, *args)] == [dtype] * 3
+        jax.eval_shape(lambda *args: jax.jvp(gradient, args, args), *args)
 
 
 # What is masked is gone, and nothing else.
@@ -438,6 +459,24 @@ def test_outputs_that_are_selected_away_take_no_part(platform):
         assert np.isfinite(d_kernel).all()
         assert np.isfinite(d_features).all()
         assert not d_features[~rows].any()
+
+
+def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform):
+    """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
+    features, kernel = -np.abs(np.float32(FEATURES[:, :1])), np.array([[np.inf, 0.5, 0.3]], np.float32)
+    labels = 1 + LABELS % 2
+
+    @jax.jit
+    def step(kernel):
+        outputs = linear_log_probs(features, kernel, labels, where=MASK, block_size=9, with_entropy=True)
+        return sum(map(jnp.sum, outputs)) + linear_softmax_cross_entropy(
+            features, kernel, labels, where=MASK, block_size=9
+        )
+
+    value, gradient = jax.value_and_grad(step)(kernel)
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+    assert gradient[0, 0] == 0
 
 
 def test_no_alarm_of_debug_nans():

@@ -114,7 +114,7 @@ class LogProbAndEntropy(Formula):
         total = lambda terms: sharding.sum_over_devices(split.axis_name, jnp.sum(terms, -1, keepdims=True))  # noqa: E731
         largest = total(jnp.where(is_top, x, 0))
         exps = jnp.where(is_top, 0, jnp.exp(jnp.where(is_top, 0, x - largest)))
-        below = jnp.where(is_top, 0, _below(largest, x))
+        below = jnp.where(is_top, 0, jnp.minimum(largest - x, _FAR))  # with derivatives where another x is as large
         sums = Sums(largest, total(exps), total(jnp.where(part.is_label, x, 0)), total(exps * below))
         return self.outputs(sums, labels, split.classes)
 
@@ -135,8 +135,12 @@ class LogProbAndEntropy(Formula):
 
 
 def _below(largest: Array, x: Array) -> Array:
-    """How far x is below the largest; finite for an x of -inf."""
-    return jnp.minimum(largest - x, _FAR)
+    """How far x is below the largest; finite for an x of -inf.
+
+    At the largest it is 0 by a comparison: where x is a product, the difference is compiled to a fused multiply-add,
+    and is the rounding error of the product.
+    """
+    return jnp.where(x < largest, jnp.minimum(largest - x, _FAR), 0)
 
 
 def _rebased(largest: Array, sums: Sums) -> tuple[Array, Array]:
