@@ -40,6 +40,8 @@ def use_form_for_accelerators(monkeypatch):
     sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
     for name, size in sizes.items():
         monkeypatch.setattr(platforms, name, size)
+    # Other sizes on a CPU too, or JAX would take the program of a CPU for arrays of less than a tile.
+    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 4)
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
@@ -107,6 +109,7 @@ def test_value_and_gradients_are_those_of_all_logits(platform, with_entropy, whe
         assert_trees_close(*both(*args), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 @pytest.mark.parametrize("with_entropy", [True, slow(False)])
 def test_every_other_derivative(platform, with_entropy):
     kwargs = {"where": MASK, "with_entropy": with_entropy, **OPTIONS}
@@ -157,6 +160,7 @@ def test_ties_have_the_right_hessian(platform):
     assert_trees_close(*out, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 @pytest.mark.parametrize("of", ["log_probs", slow("both")])
 def test_second_derivatives_where_the_cotangents_are_zero(platform, of):
     """Half the squared distance from the values at the parameters themselves: its Hessian is J^T J, not 0."""
@@ -240,8 +244,9 @@ def test_digits_are_kept_where_logits_are_products(platform, options):
     assert_trees_close(all_of(rows), desired, rtol=1e-4, atol=1e-37)
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_extreme_temperatures(platform):
-    for temperature, certain in ((1e-38, True), (1e-20, True), (1e20, False), (1e38, False)):
+    for temperature, certain in ((1e-38, True), (1e38, False)):
         of = functools.partial(linear_log_probs, kernel=np.float32(KERNEL), temperature=temperature, with_entropy=True)
         step = jax.value_and_grad(lambda x, of=of: jnp.sum(of(x, labels=LABELS)[1]))
         value, gradient = jax.jit(step)(np.float32(FEATURES) / 8)
@@ -249,6 +254,7 @@ def test_extreme_temperatures(platform):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
 def test_dtypes(platform, dtype):
     args = tuple(a.astype(dtype) for a in (FEATURES, KERNEL, BIAS))
@@ -263,20 +269,21 @@ def test_dtypes(platform, dtype):
     assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=max(eps, 2e-6))
 
 
-def test_mixed_dtypes_and_second_derivatives_are_traced():
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float64", "float32"), slow(("float64", "bfloat16", "float16"))])
+def test_mixed_dtypes_and_second_derivatives_are_traced(dtypes):
     with jax.enable_x64(True):
-        for dtypes in (("bfloat16", "float64", "float32"), ("float64", "bfloat16", "float16")):
-            shapes = zip((FEATURES, KERNEL, BIAS), dtypes, strict=True)
-            args = [jax.ShapeDtypeStruct(a.shape, d) for a, d in shapes]
+        shapes = zip((FEATURES, KERNEL, BIAS), dtypes, strict=True)
+        args = [jax.ShapeDtypeStruct(a.shape, d) for a, d in shapes]
 
-            def total(features, kernel, bias):
-                return sum(map(jnp.sum, linear_log_probs(features, kernel, LABELS, bias=bias, with_entropy=True)))
+        def total(features, kernel, bias):
+            return sum(map(jnp.sum, linear_log_probs(features, kernel, LABELS, bias=bias, with_entropy=True)))
 
-            assert jax.eval_shape(total, *args).dtype == "float64"
-            rows = jax.eval_shape(jax.hessian(total, (0, 1, 2)), *args)
-            assert [row[i].dtype for i, row in enumerate(rows)] == list(dtypes)
+        assert jax.eval_shape(total, *args).dtype == "float64"
+        rows = jax.eval_shape(jax.hessian(total, (0, 1, 2)), *args)
+        assert [row[i].dtype for i, row in enumerate(rows)] == list(dtypes)
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_strict_promotion(platform, dtype):
     args = [jnp.asarray(a, dtype) for a in (FEATURES, KERNEL, BIAS)]
@@ -358,6 +365,7 @@ def test_a_label_out_of_range_is_nan_in_its_own_row_and_not_in_the_entropy(platf
     assert_trees_close((entropies, of_entropies), (desired, d_desired), rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_a_label_out_of_range_where_its_log_probability_is_replaced(platform):
     """For tokens that ask for the gradient of the entropy alone."""
     labels = np.where(np.arange(TOKENS) == 5, -100, LABELS)
@@ -392,8 +400,7 @@ def test_a_label_out_of_range_in_one_pass():
     assert_trees_close(gradients, step(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", ["reverse", "forward mode"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("form", "bad"), [("reverse", np.nan), ("forward mode", np.inf), slow("reverse", np.inf)])
 def test_a_bad_logit_is_nan_in_its_own_row(platform, form, bad):
     """A NaN feature, or logits of which one is infinite."""
     gradient_of.clear_cache()
@@ -440,6 +447,7 @@ def test_excluded_classes(platform, with_entropy):
     assert not d_kernel[:, excluded].any()
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_all_classes_excluded_is_nan(platform):
     features = np.float32(FEATURES)
     outputs = jax.jit(lambda b: linear_log_probs(features, KERNEL, LABELS, bias=b, with_entropy=True))
@@ -510,7 +518,7 @@ def test_label_checks():
 
 
 @pytest.mark.parametrize(
-    "modes", [("jit", "vmap", "scan"), slow(set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}, id="all")]
+    "modes", [("jit", "vmap"), slow(set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}, id="all")]
 )
 def test_one_answer(modes):
     def outputs(features, kernel, bias):
