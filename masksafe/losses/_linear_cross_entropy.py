@@ -6,6 +6,7 @@ import functools
 import math
 from typing import Any, Literal, overload
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -103,8 +104,9 @@ def linear_softmax_cross_entropy(
       bias: `[V]`, or None.
       where: booleans `[...]`; False masks a token.
       reduction: "mean" over the unmasked tokens, "sum", or "none" for the losses `[...]`, 0 at masked tokens. With
-        weights the mean is :math:`\sum_t \ell_t / \sum_t v_t w_{y_t}`, torch's definition. For the mean over devices or
-        micro-batches put the sum and the number of tokens into a `masksafe.MaskedMean`.
+        weights the mean is :math:`\sum_t \ell_t / \sum_t v_t w_{y_t}`, torch's definition; a divisor of 0 is taken
+        for 1. For the mean over devices or micro-batches put the sum and the number of tokens, or with weights this
+        divisor, into a `masksafe.MaskedMean`.
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
@@ -115,7 +117,8 @@ def linear_softmax_cross_entropy(
       class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They are constants: no
         gradient flows to them.
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
-        weight 0 takes no part, even if it holds a NaN; a weight under the mask may be NaN itself.
+        weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0; a weight under the mask may
+        be NaN itself.
       with_components: whether to return the z-loss apart.
 
     Returns:
@@ -128,7 +131,8 @@ def linear_softmax_cross_entropy(
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. See `masksafe.label_checks`.
       * An unmasked weight that is negative makes the loss NaN.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf.
+      * A bias of -inf excludes a class; a label at such a class gives loss +inf. Not with a soft cap, which makes the
+        logit finite.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
       * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
         blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
@@ -204,7 +208,7 @@ def linear_softmax_cross_entropy(
     else:
         results = (weighted_sum(options, *args, factors),)
     if reduction == "mean":
-        total = _total_weight(labels, where, of_labels).astype(dtype)
+        total = _total_weight(dtype, labels, where, of_labels)
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = jnp.any(bad_rows)
@@ -235,7 +239,14 @@ def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array)
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     if weights is None:
         return None
-    return _not_negative(selected(jnp.broadcast_to(widened(weights), labels.shape), where))
+    cleaned: Array = _cleaned(weights, where, labels.shape)
+    return cleaned
+
+
+@functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
+def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
+    weights = _not_negative(selected(jnp.broadcast_to(widened(weights), shape), where))
+    return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 
 
 def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
@@ -257,11 +268,20 @@ def _of_labels(
         return of_tokens
     here = sharding.local_class(axis_name, labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
-    weights = sharding.gathered_along(class_weights, 0).at[jnp.where(is_here, here, 0)].get(mode="promise_in_bounds")
+    index = jnp.where(is_here, here, 0)
+    weights = (
+        sharding.gathered_along(class_weights, 0)
+        .at[index]
+        .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
+    )
     weights = sharding.sum_over_devices(axis_name, jnp.where(is_here, weights, 0))
     classes = sharding.size_over_devices(axis_name, class_weights.size)
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
-    return weights if of_tokens is None else jnp.where(of_tokens == 0, 0, of_tokens * weights.astype(of_tokens.dtype))
+    if of_tokens is None:
+        return weights
+    # The loss at the label may be infinite: the derivative of the product would be NaN.
+    is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
+    return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
 
 
 def _factor(dtype: Any, number: float, weights: Array | None) -> Array:
@@ -291,8 +311,8 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
     return functools.reduce(jnp.add, others), z_losses
 
 
-def _total_weight(labels: Array, where: Array | None, of_labels: Array | None) -> Array:
+def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return or_one(jnp.sum(selected(of_labels, where)))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else jnp.sum(where), 1)
+        return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
+    return jnp.maximum(jnp.asarray(labels.size) if where is None else jnp.sum(where), 1).astype(dtype)

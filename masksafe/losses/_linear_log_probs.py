@@ -97,7 +97,8 @@ def linear_log_probs(
         small relative error.
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it. See `masksafe.label_checks`.
-      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf.
+      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. Not with a
+        soft cap, which makes the logit finite.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
       * On meshes it is split as `linear_softmax_cross_entropy` is.
 

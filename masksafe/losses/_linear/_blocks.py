@@ -73,6 +73,7 @@ def outputs_and_gradients(
         row_cotangents = formula.row_cotangents(rows, labels, config.classes(layer), d_new)
         is_label = class_index(logits.shape) == config.local_labels(layer, labels)
         d_logits = formula.logit_cotangents(Part(logits, is_label, None, layer.class_weights), row_cotangents)
+        d_logits = selected(d_logits, block.live[:, None])  # dead rows are 0: their logits may be 0 times infinity
         return _State(outputs, _add_gradients(config, state.gradients, features, layer, d_logits, block))
 
     outputs, gradients = blocks.fold(one_block, _initial_state(config, tokens, layer, d_outputs, blocks.length))

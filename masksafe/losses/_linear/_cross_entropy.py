@@ -30,7 +30,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift
+from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift, nan_if_bad
 
 
 class Sums(NamedTuple):
@@ -63,6 +63,10 @@ class CrossEntropy(Formula):
     @property
     def number(self) -> int:
         return self.of_label + self.of_all_classes + self.of_logsumexp
+
+    @property
+    def of_labels(self) -> tuple[bool, ...]:
+        return (True,) * (self.of_label + self.of_all_classes) + (False,) * self.of_logsumexp
 
     @property
     def nothing(self) -> Sums:
@@ -103,14 +107,15 @@ class CrossEntropy(Formula):
     def outputs(self, sums: Sums, labels: Array, classes: int) -> tuple[Array, ...]:
         label = sums.label - finite_shift(sums.largest)
         logsumexp = jnp.log1p(sums.others + jnp.expm1(label))  # relative to the largest
-        valid = nan_unless(is_class(labels, classes), label.dtype)  # a product makes the derivatives NaN as well
+        has_label = is_class(labels, classes)
+        valid = nan_unless(has_label, label.dtype)  # a product makes the derivatives NaN as well
         outputs = []
         if self.of_label:
             outputs += [(logsumexp - label) * valid]
         if self.of_all_classes:
             outputs += [(logsumexp * (sums.weight / classes) - sums.total / classes) * valid]
         if self.of_logsumexp:
-            outputs += [jnp.square(_logsumexp(sums))]
+            outputs += [jnp.square(_logsumexp(sums, has_label))]
         return tuple(outputs)
 
     def outputs_of_logits(self, part: Part, labels: Array, split: Split) -> tuple[Array, ...]:
@@ -118,14 +123,14 @@ class CrossEntropy(Formula):
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_rest = list(d_outputs)
-        valid = nan_unless(is_class(labels, classes), d_rest[0].dtype)
-        of_label = d_rest.pop(0) * valid if self.of_label else 0
-        of_weights = d_rest.pop(0) * valid / classes if self.of_all_classes else None
+        has_label = is_class(labels, classes)
+        of_label = nan_if_bad(d_rest.pop(0), has_label) if self.of_label else 0
+        of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes if self.of_all_classes else None
         of_logsumexp = 0 if of_weights is None else of_weights * sums.weight
         if self.of_logsumexp:
-            of_logsumexp += 2 * _logsumexp(sums) * d_rest.pop(0)
+            of_logsumexp += 2 * _logsumexp(sums, has_label) * d_rest.pop(0)
         shift = finite_shift(sums.largest)
-        exp_label = jnp.exp(sums.label - shift)
+        exp_label = _exp_label(sums, has_label)
         exp_total = sums.others + exp_label
         # The probability of the label minus 1 is computed as -others / total, not as a difference.
         at_label = of_logsumexp * exp_label / exp_total - of_label * (sums.others / exp_total)
@@ -143,9 +148,13 @@ def _rebased(largest: Array, sums: Sums) -> Sums:
     return sums._replace(largest=largest, others=others, total=sums.total + sums.weight * step)
 
 
-def _logsumexp(sums: Sums) -> Array:
-    shift = finite_shift(sums.largest)
-    return shift + jnp.log(sums.others + jnp.exp(sums.label - shift))
+def _logsumexp(sums: Sums, has_label: Array) -> Array:
+    return finite_shift(sums.largest) + jnp.log(sums.others + _exp_label(sums, has_label))
+
+
+def _exp_label(sums: Sums, has_label: Array) -> Array:
+    """The term of the label in the sum of exponentials; 0 if the label is out of range."""
+    return jnp.where(has_label, jnp.exp(sums.label - finite_shift(sums.largest)), 0)
 
 
 def _weighted(x: Array, weights: Array | None) -> Array:

@@ -68,6 +68,11 @@ class Formula(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def of_labels(self) -> tuple[bool, ...]:
+        """Which of them depend on the label, and are NaN if it is out of range."""
+
+    @property
+    @abc.abstractmethod
     def nothing(self) -> Any:
         """The sums over no classes: a NamedTuple of scalars."""
 
@@ -115,6 +120,11 @@ class Formula(abc.ABC):
             return pulled_back(d_x, x, self.soft_cap)
         capped = x if self.soft_cap is None else x * self.temperature
         return pulled_back(d_x * (1 / self.temperature), capped, self.soft_cap)
+
+
+def nan_if_bad(d_output: Array, valid: Array) -> Array:
+    """The cotangent of an output that is NaN where not valid; one of 0 stays, since the user has replaced the NaN."""
+    return jnp.where(valid | (d_output == 0), d_output, jnp.nan)
 
 
 def finite_shift(largest: Array) -> Array:

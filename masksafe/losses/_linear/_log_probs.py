@@ -26,7 +26,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift
+from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift, nan_if_bad
 
 _FAR = 1000.0  # below the largest: exp(-1000) is 0 in every dtype, and times 1000 still 0, unlike 0 times infinity
 
@@ -56,6 +56,10 @@ class LogProbAndEntropy(Formula):
     @property
     def number(self) -> int:
         return 2
+
+    @property
+    def of_labels(self) -> tuple[bool, ...]:
+        return True, False
 
     @property
     def nothing(self) -> Sums:
@@ -109,13 +113,13 @@ class LogProbAndEntropy(Formula):
         total = lambda terms: sharding.sum_over_devices(split.axis_name, jnp.sum(terms, -1, keepdims=True))  # noqa: E731
         largest = total(jnp.where(is_top, x, 0))
         exps = jnp.where(is_top, 0, jnp.exp(jnp.where(is_top, 0, x - largest)))
-        below = jnp.where(is_top, 0, _below(largest, x))
+        below = jnp.where(is_top, 0, jnp.minimum(largest - x, _FAR))  # with derivatives where another x is as large
         sums = Sums(largest, total(exps), total(jnp.where(part.is_label, x, 0)), total(exps * below))
         return self.outputs(sums, labels, split.classes)
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_log_prob, d_entropy = d_outputs
-        d_log_prob *= nan_unless(is_class(labels, classes), d_log_prob.dtype)
+        d_log_prob = nan_if_bad(d_log_prob, is_class(labels, classes))
         others, shift = _others(sums), finite_shift(sums.largest)
         exp_total = 1 + others
         of_spread, mean = d_entropy / exp_total, sums.spread / exp_total
@@ -131,8 +135,12 @@ class LogProbAndEntropy(Formula):
 
 
 def _below(largest: Array, x: Array) -> Array:
-    """How far x is below the largest; finite for an x of -inf."""
-    return jnp.minimum(largest - x, _FAR)
+    """How far x is below the largest; finite for an x of -inf.
+
+    At the largest it is 0 by a comparison: where x is a product, the difference is compiled to a fused multiply-add,
+    and is the rounding error of the product.
+    """
+    return jnp.where(x < largest, jnp.minimum(largest - x, _FAR), 0)
 
 
 def _rebased(largest: Array, sums: Sums) -> tuple[Array, Array]:
@@ -143,8 +151,8 @@ def _rebased(largest: Array, sums: Sums) -> tuple[Array, Array]:
 
 
 def _others(sums: Sums) -> Array:
-    """NaN in a row whose largest x is not finite: then no probability is known."""
-    return jnp.where(jnp.isfinite(sums.largest), sums.others, jnp.nan)
+    """NaN, and with it the derivatives, in a row whose largest x is not finite: then no probability is known."""
+    return sums.others * nan_unless(jnp.isfinite(sums.largest), sums.others.dtype)
 
 
 def _is_first_of_largest(x: Array, axis_name: Any) -> Array:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import own_shard_map, platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.labels import class_index
+from masksafe._core.labels import class_index, is_class
 from masksafe._core.masks import selected
 from masksafe._core.own_shard_map import on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
@@ -153,18 +153,23 @@ def _weighted_sum_forward(config: Config, *args_and_weights: Any) -> tuple[Array
 
 def _weighted_sum_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     args, weights, outputs, saved = residuals
+    # Each device returns a part of the cotangents of the weights: they are the same on all devices.
+    d_weights = tuple(None if x is None else _times(d_total, x) for x in outputs)
     d_total = sharding.whole_cotangent(config.axis_name, d_total)
     if saved.sums is None:
-        gradients = _multiplied(config, args, saved, d_total)
+        gradients = _multiplied(args, weights, saved, d_total)
     else:
         gradients = _multiplied_or_computed(config, *args, weights, saved, d_total)
-    d_weights = tuple(None if x is None else _select_times(d_total, x) for x in outputs)
     return gradients.features, None, None, gradients.kernel, gradients.bias, None, d_weights
 
 
-def _select_times(factor: Array, x: Array) -> Array:
-    """`factor * x`, and 0 for a factor of 0, even where `x` is NaN."""
-    return jnp.where(factor != 0, factor * x, 0)
+def _times(d_total: Array, x: Array) -> Array:
+    """`x` times the cotangent of the sum; 0 for a cotangent of 0, even where `x` is NaN.
+
+    Such a cotangent means that the user has replaced the sum, and with it any NaN. The derivative with respect to it
+    stays.
+    """
+    return jnp.where((d_total != 0) | jnp.isfinite(x), x * d_total.astype(x.dtype), 0)
 
 
 def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
@@ -176,19 +181,30 @@ def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
     return functools.reduce(jnp.add, others, first)
 
 
-def _cotangent_scale(features: Array, kernel: Array) -> float:
+def _is_float16(features: Array, kernel: Array) -> bool:
+    return bool(jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16)
+
+
+def _cotangent_scale(args: Any, weights: Outputs) -> Array | float:
     """The cotangent used for the gradients of a sum before the actual cotangent is known.
 
     Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
     """
-    return 2.0**10 if jnp.promote_types(features.dtype, kernel.dtype) == jnp.float16 else 1.0
+    features, _, _, kernel, *_ = args
+    if not _is_float16(features, kernel):
+        return 1.0
+    if not any(w.ndim for w in weights):
+        return 2.0**10
+    each = [jnp.max(jnp.abs(lax.stop_gradient(w)), initial=0) for w in weights]
+    largest = functools.reduce(jnp.maximum, each)
+    return 2.0**10 / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
 
 def _scaled_weights(args: Any, weights: Outputs) -> Outputs:
     """The cotangents of the outputs for which the gradients of a sum are computed."""
     features, labels, _, kernel, *_ = args
     dtype = _sum_dtype(features, kernel)
-    scale = _cotangent_scale(features, kernel)
+    scale = _cotangent_scale(args, weights)
     return tuple(jnp.broadcast_to(w.astype(dtype) * scale, labels.shape) for w in weights)
 
 
@@ -200,18 +216,27 @@ def _weighted_sum(config: Config, *args_and_weights: Any) -> Array:
 
 def _token_outputs_forward(config: Config, *args: Any) -> tuple[Outputs, Any]:
     if _needs_one_pass(args):
-        return _differentiable_outputs(config, *args), (args, None)
+        outputs = _differentiable_outputs(config, *args)
+        return outputs, (args, outputs, None)
     outputs, sums = _outputs_and_sums(config, *args)
-    return outputs, (args, sums)
+    return outputs, (args, outputs, sums)
 
 
 def _token_outputs_reverse(config: Config, residuals: Any, d_outputs: Outputs) -> tuple[Any, ...]:
-    args, sums = residuals
+    args, outputs, sums = residuals
     _, _, live, *_ = args
     d_outputs = tuple(selected(sharding.whole_cotangent(config.axis_name, d), live) for d in d_outputs)
+    # Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN. Other tokens stay, since the
+    # gradients have derivatives with respect to the cotangents even there.
+    is_sound = functools.reduce(jnp.logical_and, map(jnp.isfinite, outputs))
+    takes_part = is_sound | _is_wanted(d_outputs)
     gradients = _gradients_of_one_pass if sums is None else _gradients
-    d_features, d_kernel, d_bias = gradients(config, *args, sums, d_outputs)
+    d_features, d_kernel, d_bias = gradients(config, *args, takes_part, sums, d_outputs)
     return d_features, None, None, d_kernel, d_bias, None
+
+
+def _is_wanted(d_outputs: Outputs) -> Array:
+    return functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs])
 
 
 @with_reverse_rule(_token_outputs_forward, _token_outputs_reverse, static_argnums=(0,))
@@ -307,13 +332,14 @@ def _evaluate_outputs(config: Config, *args: Any) -> Outputs:
 
 def _differentiable_gradients(config: Config, *args_and_d_outputs: Any) -> tuple[Outputs, Gradients]:
     features, labels, live, kernel, bias, class_weights, d_outputs = args_and_d_outputs
+    labels = _without_unwanted_labels(config, labels, kernel, d_outputs)
 
     def outputs_of_floats(features: Array, kernel: Array, bias: Array | None) -> Outputs:
         outputs = _differentiable_outputs(config, features, labels, live, kernel, bias, class_weights)
         return tuple(sharding.same_on_all_devices(config.axis_name, x) for x in outputs)
 
     floats = features, kernel, bias
-    if _cotangent_scale(features, kernel) != 1:  # the scaled cotangents would overflow in float16
+    if _is_float16(features, kernel):  # the scaled cotangents would overflow in float16
         floats = jax.tree.map(widened, floats)
     outputs, reverse = jax.vjp(outputs_of_floats, *floats)
     # The product splits the cotangents over devices like the outputs.
@@ -326,20 +352,23 @@ def _differentiable_gradients(config: Config, *args_and_d_outputs: Any) -> tuple
     return cast(tuple[Outputs, Gradients], vary_with((outputs, gradients), args_and_d_outputs))
 
 
-def _gradients_of_one_pass(config: Config, *args_sums_and_d_outputs: Any) -> Gradients:
-    *args, _, d_outputs = args_sums_and_d_outputs
-    return _cast(_differentiable_gradients(config, *_with_live(args, _wanted(d_outputs)), d_outputs)[1], args)
+def _without_unwanted_labels(config: Config, labels: Array, kernel: Array, d_outputs: Outputs) -> Array:
+    """Labels without those out of range where the user has replaced all outputs that are NaN because of them."""
+    of_labels = [d for d, is_of_label in zip(d_outputs, config.formula.of_labels, strict=True) if is_of_label]
+    classes = sharding.size_over_devices(config.axis_name, kernel.shape[1])
+    is_kept = is_class(labels, classes)
+    return jnp.where(is_kept | _is_wanted(tuple(of_labels)) if of_labels else is_kept, labels, 0)
 
 
-def _wanted(d_outputs: Outputs) -> Array:
-    """Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN."""
-    return functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs])
+def _gradients_of_one_pass(config: Config, *all_args: Any) -> Gradients:
+    *args, takes_part, _, d_outputs = all_args
+    return _cast(_differentiable_gradients(config, *_with_live(args, takes_part), d_outputs)[1], args)
 
 
-def _with_live(args: Any, wanted: Array) -> tuple[Any, ...]:
-    """The arguments, with only the wanted tokens unmasked."""
+def _with_live(args: Any, live_too: Array) -> tuple[Any, ...]:
+    """The arguments, with tokens unmasked only if they are in `live_too`."""
     features, labels, live, *layer = args
-    return features, labels, wanted if live is None else wanted & live, *layer
+    return features, labels, live_too if live is None else live_too & live, *layer
 
 
 def _cast(gradients: Gradients, args: Any) -> Gradients:
@@ -351,16 +380,22 @@ def _cast(gradients: Gradients, args: Any) -> Gradients:
 
 @with_derivatives_of(_gradients_of_one_pass)
 @functools.partial(jax.jit, static_argnums=0)
-def _gradients(config: Config, *args_sums_and_d_outputs: Any) -> Gradients:
-    """The gradients of the sum of the outputs weighted with `d_outputs`, in the dtypes of the arguments."""
+def _gradients(config: Config, *all_args: Any) -> Gradients:
+    """The gradients of the sum of the outputs weighted with `d_outputs`, in the dtypes of the arguments.
+
+    Tokens with cotangents of 0 have none, and cost no time. After the arguments follow the tokens that take part in
+    derivatives of the gradients, the sums of the rows, and the cotangents.
+    """
 
     def on_cpu(args: Any, _: Any, d_outputs: Outputs) -> Gradients:
-        return _cast(_gradients_in_blocks(config, _with_live(args, _wanted(d_outputs)), d_outputs)[1], args)
+        return _cast(_gradients_in_blocks(config, _with_live(args, _is_wanted(d_outputs)), d_outputs)[1], args)
 
     def elsewhere(args: Any, sums: Any, d_outputs: Outputs) -> Gradients:
-        return _gradients_in_tiles(config, args, sums, d_outputs, jnp.ones((), d_outputs[0].dtype), _wanted(d_outputs))
+        return _gradients_in_tiles(
+            config, args, sums, d_outputs, jnp.ones((), d_outputs[0].dtype), _is_wanted(d_outputs)
+        )
 
-    *args, sums, d_outputs = args_sums_and_d_outputs
+    *args, _, sums, d_outputs = all_args
     return cast(Gradients, platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, args, sums, d_outputs))
 
 
@@ -416,18 +451,16 @@ def _no_gradients(*args: Any) -> Gradients:
     return cast(Gradients, vary_with(zeros, args))
 
 
-def _multiplied(config: Config, args: Any, saved: _Saved, d_total: Array) -> Gradients:
+def _multiplied(args: Any, weights: Outputs, saved: _Saved, d_total: Array) -> Gradients:
     """The gradients of the forward pass times the actual cotangent of the sum."""
     features, _, live, kernel, bias, _ = args
-    d_total = d_total / _cotangent_scale(features, kernel)
-    is_wanted = d_total != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
+    d_total = d_total / _cotangent_scale(args, weights)
 
-    def multiplied(gradient: Array, like: Array, where: Array) -> Array:
+    def multiplied(gradient: Array, like: Array, where: Array | None) -> Array:
         # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
+        return selected(_times(d_total, gradient), where).astype(like.dtype)
 
-    live_tokens = is_wanted if live is None else is_wanted & live[..., None]
-    any_live = is_wanted if live is None else is_wanted & jnp.any(live)
+    live_tokens, any_live = (None, None) if live is None else (live[..., None], jnp.any(live))
     of_features, of_kernel, of_bias = saved.gradients
     return Gradients(
         multiplied(of_features, features, live_tokens),
@@ -439,18 +472,18 @@ def _multiplied(config: Config, args: Any, saved: _Saved, d_total: Array) -> Gra
 def _differentiable_multiplied(config: Config, *args_weights_saved_and_d_total: Any) -> Gradients:
     *args, weights, _, d_total = args_weights_saved_and_d_total
     _, gradients = _differentiable_gradients(config, *args, _scaled_weights(args, weights))
-    return _multiplied(config, args, _Saved(gradients, None), d_total)
+    return _multiplied(args, weights, _Saved(gradients, None), d_total)
 
 
 @with_derivatives_of(_differentiable_multiplied)
 @functools.partial(jax.jit, static_argnums=0)
 def _multiplied_or_computed(config: Config, *args_weights_saved_and_d_total: Any) -> Gradients:
-    def on_cpu(args: Any, _: Any, saved: _Saved, d_total: Array) -> Gradients:
-        return _multiplied(config, args, saved, d_total)
+    def on_cpu(args: Any, weights: Outputs, saved: _Saved, d_total: Array) -> Gradients:
+        return _multiplied(args, weights, saved, d_total)
 
     def elsewhere(args: Any, weights: Outputs, saved: _Saved, d_total: Array) -> Gradients:
         d_outputs = _scaled_weights(args, weights)
-        factor = d_total.astype(d_outputs[0].dtype) / _cotangent_scale(args[0], args[3])
+        factor = d_total.astype(d_outputs[0].dtype) / _cotangent_scale(args, weights)
         return _gradients_in_tiles(config, args, saved.sums, d_outputs, factor)
 
     *args, weights, saved, d_total = args_weights_saved_and_d_total
