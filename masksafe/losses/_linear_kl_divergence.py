@@ -4,47 +4,24 @@ from __future__ import annotations
 
 import functools
 import math
-import numbers
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import cast
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
-from masksafe._core import platforms, sharding
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, selected
-from masksafe._core.own_shard_map import Split, on_each_device, split_of
-from masksafe._core.precision import wide_dtype, widened
-from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._linear._divergence_blocks import (
-    Config,
-    Gradients,
-    Linear,
-    Sizes,
-    TopK,
-    default_class_tile,
-    default_token_block,
-    default_token_block_elsewhere,
-    is_repeated,
-    logits_of,
-    losses_and_gradients,
-    losses_of_logits,
-    sum_dtype,
-)
+from masksafe.losses._linear import _arguments as arguments
+from masksafe.losses._linear._divergence_blocks import Linear, TopK, is_repeated
+from masksafe.losses._linear._divergence_rules import Options, summed_loss, token_losses
 from masksafe.losses._linear._divergences import DIRECTIONS, JENSEN_SHANNON, Divergence
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 _REDUCTIONS = ("mean", "sum", "none")
 _RESTS = ("bucket", "drop")
-
-_Core = Callable[..., Array]
 
 
 def linear_kl_divergence(
@@ -146,10 +123,8 @@ def linear_kl_divergence(
 
       Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradients in the forward pass).
     """
-    student = _read_layer(_OP, "features", features, "kernel", kernel, "bias", bias)
-    teacher = _read_layer(
-        _OP, "target_features", target_features, "target_kernel", target_kernel, "target_bias", target_bias
-    )
+    student = Linear(*arguments.read_layer(_OP, features, kernel, bias))
+    teacher = Linear(*arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_"))
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -244,7 +219,7 @@ def linear_kl_divergence_with_top_k_targets(
       Agarwal et al., "On-Policy Distillation of Language Models", 2024.
     """
     op = _OP_OF_TOP_K
-    student = _read_layer(op, "features", features, "kernel", kernel, "bias", bias)
+    student = Linear(*arguments.read_layer(op, features, kernel, bias))
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     live, class_mask = _read_masks(op, tokens, classes, where, class_mask)
@@ -258,25 +233,6 @@ def linear_kl_divergence_with_top_k_targets(
 
 
 # The arguments.
-
-
-def _read_layer(
-    op: str, of_features: str, features: Any, of_kernel: str, kernel: Any, of_bias: str, bias: Any
-) -> Linear:
-    features, kernel = as_float_array(op, of_features, features), as_float_array(op, of_kernel, kernel)
-    if features.ndim == 0:
-        raise ValueError(message(op, of_features, "shape ()", "[..., D]"))
-    if kernel.ndim != 2 or kernel.shape[0] != features.shape[-1] or kernel.shape[1] == 0:
-        expected = f"[D, V] with at least one class, D being the {features.shape[-1]} of {of_features} {features.shape}"
-        is_transposed = kernel.ndim == 2 and kernel.shape[1] == features.shape[-1]
-        hint = f"For a kernel [V, D] pass {of_kernel}.T." if is_transposed else ""
-        raise ValueError(message(op, of_kernel, f"shape {kernel.shape}", expected, hint))
-    if bias is not None:
-        bias = as_float_array(op, of_bias, bias)
-        if bias.shape != kernel.shape[1:]:
-            expected = f"{kernel.shape[1:]}, the classes of {of_kernel}"
-            raise ValueError(message(op, of_bias, f"shape {bias.shape}", expected))
-    return Linear(features, kernel, bias)
 
 
 def _read_top_k(tokens: tuple[int, ...], log_probs: ArrayLike, classes: ArrayLike) -> TopK:
@@ -312,42 +268,16 @@ def _read_options(
     target_gradients: bool,
     reduction: str,
     block_size: int | None,
-) -> _Options:
+) -> Options:
     for name, value, values in (("direction", direction, DIRECTIONS), ("reduction", reduction, _REDUCTIONS)):
         if value not in values:
             raise ValueError(message(op, name, f"value {value!r}", f"one of {', '.join(values)}"))
-    temperature, beta = as_number(op, "temperature", temperature), as_number(op, "beta", beta)
-    if not 0 < temperature < math.inf:
-        raise ValueError(message(op, "temperature", f"value {temperature}", "a positive finite number"))
+    temperature, beta = arguments.read_temperature(op, temperature), as_number(op, "beta", beta)
     if not 0 < beta < 1:
         hint = 'For the limits pass direction="forward" or "reverse".'
         raise ValueError(message(op, "beta", f"value {beta}", "a number between 0 and 1, both excluded", hint))
-    if block_size is not None and (not isinstance(block_size, numbers.Integral) or block_size < 1):
-        raise ValueError(message(op, "block_size", f"value {block_size!r}", "a positive int or None"))
     divergence = Divergence(direction, beta if direction == JENSEN_SHANNON else 0.5)
-    return _Options(divergence, temperature, with_rest, target_gradients, block_size and int(block_size))
-
-
-class _Options(NamedTuple):
-    """The static arguments as the user gives them."""
-
-    divergence: Divergence
-    temperature: float
-    with_rest: bool
-    target_gradients: bool
-    block_size: int | None
-
-    def config(self, student: Linear, targets: Linear | TopK) -> Config:
-        """With the sizes of blocks for these arrays."""
-        on_cpu = elsewhere = Sizes(1, 1)
-        if not any(map(has_symbolic_size, jax.tree.leaves((student, targets)))):
-            tokens, (width, classes) = max(1, math.prod(student.features.shape[:-1])), student.kernel.shape
-            width = max(width, targets.kernel.shape[0]) if isinstance(targets, Linear) else width
-            block = min(default_token_block(classes) if self.block_size is None else self.block_size, tokens)
-            on_cpu = Sizes(block, default_class_tile(width, block))
-            block = default_token_block_elsewhere(classes) if self.block_size is None else self.block_size
-            elsewhere = Sizes(min(block, tokens), classes)
-        return Config(self.divergence, self.temperature, self.with_rest, self.target_gradients, on_cpu, elsewhere)
+    return Options(divergence, temperature, with_rest, target_gradients, arguments.read_block_size(op, block_size))
 
 
 def _without_masked_classes(layer: Linear, class_mask: Array | None) -> Linear:
@@ -388,11 +318,8 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     return functools.reduce(jnp.logical_or, bad) if bad else None
 
 
-# On a mesh with explicit axes, each device works on the tokens of its own.
-
-
 def _reduced(
-    options: _Options,
+    options: Options,
     reduction: str,
     student: Linear,
     targets: Linear | TopK,
@@ -401,236 +328,9 @@ def _reduced(
 ) -> Array:
     """The reduced losses of the tokens that are `live`, all of which are in `where`."""
     if reduction == "none":
-        return _evaluate(_token_losses, options, student, targets, live)
-    total = _evaluate(_summed_loss, options, student, targets, live)
+        return token_losses(options, student, targets, live)
+    total = summed_loss(options, student, targets, live)
     if reduction == "sum":
         return total
     count = jnp.asarray(math.prod(student.features.shape[:-1])) if where is None else jnp.sum(where)
     return total / jnp.maximum(count, 1).astype(total.dtype)
-
-
-def _evaluate(core: _Core, options: _Options, *args: Any) -> Array:
-    """The loss of a core, on each device by itself if the arrays are split."""
-    split = split_of(args, _dimensions(*args))
-    if split is not None:
-        loss: Array = _evaluate_on_each_device(core, options, split, *args)
-        return loss
-    return core(options.config(*args[:2]), *args)
-
-
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _evaluate_on_each_device(core: _Core, options: _Options, split: Split, *args: Any) -> Array:
-    names = _dimensions(*args)
-    of_tokens = PartitionSpec(*names[0].features[:-1])
-
-    def on_device(*args: Any) -> Array:
-        loss = core(options.config(*args[:2]), *args)
-        return loss if loss.ndim else sharding.sum_over_devices(split.axes(*of_tokens) or None, loss)
-
-    of_loss = of_tokens if core is _token_losses else PartitionSpec()
-    return cast(Array, on_each_device(on_device, split, args, names, of_loss))
-
-
-def _dimensions(student: Linear, targets: Linear | TopK, live: Array | None) -> tuple[Any, Any, Any]:
-    """The names of the dimensions of each array: those of classes have none, for every device needs all of them."""
-    tokens = [f"tokens {axis}" for axis in range(student.features.ndim - 1)]
-    of_rows = PartitionSpec(*tokens, None)
-
-    def of_layer(layer: Linear) -> Linear:
-        names: Any = of_rows, PartitionSpec(None, None), None if layer.bias is None else PartitionSpec(None)
-        return Linear(*names)
-
-    names_of_rows: Any = (of_rows, of_rows)
-    of_targets = of_layer(targets) if isinstance(targets, Linear) else TopK(*names_of_rows)
-    return of_layer(student), of_targets, None if live is None else PartitionSpec(*tokens)
-
-
-# The two forms of the loss: a sum, computed together with its gradients, and one loss for each token. Both take the
-# arguments in the user's layout, since a copy could show a masked NaN to jax_debug_nans.
-
-
-def _summed_loss_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    losses, gradients = _losses_and_gradients(config, *args, _cotangents_of_sum(*args))
-    return jnp.sum(losses), (args, gradients)
-
-
-def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
-    (student, targets, live), gradients = residuals
-    d_total = d_total / _cotangent_scale(student, targets)
-    is_wanted = d_total != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
-    live_tokens = is_wanted if live is None else is_wanted & live[..., None]
-    any_live = is_wanted if live is None else is_wanted & jnp.any(live)
-
-    def multiplied(gradient: Array | None, like: Array, where: Array) -> Array | None:
-        if gradient is None:
-            return None
-        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        return selected(gradient * d_total.astype(gradient.dtype), where).astype(like.dtype)
-
-    def of_layer(gradients: Linear, layer: Linear) -> Linear:
-        where = live_tokens, any_live, any_live
-        return Linear(*map(multiplied, gradients, layer, where))  # type: ignore[arg-type]
-
-    of_teacher = None if gradients.teacher is None else of_layer(gradients.teacher, targets)
-    return of_layer(gradients.student, student), of_teacher, None
-
-
-def _cotangent_scale(student: Linear, targets: Linear | TopK) -> float:
-    """The cotangent used for the gradients of a sum before the actual cotangent is known.
-
-    Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
-    """
-    layers = (student, targets) if isinstance(targets, Linear) else (student,)
-    return 2.0**10 if any(_dtype(layer) == jnp.float16 for layer in layers) else 1.0
-
-
-def _dtype(layer: Linear) -> Any:
-    """That of the matrix products."""
-    return jnp.promote_types(layer.features.dtype, layer.kernel.dtype)
-
-
-def _cotangents_of_sum(student: Linear, targets: Linear | TopK, live: Array | None) -> Array:
-    return jnp.full(student.features.shape[:-1], _cotangent_scale(student, targets), sum_dtype(student, targets))
-
-
-@with_reverse_rule(_summed_loss_forward, _summed_loss_reverse, static_argnums=(0,))
-def _summed_loss(config: Config, student: Linear, targets: Linear | TopK, live: Array | None) -> Array:
-    return jnp.sum(_losses(config, student, targets, live))
-
-
-def _token_losses_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    return _losses(config, *args), args
-
-
-def _token_losses_reverse(config: Config, args: Any, d_losses: Array) -> tuple[Any, ...]:
-    student, targets, live = args
-    is_wanted = d_losses != 0  # a cotangent of 0 means that the user has replaced the loss, and with it any NaN
-    live = is_wanted if live is None else is_wanted & live
-    _, gradients = _losses_and_gradients(config, student, targets, live, jnp.where(live, d_losses, 0))
-    of_teacher = None if gradients.teacher is None else _cast(gradients.teacher, targets)
-    return _cast(gradients.student, student), of_teacher, None
-
-
-def _cast(gradients: Linear, layer: Linear) -> Linear:
-    """Gradients in the dtypes of the arguments."""
-    return Linear(*(None if g is None else g.astype(x.dtype) for g, x in zip(gradients, layer, strict=True)))  # type: ignore[arg-type, union-attr]
-
-
-@with_reverse_rule(_token_losses_forward, _token_losses_reverse, static_argnums=(0,))
-def _token_losses(config: Config, student: Linear, targets: Linear | TopK, live: Array | None) -> Array:
-    return _losses(config, student, targets, live)
-
-
-# The kernels in blocks, and the equivalent functions that JAX differentiates in their place.
-
-
-def _needs_one_pass(args: Any) -> bool:
-    """Whether JAX refuses a loop over the tokens, or an argument is empty."""
-    return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
-
-
-def _flatten(student: Linear, targets: Linear | TopK, live: Array | None) -> tuple[Linear, Linear | TopK, Array | None]:
-    """The tokens on one axis, with 0 for masked ones, and features and kernel in one dtype."""
-    tokens = math.prod(student.features.shape[:-1])
-
-    def rows(x: Array) -> Array:
-        return selected(x, None if live is None else live[..., None]).reshape(tokens, x.shape[-1])
-
-    def of_layer(layer: Linear) -> Linear:
-        return Linear(rows(layer.features.astype(_dtype(layer))), layer.kernel.astype(_dtype(layer)), layer.bias)
-
-    of_targets = of_layer(targets) if isinstance(targets, Linear) else TopK(*map(rows, targets))
-    return of_layer(student), of_targets, None if live is None else live.reshape(-1)
-
-
-def _differentiable_losses(config: Config, student: Linear, targets: Linear | TopK, live: Array | None) -> Array:
-    """The losses in a form that JAX differentiates to any order, if possible in a fixed number of blocks."""
-    args, wide = (student, targets, live), sum_dtype(student, targets)
-    tokens, rows, live_rows = _flatten(*args)
-
-    def losses_of_tokens(features: Array, rows_of_targets: Any, live: Array | None) -> Array:
-        where = None if live is None else live[..., None]
-
-        def logits(layer: Linear, features: Array) -> Array:
-            return selected(logits_of(config, layer._replace(features=features), wide), where)
-
-        x = logits(tokens, features)
-        t = logits(rows, rows_of_targets) if isinstance(rows, Linear) else rows_of_targets
-        losses, _ = losses_of_logits(config, x.shape[-1], x, t)
-        return selected(losses, where)[..., 0]
-
-    mapped = tokens.features, rows.features if isinstance(rows, Linear) else rows, live_rows
-    if _needs_one_pass(args):
-        losses = losses_of_tokens(*mapped)
-    else:
-        blocks = jax.checkpoint(lambda block: losses_of_tokens(*block))
-        losses = lax.map(blocks, mapped, batch_size=config.on_cpu.token_block)
-    return cast(Array, vary_with(losses.reshape(student.features.shape[:-1]), args))
-
-
-@with_derivatives_of(_differentiable_losses)
-@functools.partial(jax.jit, static_argnums=0)
-def _losses_in_blocks(config: Config, *args: Any) -> Array:
-    def with_sizes(sizes: Sizes, *args: Any) -> Array:
-        losses, _ = losses_and_gradients(config, sizes, *_flatten(*args), None)
-        return cast(Array, vary_with(losses.reshape(args[0].features.shape[:-1]), args))
-
-    return cast(Array, _with_sizes_of_platform(config, with_sizes, args))
-
-
-def _with_sizes_of_platform(config: Config, fn: Callable[..., Any], args: Any) -> Any:
-    on_cpu, elsewhere = (functools.partial(fn, sizes) for sizes in (config.on_cpu, config.elsewhere))
-    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
-
-
-def _losses(config: Config, *args: Any) -> Array:
-    return _differentiable_losses(config, *args) if _needs_one_pass(args) else _losses_in_blocks(config, *args)
-
-
-def _differentiable_losses_and_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    student, targets, live, d_losses = args_and_d_losses
-    floats = (student, targets if config.target_gradients else None)
-    if _cotangent_scale(student, targets) != 1:  # the scaled cotangents would overflow in float16
-        floats = jax.tree.map(widened, floats)
-
-    def losses_of_floats(student: Linear, teacher: Linear | None) -> Array:
-        return _differentiable_losses(config, student, targets if teacher is None else teacher, live)
-
-    losses, reverse = jax.vjp(losses_of_floats, *floats)
-    d_losses = d_losses.astype(losses.dtype) * jnp.ones_like(losses)  # splits them over devices like the losses
-
-    def in_dtype_of_sums(gradients: Linear, layer: Linear) -> Linear:  # as in blocks
-        dtype = wide_dtype(_dtype(layer))
-        return cast(Linear, jax.tree.map(lambda x: x.astype(dtype), gradients))
-
-    of_student, of_teacher = reverse(d_losses)
-    of_teacher = None if of_teacher is None else in_dtype_of_sums(of_teacher, targets)
-    gradients = Gradients(in_dtype_of_sums(of_student, student), of_teacher)
-    return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
-
-
-@with_derivatives_of(_differentiable_losses_and_gradients)
-@functools.partial(jax.jit, static_argnums=0)
-def _losses_and_gradients_in_blocks(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    def with_sizes(sizes: Sizes, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-        *args, d_losses = args_and_d_losses
-        losses, gradients = losses_and_gradients(config, sizes, *_flatten(*args), d_losses.reshape(-1))
-        assert gradients is not None
-
-        def shaped(gradients: Linear, layer: Linear) -> Linear:
-            return gradients._replace(features=gradients.features.reshape(layer.features.shape))
-
-        of_student, of_teacher = gradients
-        of_teacher = None if of_teacher is None else shaped(of_teacher, args[1])
-        gradients = Gradients(shaped(of_student, args[0]), of_teacher)
-        losses = losses.reshape(d_losses.shape)
-        return cast(tuple[Array, Gradients], vary_with((losses, gradients), args_and_d_losses))
-
-    return cast(tuple[Array, Gradients], _with_sizes_of_platform(config, with_sizes, args_and_d_losses))
-
-
-def _losses_and_gradients(config: Config, *args_and_d_losses: Any) -> tuple[Array, Gradients]:
-    if _needs_one_pass(args_and_d_losses):
-        return _differentiable_losses_and_gradients(config, *args_and_d_losses)
-    return _losses_and_gradients_in_blocks(config, *args_and_d_losses)

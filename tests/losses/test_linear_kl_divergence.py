@@ -13,7 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.losses import _linear_kl_divergence, linear_kl_divergence, linear_kl_divergence_with_top_k_targets
+from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
+from masksafe.losses._linear import _divergence_rules
 from masksafe.losses._linear._divergence_blocks import is_repeated
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
@@ -32,14 +33,14 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
     """So that there are several, and the last one is ragged."""
-    monkeypatch.setattr(_linear_kl_divergence, "default_class_tile", lambda *_: 7)
+    monkeypatch.setattr(_divergence_rules, "default_class_tile", lambda *_: 5)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
     """The sizes for accelerators, on a CPU, with several blocks."""
     monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(_linear_kl_divergence, "default_token_block_elsewhere", lambda _: 12)
+    monkeypatch.setattr(_divergence_rules, "default_token_block_elsewhere", lambda _: 12)
 
 
 def divergence_of(log_p, log_q, direction="forward", beta=0.5):
@@ -723,3 +724,25 @@ def test_bad_top_k_input_is_refused(changed, error, text):
     arguments = {"features": FEATURES, "kernel": KERNEL, "target_log_probs": log_probs, "target_classes": classes}
     with pytest.raises(error, match=f"linear_kl_divergence_with_top_k_targets: .*{text}"):
         linear_kl_divergence_with_top_k_targets(**arguments | changed)
+
+
+@pytest.mark.parametrize("reduction", ["none", slow("sum")])
+def test_second_derivatives_where_the_cotangent_is_0(reduction):
+    """The Hessian of half the square of what is 0 there is the product of the gradient with itself."""
+
+    def losses(kernel):
+        return linear_kl_divergence(FEATURES[:3], kernel, TARGET_FEATURES[:3], TARGET_KERNEL, reduction=reduction)
+
+    def half_square(kernel):
+        return 0.5 * jnp.sum(jnp.square(losses(kernel) - jax.lax.stop_gradient(losses(kernel))))
+
+    @jax.jit
+    def second(direction):
+        with masksafe.forward_mode():
+            along = jax.jvp(losses, (KERNEL,), (direction,))[1]
+        return jnp.vdot(jax.jvp(jax.grad(half_square), (KERNEL,), (direction,))[1], direction), jnp.sum(along**2)
+
+    with jax.enable_x64(True):
+        product, squared = second(np.cos(KERNEL))
+        assert squared > 0.1
+        np.testing.assert_allclose(product, squared, rtol=1e-9)

@@ -11,25 +11,27 @@ from masksafe._core.typing import Array, ArrayLike
 
 
 def read_layer(
-    op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None
+    op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = ""
 ) -> tuple[Array, Array, Array | None]:
-    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`."""
-    features, kernel = as_float_array(op, "features", features), as_float_array(op, "kernel", kernel)
+    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`, whose names begin with `of`."""
+    features, kernel = as_float_array(op, f"{of}features", features), as_float_array(op, f"{of}kernel", kernel)
     if features.ndim == 0:
-        raise ValueError(message(op, "features", "shape ()", "[..., D]"))
-    if kernel.ndim != 2 or kernel.shape[0] != features.shape[-1] or kernel.shape[1] == 0:
-        expected = f"[D, V] with at least one class, D being the {features.shape[-1]} of features {features.shape}"
-        is_transposed = kernel.ndim == 2 and kernel.shape[1] == features.shape[-1]
-        hint = "For a kernel [V, D] pass kernel.T." if is_transposed else ""
-        raise ValueError(message(op, "kernel", f"shape {kernel.shape}", expected, hint))
-    return features, kernel, None if bias is None else read_per_class(op, "bias", bias, kernel)
+        raise ValueError(message(op, f"{of}features", "shape ()", "[..., D]"))
+    width = features.shape[-1]
+    if kernel.ndim != 2 or kernel.shape[0] != width or kernel.shape[1] == 0:
+        expected = f"[D, V] with at least one class, D being the {width} of {of}features {features.shape}"
+        is_transposed = kernel.ndim == 2 and kernel.shape[1] == width
+        hint = f"For a kernel [V, D] pass {of}kernel.T." if is_transposed else ""
+        raise ValueError(message(op, f"{of}kernel", f"shape {kernel.shape}", expected, hint))
+    return features, kernel, None if bias is None else read_per_class(op, f"{of}bias", bias, kernel, of)
 
 
-def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array) -> Array:
+def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array, of: str = "") -> Array:
     """Floats `[V]`."""
     array = as_float_array(op, argument, value)
     if array.shape != kernel.shape[1:]:
-        raise ValueError(message(op, argument, f"shape {array.shape}", f"{kernel.shape[1:]}, the classes of kernel"))
+        expected = f"{kernel.shape[1:]}, the classes of {of}kernel"
+        raise ValueError(message(op, argument, f"shape {array.shape}", expected))
     return array
 
 

@@ -9,22 +9,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding
+from masksafe._core import sharding
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
 from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Gradients, Layer, Part, Tokens
+from masksafe.losses._linear._formula import Formula, Layer, Part, Tokens
+from masksafe.losses._linear._layer import Gradients, Sizes, add_gradients, matmul
 from masksafe.losses._linear._token_blocks import Block, TokenBlocks
-
-
-class Sizes(NamedTuple):
-    """How many tokens make a block, and how many classes a tile."""
-
-    token_block: int
-    class_tile: int
 
 
 class Config(NamedTuple):
@@ -43,14 +37,6 @@ class Config(NamedTuple):
     def local_labels(self, layer: Layer, labels: Array) -> Array:
         """Labels counted from the first class of this device."""
         return sharding.local_class(self.axis_name, labels, layer.kernel.shape[1])
-
-
-def default_token_block(classes: int) -> int:
-    return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS // max(1, classes)))
-
-
-def default_class_tile(width: int, token_block: int) -> int:
-    return max(1, platforms.CLASS_TILE_ELEMENTS // max(1, width, token_block))
 
 
 def outputs_and_gradients(
@@ -73,8 +59,8 @@ def outputs_and_gradients(
         row_cotangents = formula.row_cotangents(rows, labels, config.classes(layer), d_new)
         is_label = class_index(logits.shape) == config.local_labels(layer, labels)
         d_logits = formula.logit_cotangents(Part(logits, is_label, None, layer.class_weights), row_cotangents)
-        d_logits = selected(d_logits, block.live[:, None])  # dead rows are 0: their logits may be 0 times infinity
-        return _State(outputs, _add_gradients(config, state.gradients, features, layer, d_logits, block))
+        tile = config.on_cpu.class_tile
+        return _State(outputs, add_gradients(state.gradients, features, layer.kernel, d_logits, block, tile))
 
     outputs, gradients = blocks.fold(one_block, _initial_state(config, tokens, layer, d_outputs, blocks.length))
     if gradients is not None:
@@ -128,39 +114,6 @@ def _part(layer: Layer, logits: Array, labels: Array, classes: Tile) -> Part:
     return Part(logits, (index == labels) & live, live, weights)
 
 
-def _add_gradients(
-    config: Config, gradients: Gradients, features: Array, layer: Layer, d_logits: Array, block: Block
-) -> Gradients:
-    classes = divide(d_logits.shape[-1], config.on_cpu.class_tile)
-    d_bias = gradients.bias
-    if d_bias is not None:
-        d_bias += jnp.sum(d_logits, 0)
-    d_logits = d_logits.astype(layer.kernel.dtype)
-    d_features = matmul(d_logits, layer.kernel, 1, 1)
-    # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
-    features_by_column = lax.optimization_barrier(features.T)
-
-    def add(j: Any, d_kernel: Array) -> Array:
-        tile = classes.tile(j)
-        part = take(d_logits, 1, tile)
-        if tile.is_ragged:
-            part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
-        added = take(d_kernel, 1, tile) + matmul(features_by_column, part, 1, 0)
-        return lax.dynamic_update_slice_in_dim(d_kernel, added, tile.start, 1)
-
-    return Gradients(
-        block.put(gradients.features, d_features),
-        lax.fori_loop(0, classes.number, add, gradients.kernel),
-        d_bias,
-    )
-
-
 def logits_of(features: Array, layer: Layer) -> Array:
     logits = matmul(features, layer.kernel, 1, 0)
     return logits if layer.bias is None else logits + layer.bias[None].astype(logits.dtype)
-
-
-def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product, accumulated in the wide dtype."""
-    dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))

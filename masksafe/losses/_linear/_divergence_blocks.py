@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import gathered_along, is_sharded, varying_zero
-from masksafe._core.tiles import divide, take
 from masksafe._core.typing import Array
 from masksafe.losses._linear._divergences import (
     Divergence,
@@ -30,14 +28,8 @@ from masksafe.losses._linear._divergences import (
     student_cotangents,
     teacher_cotangents,
 )
+from masksafe.losses._linear._layer import Gradients, Sizes, add_gradients, matmul
 from masksafe.losses._linear._token_blocks import Block, TokenBlocks
-
-
-class Sizes(NamedTuple):
-    """How many tokens make a block, and how many classes a tile."""
-
-    token_block: int
-    class_tile: int
 
 
 class Config(NamedTuple):
@@ -52,7 +44,7 @@ class Config(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Features `[N, D]`, kernel `[D, V]` and bias `[V]`, or their gradients."""
+    """Features `[N, D]`, kernel `[D, V]` and bias `[V]`."""
 
     features: Array
     kernel: Array
@@ -69,20 +61,11 @@ class TopK(NamedTuple):
 Side = TypeVar("Side", Linear, TopK, Linear | TopK)
 
 
-class Gradients(NamedTuple):
+class GradientsOfBoth(NamedTuple):
     """Those of the student, and of the teacher if they are wanted."""
 
-    student: Linear
-    teacher: Linear | None
-
-
-def default_token_block(classes: int) -> int:
-    elements = platforms.TOKEN_BLOCK_ELEMENTS // 2  # of the logits of either side
-    return max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, elements // classes))
-
-
-def default_class_tile(width: int, token_block: int) -> int:
-    return max(1, platforms.CLASS_TILE_ELEMENTS // max(1, width, token_block))
+    student: Gradients
+    teacher: Gradients | None
 
 
 def default_token_block_elsewhere(classes: int) -> int:
@@ -169,7 +152,7 @@ def _with_classes(x: Array, classes: Array, values: Array | float) -> Array:
 
 def losses_and_gradients(
     config: Config, sizes: Sizes, student: Linear, targets: Linear | TopK, live: Array | None, d_losses: Array | None
-) -> tuple[Array, Gradients | None]:
+) -> tuple[Array, GradientsOfBoth | None]:
     """The losses `[N]`, 0 where masked, and the gradients if the cotangents `[N]` are given."""
     blocks = TokenBlocks.of(student.features.shape[0], live, sizes.token_block)
     wide = sum_dtype(student, targets)
@@ -184,18 +167,21 @@ def losses_and_gradients(
             return _State(losses, None)
         d_logits, d_known = cotangents(block.take(d_losses.astype(wide))[:, None] / config.temperature)
         d_student, d_teacher = state.gradients
-        d_student = _added(d_student, of_student, d_logits, block, sizes)
+        d_student = added(d_student, of_student, d_logits, block)
         if d_teacher is not None and d_known is not None and isinstance(of_targets, Linear):
-            d_teacher = _added(d_teacher, of_targets, d_known, block, sizes)
-        return _State(losses, Gradients(d_student, d_teacher))
+            d_teacher = added(d_teacher, of_targets, d_known, block)
+        return _State(losses, GradientsOfBoth(d_student, d_teacher))
 
-    def put_back(layer: Linear) -> Linear:
-        return layer._replace(features=blocks.put_back(layer.features))
+    def added(gradients: Gradients, layer: Linear, d_logits: Array, block: Block) -> Gradients:
+        return add_gradients(gradients, layer.features, layer.kernel, d_logits, block, sizes.class_tile)
+
+    def put_back(gradients: Gradients) -> Gradients:
+        return gradients._replace(features=blocks.put_back(gradients.features))
 
     losses, gradients = blocks.fold(one_block, _initial_state(config, student, targets, d_losses, blocks.length))
     if gradients is not None:
         d_student, d_teacher = gradients
-        gradients = Gradients(put_back(d_student), None if d_teacher is None else put_back(d_teacher))
+        gradients = GradientsOfBoth(put_back(d_student), None if d_teacher is None else put_back(d_teacher))
     return blocks.put_back(losses), gradients
 
 
@@ -227,7 +213,7 @@ class _State(NamedTuple):
     """The results after some blocks, with the tokens in packed order."""
 
     losses: Array
-    gradients: Gradients | None
+    gradients: GradientsOfBoth | None
 
 
 def _initial_state(config: Config, student: Linear, targets: Any, d_losses: Array | None, length: int) -> _State:
@@ -236,46 +222,14 @@ def _initial_state(config: Config, student: Linear, targets: Any, d_losses: Arra
     def no_sum(shape: tuple[int, ...], dtype: Any) -> Array:
         return jnp.zeros(shape, dtype) + zero.astype(dtype)
 
-    def no_gradients(layer: Linear) -> Linear:
+    def no_gradients(layer: Linear) -> Gradients:
         dtype = wide_dtype(layer.kernel.dtype)
         d_bias = None if layer.bias is None else no_sum(layer.bias.shape, dtype)
         width, classes = layer.kernel.shape
-        return Linear(no_sum((length, width), dtype), no_sum((width, classes), dtype), d_bias)
+        return Gradients(no_sum((length, width), dtype), no_sum((width, classes), dtype), d_bias)
 
     losses = no_sum((length,), sum_dtype(student, targets))
     if d_losses is None:
         return _State(losses, None)
-    return _State(losses, Gradients(no_gradients(student), no_gradients(targets) if config.target_gradients else None))
-
-
-def _added(gradients: Linear, layer: Linear, d_logits: Array, block: Block, sizes: Sizes) -> Linear:
-    """The gradients of a layer with those of a block, whose features `layer` has."""
-    d_logits = selected(d_logits, block.live[:, None])
-    classes = divide(d_logits.shape[-1], sizes.class_tile)
-    d_bias = gradients.bias
-    if d_bias is not None:
-        d_bias += jnp.sum(d_logits, 0).astype(d_bias.dtype)
-    d_logits = d_logits.astype(layer.kernel.dtype)
-    d_features = matmul(d_logits, layer.kernel, 1, 1)
-    if classes.number == 1:
-        d_kernel = gradients.kernel + matmul(layer.features, d_logits, 0, 0)
-        return Linear(block.put(gradients.features, d_features), d_kernel, d_bias)
-    # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
-    features_by_column = lax.optimization_barrier(layer.features.T)
-
-    def add(j: Any, d_kernel: Array) -> Array:
-        tile = classes.tile(j)
-        part = take(d_logits, 1, tile)
-        if tile.is_ragged:
-            part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
-        added = take(d_kernel, 1, tile) + matmul(features_by_column, part, 1, 0)
-        return lax.dynamic_update_slice_in_dim(d_kernel, added, tile.start, 1)
-
-    d_kernel = lax.fori_loop(0, classes.number, add, gradients.kernel)
-    return Linear(block.put(gradients.features, d_features), d_kernel, d_bias)
-
-
-def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
-    """A matrix product, accumulated in the wide dtype."""
-    dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))
+    of_teacher = no_gradients(targets) if config.target_gradients else None
+    return _State(losses, GradientsOfBoth(no_gradients(student), of_teacher))

@@ -30,14 +30,6 @@ class Tokens(NamedTuple):
     live: Array | None
 
 
-class Gradients(NamedTuple):
-    """Cotangents of features, kernel and bias."""
-
-    features: Array
-    kernel: Array
-    bias: Array | None
-
-
 class Part(NamedTuple):
     """The logits of some rows `[..., n]` at some of the classes."""
 

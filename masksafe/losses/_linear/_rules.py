@@ -23,14 +23,9 @@ from masksafe._core.own_shard_map import on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array
-from masksafe.losses._linear._blocks import (
-    Config,
-    Sizes,
-    default_class_tile,
-    default_token_block,
-    outputs_and_gradients,
-)
-from masksafe.losses._linear._formula import Formula, Gradients, Layer, Part, Split, Tokens
+from masksafe.losses._linear._blocks import Config, outputs_and_gradients
+from masksafe.losses._linear._formula import Formula, Layer, Part, Split, Tokens
+from masksafe.losses._linear._layer import Gradients, Sizes, default_class_tile, default_token_block
 from masksafe.losses._linear._tiles import default_sizes, outputs_and_sums
 from masksafe.losses._linear._tiles import gradients as gradients_in_tiles
 
@@ -154,7 +149,7 @@ def _weighted_sum_forward(config: Config, *args_and_weights: Any) -> tuple[Array
 def _weighted_sum_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     args, weights, outputs, saved = residuals
     # Each device returns a part of the cotangents of the weights: they are the same on all devices.
-    d_weights = tuple(None if x is None else _times(d_total, x) for x in outputs)
+    d_weights = tuple(None if x is None else times(d_total, x) for x in outputs)
     d_total = sharding.whole_cotangent(config.axis_name, d_total)
     if saved.sums is None:
         gradients = _multiplied(args, weights, saved, d_total)
@@ -163,7 +158,7 @@ def _weighted_sum_reverse(config: Config, residuals: Any, d_total: Array) -> tup
     return gradients.features, None, None, gradients.kernel, gradients.bias, None, d_weights
 
 
-def _times(d_total: Array, x: Array) -> Array:
+def times(d_total: Array, x: Array) -> Array:
     """`x` times the cotangent of the sum; 0 for a cotangent of 0, even where `x` is NaN.
 
     Such a cotangent means that the user has replaced the sum, and with it any NaN. The derivative with respect to it
@@ -458,7 +453,7 @@ def _multiplied(args: Any, weights: Outputs, saved: _Saved, d_total: Array) -> G
 
     def multiplied(gradient: Array, like: Array, where: Array | None) -> Array:
         # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        return selected(_times(d_total, gradient), where).astype(like.dtype)
+        return selected(times(d_total, gradient), where).astype(like.dtype)
 
     live_tokens, any_live = (None, None) if live is None else (live[..., None], jnp.any(live))
     of_features, of_kernel, of_bias = saved.gradients

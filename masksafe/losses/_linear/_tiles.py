@@ -27,8 +27,9 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
 from masksafe._core.typing import Array
-from masksafe.losses._linear._blocks import Config, Sizes, logits_of, matmul
-from masksafe.losses._linear._formula import Formula, Gradients, Layer, Part, Tokens
+from masksafe.losses._linear._blocks import Config, logits_of
+from masksafe.losses._linear._formula import Formula, Layer, Part, Tokens
+from masksafe.losses._linear._layer import Gradients, Sizes, matmul
 
 State = TypeVar("State")
 Tree = TypeVar("Tree")
