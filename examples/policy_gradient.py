@@ -9,7 +9,8 @@ divergence from the model at the start.
     python examples/policy_gradient.py    # about two minutes on two cores
 
 The padding holds what the memory happened to hold. That changes no bit of a run with masksafe. The usual formula
-computes ratios everywhere and multiplies them by the mask. As NaN * 0 is NaN, such a run ends at the first bad number.
+computes ratios everywhere and multiplies them by the mask. As NaN * 0 is NaN, such a run ends at the first bad number;
+which step that is depends on the seed.
 """
 
 import argparse
@@ -167,7 +168,10 @@ def leave_clean(batch: Batch, generator: np.random.Generator) -> Batch:
 
 
 def leave_garbage(batch: Batch, generator: np.random.Generator, bad_share: float = 1 / 100_000) -> Batch:
-    """Log-probabilities in buffers that nobody cleared: some number in the padding, and once in a while a NaN."""
+    """Log-probabilities in buffers that nobody cleared: some number in the padding, and once in a while a NaN.
+
+    One place in 100000: a handful of batches out of 250, if any.
+    """
 
     def pollute(log_probs: jax.Array) -> np.ndarray:
         garbage = generator.normal(-3.0, 3.0, log_probs.shape)
