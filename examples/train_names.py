@@ -167,33 +167,47 @@ def normalise(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
 
 
-def attention(params: Params, x: jax.Array, context: jax.Array, heads: int, **masks: Any) -> jax.Array:
-    """Multi-head attention of x [batch, time, width] to context [batch, keys, width].
+def keys_and_values(params: Params, context: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    """Of context [batch, keys, width], both [batch, keys, heads, width / heads]."""
+    key, value = context @ params["key"], context @ params["value"]
+    return split_heads(key, heads), split_heads(value, heads)
+
+
+def split_heads(x: jax.Array, heads: int) -> jax.Array:
+    return x.reshape(*x.shape[:-1], heads, -1)
+
+
+def attend(params: Params, x: jax.Array, keys: jax.Array, values: jax.Array, **masks: Any) -> jax.Array:
+    """Multi-head attention of x [batch, time, width].
 
     A sample whose context is only padding gets 0.
     """
+    query = split_heads(x @ params["query"], keys.shape[-2])
+    return masksafe.dot_product_attention(query, keys, values, **masks).reshape(x.shape) @ params["out"]
 
-    def split(y: jax.Array) -> jax.Array:
-        return y.reshape(*y.shape[:-1], heads, -1)
 
-    query, key, value = split(x @ params["query"]), split(context @ params["key"]), split(context @ params["value"])
-    return masksafe.dot_product_attention(query, key, value, **masks).reshape(x.shape) @ params["out"]
+def attention(params: Params, x: jax.Array, context: jax.Array, heads: int, **masks: Any) -> jax.Array:
+    return attend(params, x, *keys_and_values(params, context, heads), **masks)
 
 
 def feed_forward(params: Params, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(normalise(x) @ params["up"]) @ params["down"]
 
 
-def features_of(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
-    """The features that the output layer gets for each character, [batch, name_length, width]."""
+def encode(params: Params, docstrings: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
+    """The words of the docstrings in context [batch, docstring_length, width], and how many there are [batch]."""
     lengths = jnp.sum(docstrings != PAD, -1)
     x = params["words"][docstrings] + params["word_positions"]
     for layer in params["encoder"]:
         normal = normalise(x)
         x += attention(layer["self"], normal, normal, heads, key_value_seq_lengths=lengths)
         x += feed_forward(layer, x)
-    context = normalise(x)
+    return normalise(x), lengths
 
+
+def features_of(params: Params, docstrings: jax.Array, inputs: jax.Array, heads: int) -> jax.Array:
+    """The features that the output layer gets for each character, [batch, name_length, width]."""
+    context, lengths = encode(params, docstrings, heads)
     x = params["characters"][inputs] + params["character_positions"]
     for layer in params["decoder"]:
         normal = normalise(x)

@@ -126,6 +126,19 @@ def linear_with(op, choose, *options):
     )
 
 
+def distillation(op, choose):
+    tokens, widths, classes = shape_of(choose, 0, 2), (choose.one_of([1, 3]), 2), choose.one_of([1, 2, 7])
+    directions = [{"direction": d} for d in ("forward", "reverse", "jensen_shannon")]
+    kwargs = {"block_size": choose.one_of([None, 2]), "target_gradients": True, **choose.one_of(directions)}
+    kwargs |= choose.one_of([{"reduction": r} for r in ("mean", "sum", "none")])
+
+    def layer(width):
+        features = Argument((*tokens, width), hidden=lambda m: np.broadcast_to(~m[..., None], (*tokens, width)))
+        return features, Argument((width, classes), hidden=lambda m: np.zeros((width, classes), bool))
+
+    return Call(lambda m, *layers: op(*layers, where=m, **kwargs), tokens, (*layer(widths[0]), *layer(widths[1])))
+
+
 def attention(op, choose):
     batch, queries, keys, heads, width = (choose.one_of(sizes) for sizes in ([1, 2], [1, 3], [0, 1, 4], [1, 2], [2]))
     is_causal = choose.one_of([False, True])
@@ -187,6 +200,7 @@ MAKERS = {
     "multiclass_sparsemax_loss": of_labels,
     "linear_softmax_cross_entropy": linear,
     "linear_log_probs": linear_policies,
+    "linear_kl_divergence": distillation,
     "ctc_loss": ctc,
     "ntxent": pairs,
     "dice_loss": images,

@@ -106,6 +106,16 @@ def _garbage_cases() -> list[Case]:
             case(op, ("features", "labels"), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS)
             for op in ("linear_softmax_cross_entropy", "linear_log_probs")
         ),
+        case("linear_kl_divergence", ("features", "target_features"), _SOME_ROWS, **_distillation()),
+        case(
+            "linear_kl_divergence_with_top_k_targets",
+            ("features", "target_log_probs", "target_classes"),
+            _SOME_ROWS,
+            features=_X,
+            kernel=kernel,
+            target_log_probs=np.log(_P[:, :2]),
+            target_classes=np.array([[1, 4], [0, 3], [6, 2], [5, 1]]),
+        ),
         *divergences,
         *cosines,
         *integer_labels,
@@ -119,6 +129,15 @@ def _garbage_cases() -> list[Case]:
         *(case(op, ("x",), x=_X) for op in ("batch_norm", "group_norm", "l2_normalize")),
         *(case(op, ("x",), x=_X) for op in ("sum", "mean", "var", "max", "min")),
     ]
+
+
+def _distillation(distance: float = 1.0) -> Inputs:
+    """A student and a teacher whose logits are so far from each other."""
+    rng = np.random.default_rng(2)
+    kernel, difference = rng.normal(size=(2, _CLASSES, 7))
+    target_kernel = kernel + distance * difference
+    layers = {"features": _X, "kernel": kernel, "target_features": _X.copy(), "target_kernel": target_kernel}
+    return {name: x.astype(np.float32) for name, x in layers.items()}
 
 
 def _at_rank(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -179,13 +198,23 @@ def _soft_label_cases() -> list[Case]:
     soft, ruled_out = "softmax_cross_entropy", np.array([[2.0, -np.inf, 1.0]], np.float32)
     two_left, smoothed = np.array([[True, True, False]]), np.array([[0.9, 0.1, 0.0]])
     nothing, all_hidden = np.zeros(_X.shape, bool), {"logits": np.ones(_X.shape, bool)}
+    near = _distillation(1e-4)
     return [
         _edge(soft, "logit -inf with label 0", np.log1p(np.exp([-1.0])), logits=ruled_out, labels=three),
         _edge("poly_loss_cross_entropy", "a mask of as many rows as classes", poly, masked_rows, **poly_inputs),
         _edge("kl_divergence", "a target of 0", -np.log(_P[:1, 0]), log_predictions=np.log(_P[:1]), targets=one),
+        _edge("linear_kl_divergence", "a student near its teacher", _mean_divergence(**near), **near),
         _edge("smooth_labels", "sums to 1", smoothed, {"labels": ~two_left}, labels=three, alpha=0.2, where=two_left),
         _edge("ranking_softmax_loss", "no list left", np.zeros(()), all_hidden, logits=_X, labels=_P, where=nothing),
     ]
+
+
+def _mean_divergence(
+    features: np.ndarray, kernel: np.ndarray, target_features: np.ndarray, target_kernel: np.ndarray
+) -> np.ndarray:
+    layers = ((target_features, target_kernel), (features, kernel))
+    p, q = (_softmax(f.astype(np.float64) @ k.astype(np.float64)) for f, k in layers)
+    return np.asarray(np.sum(p * np.log(p / q), -1).mean())
 
 
 def _other_loss_cases() -> list[Case]:

@@ -109,7 +109,23 @@ def _optax_ops() -> Ops:
         if callable(loss) and not name.startswith("_"):
             has_mask = "where" in inspect.signature(loss).parameters
             ops[name] = loss if has_mask else functools.partial(selected, loss)
-    return ops
+
+    def log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
+        return -ops["softmax_cross_entropy_with_integer_labels"](logits=logits, labels=labels, where=where)
+
+    def divergence(x: Any, t: Any, where: Any = None) -> Any:
+        losses = selected(
+            optax.losses.kl_divergence, log_predictions=jax.nn.log_softmax(x), targets=jax.nn.softmax(t), where=where
+        )
+        return losses.mean() if where is None else losses.sum() / jnp.maximum(where.sum(), 1)
+
+    return ops | {
+        "log_probs": log_probs,
+        "linear_log_probs": lambda features, kernel, **rest: log_probs(features @ kernel, **rest),
+        "linear_kl_divergence": lambda features, kernel, target_features, target_kernel, where=None: divergence(
+            features @ kernel, target_features @ target_kernel, where
+        ),
+    }
 
 
 def _flax_ops() -> Ops:

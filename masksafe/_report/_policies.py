@@ -166,6 +166,12 @@ def _linear_log_probs(features: Any, kernel: Any, labels: Any, where: Any = None
     return _log_probs(features @ kernel, labels, where)
 
 
+def _linear_divergence(features: Any, kernel: Any, target_features: Any, target_kernel: Any, where: Any = None) -> Any:
+    log_q, log_p = jax.nn.log_softmax(features @ kernel), jax.nn.log_softmax(target_features @ target_kernel)
+    losses = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+    return losses.mean() if where is None else _mean(losses, where)
+
+
 def _selected(x: Any, where: Any) -> Any:
     return x if where is None else jnp.where(where, x, 0)
 
@@ -188,6 +194,7 @@ def _peer_ops() -> Ops:
     return {
         "log_probs": _log_probs,
         "linear_log_probs": _linear_log_probs,
+        "linear_kl_divergence": _linear_divergence,
         "policy entropy": _plain_entropy,
         "k3 divergence": _k3_by_exp,
         "mean of sequence means": lambda loss, where: jnp.mean(_mean(loss, where, 1)),

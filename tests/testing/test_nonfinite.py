@@ -206,6 +206,13 @@ OPS = {
     "make_fenchel_young_loss": lambda x: losses.make_fenchel_young_loss(jax.scipy.special.logsumexp)(x, TARGETS),
     "linear_softmax_cross_entropy": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS),
     "linear_log_probs": lambda x: losses.linear_log_probs(x, KERNEL, LABELS, with_entropy=True),
+    "linear_kl_divergence": lambda x: losses.linear_kl_divergence(x, KERNEL, TARGETS, KERNEL),
+    "linear_kl_divergence of a teacher": lambda x: losses.linear_kl_divergence(
+        TARGETS, KERNEL, x, KERNEL, target_gradients=True
+    ),
+    "linear_kl_divergence_with_top_k_targets": lambda x: losses.linear_kl_divergence_with_top_k_targets(
+        x, KERNEL, jnp.log(jnp.full((3, 2), 0.3)), jnp.array([[0, 1], [2, 1], [1, 0]])
+    ),
     "linear_softmax_cross_entropy of a kernel": lambda x: losses.linear_softmax_cross_entropy(
         HEADS[0, :, 0, :3], x, LABELS, reduction="none"
     ),
@@ -247,7 +254,10 @@ def test_every_op_has_a_case():
     assert public - NO_OPS == {name.partition(" ")[0] for name in OPS}
 
 
-LONG = {"linear_softmax_cross_entropy", "linear_log_probs"}
+LONG = {
+    "linear_softmax_cross_entropy", "linear_log_probs", "linear_kl_divergence",
+    "linear_kl_divergence_with_top_k_targets",
+}  # fmt: skip
 LONGER = {"ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "dot_product_attention"}  # the last one has a test below
 # One case of the other ops is not slow: the gradient, which has the value's program in it, if it shows a NaN.
 SHORT = {(name, name not in FINITE_GRADIENTS | LONG) for name in OPS if " of " not in name and name not in LONGER}

@@ -1,0 +1,133 @@
+"""The example of policy gradients: the reward rises, and what stands in the padding changes no bit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import policy_gradient as example
+import pytest
+import train_names
+
+MODEL = train_names.Config(docstring_length=4, name_length=8, width=16, heads=2, decoder_layers=1)
+CONFIG = example.Config(model=MODEL, groups=4, samples=8, steps=20, learning_rate=0.03, unanswered=0.25)
+TEXTS = ["set value", "get", "read the file", "add a"]
+
+
+def share_of_small_letters(docstring, name):
+    return sum(character.islower() for character in name or "") / MODEL.name_length
+
+
+@pytest.fixture(scope="module")
+def trainer():
+    words = train_names.count_words([(text, "") for text in TEXTS])
+    tokens = train_names.tokenise([(text, "") for text in TEXTS], words, MODEL).docstrings
+    start = jax.tree.map(np.asarray, train_names.init_params(MODEL))
+    return example.Trainer(start, example.Prompts(TEXTS, tokens), CONFIG, share_of_small_letters)
+
+
+@pytest.fixture(scope="module")
+def batch(trainer):
+    batch = trainer.draw(trainer.start, np.random.default_rng(1))
+    batch.mask[: CONFIG.samples] = 0  # at least one group without a reward
+    return batch
+
+
+@pytest.fixture(scope="module")
+def inputs(trainer, batch):
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(*batch.mask.shape, MODEL.width)).astype(np.float32)
+    old = batch.old_log_probs + 0.1 * rng.normal(size=batch.mask.shape).astype(np.float32) * batch.mask
+    return features, trainer.start["logits"], batch._replace(old_log_probs=old)
+
+
+@pytest.mark.parametrize(
+    ("docstring", "name", "expected"),
+    [
+        ("Set the value.", "set_value", 1.0),
+        ("Set the value.", "_set_x", 1.0),
+        ("Return it.", "ret_it", 0.5),
+        ("Return it.", "returned_it", 0.75),
+        ("Set the value.", "set", 0.0),
+        ("Set the value.", "set_va~ue", 0.0),
+        ("Set the value.", "value_set", 0.0),
+        ("Set the value.", "__", 0.0),
+        ("Set the value.", None, 0.0),
+    ],
+)
+def test_reward(docstring, name, expected):
+    assert example.reward(docstring, name) == expected
+
+
+def test_names_have_different_lengths_and_one_padded_batch(trainer, batch):
+    lengths = batch.mask.sum(1)
+    assert 0 in lengths
+    assert len(set(lengths)) > 2
+    assert (np.diff(batch.mask, axis=1) <= 0).all()  # the padding is behind
+    assert (np.asarray(batch.old_log_probs) == np.asarray(batch.ref_log_probs)).all()
+
+
+def test_both_formulas_are_the_same_on_clean_padding(inputs):
+    ours, theirs = (example.gradients_of(loss, CONFIG)(*inputs) for loss in example.LOSSES.values())
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), ours, theirs)
+
+
+def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs):
+    effects = {}
+    for name, loss in example.LOSSES.items():
+        function = example.gradients_of(loss, CONFIG)
+        clean = function(*inputs)
+        effects[name] = {kind: example.effect(clean, function(*x)) for kind, x in example.garbage_of(inputs).items()}
+    assert set(effects[example.MASKSAFE].values()) == {"the same bits"}
+    assert all("NaN" in effect for effect in effects[example.USUAL].values()), effects[example.USUAL]
+
+
+def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
+    """At the model that sampled, and without a divergence, nothing is left of the gradient."""
+    features, kernel, batch = inputs
+    config = dataclasses.replace(CONFIG, kl_weight=0.0)
+    equal = batch._replace(rewards=np.repeat([0.3, 0.7, 1.0, 0.0], CONFIG.samples).astype(np.float32))
+    value, gradients = example.gradients_of(example.masksafe_loss, config)(features, kernel, equal)
+    assert value == 0
+    assert not any(np.any(gradient) for gradient in gradients)
+
+
+def test_reward_rises_with_garbage_as_without(trainer):
+    clean = trainer.run(example.MASKSAFE, example.leave_clean)
+    garbage = trainer.run(example.MASKSAFE, lambda *args: example.leave_garbage(*args, bad_share=0.1))
+    assert np.mean(clean.rewards[-5:]) > np.mean(clean.rewards[:5]) + 0.1
+    assert example.effect(clean[:2], garbage[:2]) == "the same bits"
+
+
+def test_the_usual_formula_ends_at_the_first_nan(trainer):
+    record = trainer.run(example.USUAL, lambda *args: example.leave_garbage(*args, bad_share=0.1))
+    assert record.has_ended
+    assert len(record.rewards) == 1
+
+
+@pytest.mark.slow
+def test_the_sampler_has_the_distribution_of_the_model(trainer):
+    """The first two characters of many names, drawn from a cache of NaN, against the full forward pass."""
+    tokens = np.repeat(trainer.prompts.tokens[:1], 20_000, axis=0)
+    drawn = np.asarray(trainer.names(trainer.start, tokens, jax.random.key(0)))
+    inputs = np.array([[train_names.START, drawn[0, 0], *[train_names.PAD] * (MODEL.name_length - 2)]])
+    logits = train_names.apply_model(trainer.start, tokens[:1], inputs, MODEL.heads)
+    expected = jax.nn.softmax(logits / CONFIG.temperature)[0, :2]
+    second = drawn[drawn[:, 0] == drawn[0, 0], 1]
+    for characters, probabilities in zip((drawn[:, 0], second), expected, strict=True):
+        found = np.bincount(characters, minlength=train_names.CHARACTERS) / len(characters)
+        np.testing.assert_allclose(found, probabilities, atol=5 * (0.25 / len(characters)) ** 0.5)
+
+
+def test_costs_are_measured(inputs):
+    functions = {name: example.gradients_of(loss, CONFIG) for name, loss in example.LOSSES.items()}
+    large = example.large_inputs(shortest=1, rows=16, length=32, width=8, vocabulary=8192)
+    costs = example.measure(functions, large, rounds=1)
+    assert costs[example.MASKSAFE].temporary_bytes < costs[example.USUAL].temporary_bytes
+    assert all(cost.seconds > 0 for cost in costs.values())
+
+
+def test_picture(tmp_path):
+    parts = example.Parts(0.1, 1.0, 0.0)
+    records = {name: example.Record({}, [0.1, 0.2], [parts] * 2, "usual" in name) for name in example.RUNS}
+    example.draw(records, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
