@@ -23,6 +23,7 @@ def test_rows_are_ragged_and_once_half_of_them_are_empty():
     assert [of_step[8:].any() for of_step in lengths] == [True, False, True, True]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_device_does(tmp_path, capfd):
     differences = distributed.train_everywhere(2, 2, distributed.Job(4, tmp_path))
     assert set(differences) == CURVES

@@ -34,7 +34,7 @@ def small_class_blocks(monkeypatch):
     monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
 
 
-@pytest.fixture(params=["cpu", "elsewhere"])
+@pytest.fixture(params=["cpu", slow("elsewhere")])
 def platform(request, monkeypatch):
     """The form for accelerators also runs on a CPU, with tiles so small that there are several."""
     if request.param == "elsewhere":

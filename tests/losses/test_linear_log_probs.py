@@ -144,6 +144,7 @@ def test_is_jax_and_the_linear_cross_entropy():
     np.testing.assert_array_equal(outputs[0], outputs[2])
 
 
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_ties_have_the_right_hessian(platform):
     """All logits are equal: the largest is at every class."""
 
@@ -297,6 +298,7 @@ def test_strict_promotion(platform, dtype):
 
 
 @pytest.mark.parametrize("with_entropy", [True, slow(False)])
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_masked_tokens_are_gone(platform, with_entropy):
     def outputs(features, kernel, bias, labels, where):
         return linear_log_probs(
@@ -576,6 +578,7 @@ def test_memory_is_that_of_a_block_of_tokens():
 
 
 @pytest.mark.parametrize(("with_entropy", "outside"), [(True, True), slow(True, False), slow(False, True)])
+@pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)
 def test_classes_split_in_a_shard_map(platform, with_entropy, outside):
     def local(features, kernel, bias, labels, where):
         kwargs = {"axis_name": "classes", "block_size": 4, "with_entropy": with_entropy, **OPTIONS}
