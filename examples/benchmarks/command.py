@@ -26,6 +26,10 @@ HEADLINES = [  # the summary in the README: the benchmark, the case, and what ea
     Headline(
         "linear_cross_entropy", "linear", "60 % of tokens", "float32", "large", "optax", "the same, 40 % unmasked"
     ),
+    Headline(
+        "linear_log_probs", "log p, entropy", "none", "float32", "large", "jax.nn", "its log-probabilities, entropies"
+    ),
+    Headline("linear_kl_divergence", "forward", "none", "float32", "large", "optax", "divergence of two linear layers"),
     Headline("attention", "attention", "causal", "float32", "long", "jax.nn", "attention, causal, length 4096"),
     Headline("attention", "attention", "causal", "float32", "long", "torch", "the same"),
     Headline("attention", "attention", "8 segments", "float32", "long", "jax.nn", "8 packed segments, length 4096"),
