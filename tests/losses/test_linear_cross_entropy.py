@@ -9,11 +9,16 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from linear_cases import (
+    assert_every_other_derivative,
+    assert_trees_close,
+    slow,
+    use_form_for_accelerators,
+    use_small_class_tiles,
+)
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._linear import _rules
 from masksafe.losses._linear._tiles import default_sizes
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
@@ -24,14 +29,12 @@ LABELS = RNG.integers(0, CLASSES, TOKENS)
 MASK = RNG.random(TOKENS) < 0.6
 WEIGHTS = RNG.normal(size=TOKENS)
 REDUCTIONS = "mean", "sum", "none"
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
-    """So that there are several, and the last one (24 classes in tiles of 5) repeats a class."""
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
+    use_small_class_tiles(monkeypatch)
 
 
 def unfused(features, kernel, labels, *, bias=None, where=None, reduction="mean", **options):
@@ -56,10 +59,6 @@ def scalar(fn, **kwargs):
         return jnp.sum(out * jnp.asarray(WEIGHTS[: out.size], out.dtype).reshape(out.shape)) if out.ndim else 1.7 * out
 
     return loss
-
-
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
 
 
 CASES = list(itertools.product(["mean", "sum", "none"], [None, MASK], [False, True], [{}, OPTIONS], [None, 9, 200]))
@@ -93,20 +92,7 @@ def test_each_option_alone(option):
 def test_every_other_derivative(reduction):
     kwargs = {"where": MASK, "reduction": reduction, **OPTIONS}
     fused, plain = scalar(linear_softmax_cross_entropy, block_size=9, **kwargs), scalar(unfused, **kwargs)
-
-    @jax.jit
-    def all_of(*args):
-        directions, numbers = tuple(map(jnp.cos, args)), (0, 1, 2)
-        forward_over_reverse = lambda fn: jax.jvp(jax.grad(fn, numbers), args, directions)[1]  # noqa: E731
-        along = lambda *args: sum(map(jnp.vdot, jax.grad(fused, numbers)(*args), directions))  # noqa: E731
-        with masksafe.forward_mode():
-            first = jax.jvp(fused, args, directions), jax.grad(fused, numbers)(*args)
-        first_plain = jax.jvp(plain, args, directions), jax.grad(plain, numbers)(*args)
-        second = forward_over_reverse(fused), jax.grad(along, numbers)(*args)
-        return (first, *second), (first_plain, *[forward_over_reverse(plain)] * 2)
-
-    with jax.enable_x64(True):
-        assert_trees_close(*all_of(FEATURES, KERNEL, BIAS), rtol=1e-9, atol=1e-11)
+    assert_every_other_derivative(fused, plain, (FEATURES, KERNEL, BIAS))
 
 
 def test_keeps_its_digits_where_the_model_is_sure():
@@ -524,10 +510,7 @@ def test_memory_is_that_of_a_block_of_tokens():
 
 @pytest.fixture
 def elsewhere(monkeypatch):
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
-    for name, size in sizes.items():
-        monkeypatch.setattr(platforms, name, size)
+    use_form_for_accelerators(monkeypatch)
 
 
 def test_sizes_elsewhere(elsewhere):

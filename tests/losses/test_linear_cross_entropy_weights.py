@@ -8,11 +8,16 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cases import (
+    assert_every_other_derivative,
+    assert_trees_close,
+    slow,
+    use_form_for_accelerators,
+    use_small_class_tiles,
+)
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._linear import _rules
 from masksafe.testing import assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24
@@ -24,26 +29,18 @@ WEIGHTS, CLASS_WEIGHTS = RNG.uniform(0.2, 2, TOKENS), RNG.uniform(0.2, 2, CLASSE
 COTANGENTS = RNG.normal(size=TOKENS)
 OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 REDUCTIONS = "mean", "sum", "none"
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 singles = functools.partial(jax.tree.map, np.float32)
 
 
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
-    """So that there are several, and the last one (24 classes in tiles of 5) repeats a class."""
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
+    use_small_class_tiles(monkeypatch)
 
 
 @pytest.fixture(params=["cpu", slow("elsewhere")])
 def platform(request, monkeypatch):
-    """The form for accelerators also runs on a CPU, with tiles so small that there are several."""
     if request.param == "elsewhere":
-        monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-        sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
-        for name, size in sizes.items():
-            monkeypatch.setattr(platforms, name, size)
-        # Other sizes on a CPU too, or JAX would take the program of a CPU for arrays of less than a tile.
-        monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 4)
+        use_form_for_accelerators(monkeypatch)
 
 
 def dense(
@@ -88,10 +85,6 @@ def scalar(fn, labels=LABELS, **kwargs):
     return total
 
 
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
-
-
 # Against the formula, and torch.
 
 # reduction, class weights, mask, bias, options, with components, block size
@@ -131,20 +124,7 @@ def test_value_and_gradients_are_those_of_the_formula(
 def test_every_other_derivative(platform, reduction):
     kwargs = {"where": MASK, "reduction": reduction, "class_weights": CLASS_WEIGHTS, **OPTIONS}
     ours, plain = scalar(linear_softmax_cross_entropy, block_size=9, **kwargs), scalar(dense, **kwargs)
-
-    @jax.jit
-    def all_of(*args):
-        directions, numbers = tuple(map(jnp.cos, args)), (0, 1, 2)
-        forward_over_reverse = lambda fn: jax.jvp(jax.grad(fn, numbers), args, directions)[1]  # noqa: E731
-        along = lambda *args: sum(map(jnp.vdot, jax.grad(ours, numbers)(*args), directions))  # noqa: E731
-        with masksafe.forward_mode():
-            first = jax.jvp(ours, args, directions), jax.grad(ours, numbers)(*args)
-        first_plain = jax.jvp(plain, args, directions), jax.grad(plain, numbers)(*args)
-        second = forward_over_reverse(ours), jax.grad(along, numbers)(*args)
-        return (first, *second), (first_plain, *[forward_over_reverse(plain)] * 2)
-
-    with jax.enable_x64(True):
-        assert_trees_close(*all_of(FEATURES, KERNEL, WEIGHTS), rtol=1e-9, atol=1e-11)
+    assert_every_other_derivative(ours, plain, (FEATURES, KERNEL, WEIGHTS))
 
 
 @pytest.mark.parametrize("platform", ["cpu", slow("elsewhere")], indirect=True)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from linear_cases import assert_every_other_derivative, assert_trees_close, slow
 
 import masksafe
 from masksafe._core import platforms
@@ -27,7 +28,6 @@ CLASS_MASK = RNG.random(CLASSES) < 0.7
 WEIGHTS = RNG.normal(size=TOKENS)
 DIRECTIONS = "forward", "reverse", "jensen_shannon"
 REDUCTIONS = "mean", "sum", "none"
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)
@@ -79,10 +79,6 @@ def scalar(fn, **kwargs):
     return loss
 
 
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
-
-
 CASES = list(
     itertools.product(REDUCTIONS, DIRECTIONS, [None, MASK], [None, CLASS_MASK], [False, True], [1.0, 2.5], [None, 9])
 )
@@ -128,20 +124,7 @@ def test_every_other_derivative(direction, reduction):
     kwargs = {"where": MASK, "reduction": reduction, "direction": direction, "temperature": 2.0, "class_mask": None}
     fused = scalar(functools.partial(linear_kl_divergence, target_gradients=True, block_size=9), **kwargs)
     plain = scalar(unfused, **kwargs)
-
-    @jax.jit
-    def all_of(*args):
-        directions, numbers = tuple(map(jnp.cos, args)), tuple(range(len(args)))
-        forward_over_reverse = lambda fn: jax.jvp(jax.grad(fn, numbers), args, directions)[1]  # noqa: E731
-        along = lambda *args: sum(map(jnp.vdot, jax.grad(fused, numbers)(*args), directions))  # noqa: E731
-        with masksafe.forward_mode():
-            first = jax.jvp(fused, args, directions), jax.grad(fused, numbers)(*args)
-        first_plain = jax.jvp(plain, args, directions), jax.grad(plain, numbers)(*args)
-        second = forward_over_reverse(fused), jax.grad(along, numbers)(*args)
-        return (first, *second), (first_plain, *[forward_over_reverse(plain)] * 2)
-
-    with jax.enable_x64(True):
-        assert_trees_close(*all_of(*ARGS), rtol=1e-9, atol=1e-11)
+    assert_every_other_derivative(fused, plain, ARGS)
 
 
 @pytest.mark.parametrize("direction", [*DIRECTIONS[2:], *map(slow, DIRECTIONS[:2])])

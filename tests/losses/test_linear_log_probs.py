@@ -9,11 +9,16 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cases import (
+    assert_every_other_derivative,
+    assert_trees_close,
+    slow,
+    use_form_for_accelerators,
+    use_small_class_tiles,
+)
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.losses import linear_log_probs, linear_softmax_cross_entropy
-from masksafe.losses._linear import _rules
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24
@@ -24,24 +29,12 @@ MASK = RNG.random(TOKENS) < 0.6
 WEIGHTS = RNG.normal(size=(2, TOKENS))  # of log-probabilities and entropies
 OPTIONS = {"logit_soft_cap": 3.0, "temperature": 0.7}
 NOT_MASKED = np.ones(TOKENS, bool)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 singles = functools.partial(jax.tree.map, np.float32)
 
 
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
-    """So that there are several, and the last one (24 classes in tiles of 5) repeats a class."""
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
-
-
-def use_form_for_accelerators(monkeypatch):
-    """It also runs on a CPU, with tiles so small that there are several."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
-    for name, size in sizes.items():
-        monkeypatch.setattr(platforms, name, size)
-    # Other sizes on a CPU too, or JAX would take the program of a CPU for arrays of less than a tile.
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 4)
+    use_small_class_tiles(monkeypatch)
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
@@ -73,10 +66,6 @@ def scalar(fn, **kwargs):
         return jnp.sum(outputs * jnp.asarray(WEIGHTS[: len(outputs)], outputs.dtype).reshape(outputs.shape))
 
     return total
-
-
-def assert_trees_close(actual, desired, **tolerances):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float64(a), np.float64(b), **tolerances), actual, desired)
 
 
 # Against all logits.
@@ -114,20 +103,7 @@ def test_value_and_gradients_are_those_of_all_logits(platform, with_entropy, whe
 def test_every_other_derivative(platform, with_entropy):
     kwargs = {"where": MASK, "with_entropy": with_entropy, **OPTIONS}
     ours, plain = scalar(linear_log_probs, block_size=9, **kwargs), scalar(dense, **kwargs)
-
-    @jax.jit
-    def all_of(*args):
-        directions, numbers = tuple(map(jnp.cos, args)), (0, 1, 2)
-        forward_over_reverse = lambda fn: jax.jvp(jax.grad(fn, numbers), args, directions)[1]  # noqa: E731
-        along = lambda *args: sum(map(jnp.vdot, jax.grad(ours, numbers)(*args), directions))  # noqa: E731
-        with masksafe.forward_mode():
-            first = jax.jvp(ours, args, directions), jax.grad(ours, numbers)(*args)
-        first_plain = jax.jvp(plain, args, directions), jax.grad(plain, numbers)(*args)
-        second = forward_over_reverse(ours), jax.grad(along, numbers)(*args)
-        return (first, *second), (first_plain, *[forward_over_reverse(plain)] * 2)
-
-    with jax.enable_x64(True):
-        assert_trees_close(*all_of(FEATURES, KERNEL, BIAS), rtol=1e-9, atol=1e-11)
+    assert_every_other_derivative(ours, plain, (FEATURES, KERNEL, BIAS))
 
 
 def test_is_jax_and_the_linear_cross_entropy():
