@@ -242,6 +242,58 @@ def test_float16_gradients_survive_a_scaled_loss():
         np.testing.assert_allclose(gradient, 4096 * difference * np.array([[1, -1]]), rtol=5e-3)
 
 
+@pytest.mark.parametrize("direction", ["reverse", slow("forward")])
+def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(direction):
+    near, far = np.float16([[1.0, 0.98, -1.0]]), np.float16([[-1.0, 0.5, 1.0]])
+    eye = np.eye(3, dtype="float16")
+    loss = functools.partial(linear_kl_divergence, direction=direction, temperature=0.01, reduction="sum")
+    gradient = jax.jit(jax.grad(lambda x: loss(x, eye, far, eye)))(near)
+    with jax.enable_x64(True):
+        desired = jax.jit(jax.grad(lambda x: loss(x, *(np.float64(a) for a in (eye, far, eye)))))(np.float64(near))
+    desired = np.asarray(desired)
+    np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_strict_promotion_of_dtypes_and_ranks(dtype):
+    args = tuple(a.astype(dtype) for a in ARGS)
+    log_probs, classes = top_k_of()
+
+    def loss(features, kernel, target_features, target_kernel, bias, target_bias):
+        options = {"bias": bias, "where": MASK, "class_mask": CLASS_MASK, "temperature": 2.0, "reduction": "sum"}
+        dense = linear_kl_divergence(
+            features, kernel, target_features, target_kernel, target_bias=target_bias, target_gradients=True, **options
+        )
+        targets = log_probs.astype(dtype), classes
+        return dense + linear_kl_divergence_with_top_k_targets(features, kernel, *targets, **options)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(jax.hessian(loss, range(6)), *args)
+
+
+@pytest.mark.parametrize("beta", [1e-5, slow(0.5)])
+def test_derivatives_of_the_mixture_keep_their_digits(beta):
+    """Where classes of both sides are improbable, and where the mixture is nearly one of them."""
+    rows = np.float32(RNG.normal(size=(2, 30)) * 4)
+    rows[:, :3] -= 60
+
+    @jax.jit
+    def derivatives(student, teacher):
+        zero, kernel = jnp.zeros((1, 1)), jnp.zeros((1, 30))
+
+        def loss(*biases):
+            options = dict(zip(("bias", "target_bias"), biases, strict=True), target_gradients=True, beta=beta)
+            return linear_kl_divergence(zero, kernel, zero, kernel, direction="jensen_shannon", **options)
+
+        return jax.jvp(jax.grad(loss, (0, 1)), (student, teacher), (jnp.cos(student), jnp.sin(teacher)))
+
+    actual = derivatives(*rows)
+    with jax.enable_x64(True):
+        desired = jax.tree.map(np.asarray, derivatives(*np.float64(rows)))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(desired), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(b).max())
+
+
 # What is masked is gone.
 
 

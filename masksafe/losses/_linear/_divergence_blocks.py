@@ -7,6 +7,7 @@ Of a teacher that is known by its k most probable classes, the student's logits 
 more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -128,8 +129,8 @@ def _losses_of_top_k(config: Config, tile_size: int, logits: Array, targets: Top
 
 def is_repeated(classes: Array) -> Array:
     """Whether a class was in its row `[..., k]` before."""
-    place = jnp.arange(classes.shape[-1])
-    return jnp.any((classes[..., :, None] == classes[..., None, :]) & (place[:, None] > place), -1)
+    is_same = classes[..., :, None] == classes[..., None, :]
+    return jnp.any(jnp.tril(is_same, -1), -1)
 
 
 def _at_classes(x: Array, classes: Array) -> Array:
@@ -188,10 +189,9 @@ def losses_and_gradients(
 def sum_dtype(student: Linear, targets: Linear | TopK) -> Any:
     """The dtype of the sums: that of all features and kernels, but at least float32."""
     others = (targets.features, targets.kernel) if isinstance(targets, Linear) else (targets.log_probs,)
-    dtype = jnp.promote_types(student.features.dtype, student.kernel.dtype)
-    for x in others:
-        dtype = jnp.promote_types(dtype, x.dtype)
-    return wide_dtype(dtype)
+    # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
+    dtypes = [wide_dtype(x.dtype) for x in (student.features, student.kernel, *others)]
+    return functools.reduce(jnp.promote_types, dtypes)
 
 
 def logits_of(config: Config, layer: Linear, dtype: Any) -> Array:

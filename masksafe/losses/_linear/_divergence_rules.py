@@ -116,13 +116,13 @@ def _dimensions(student: Linear, targets: Targets, live: Array | None) -> tuple[
 
 
 def _summed_loss_forward(config: Config, *args: Any) -> tuple[Array, Any]:
-    losses, gradients = _losses_and_gradients(config, *args, None, _cotangents_of_sum(*args))
+    losses, gradients = _losses_and_gradients(config, *args, None, _cotangents_of_sum(config, *args))
     return jnp.sum(losses), (args, gradients)
 
 
 def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     (student, targets, live), gradients = residuals
-    d_total = d_total / _cotangent_scale(student, targets)
+    d_total = d_total / _cotangent_scale(config, student, targets)
     live_tokens, any_live = (None, None) if live is None else (live[..., None], jnp.any(live))
 
     def multiplied(gradient: Array | None, like: Array, where: Array | None) -> Array | None:
@@ -137,13 +137,21 @@ def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tupl
     return of_layer(gradients.student, student), of_teacher, None
 
 
-def _cotangent_scale(student: Linear, targets: Targets) -> float:
+def _cotangent_scale(config: Config, student: Linear, targets: Targets) -> float:
     """The cotangent used for the gradients of a sum before the actual cotangent is known.
 
     Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
+    Without it they were as large as the difference of the logits of both sides, divided by the temperature twice.
     """
+    if not _is_float16(student, targets):
+        return 1.0
+    exponent = 10 + 2 * round(math.log2(config.temperature))
+    return 2.0 ** min(max(exponent, -60), 60)
+
+
+def _is_float16(student: Linear, targets: Targets) -> bool:
     layers = (student, targets) if isinstance(targets, Linear) else (student,)
-    return 2.0**10 if any(_dtype(layer) == jnp.float16 for layer in layers) else 1.0
+    return any(_dtype(layer) == jnp.float16 for layer in layers)
 
 
 def _dtype(layer: Linear) -> Any:
@@ -151,8 +159,10 @@ def _dtype(layer: Linear) -> Any:
     return jnp.promote_types(layer.features.dtype, layer.kernel.dtype)
 
 
-def _cotangents_of_sum(student: Linear, targets: Targets, live: Array | None) -> Array:
-    return jnp.full(student.features.shape[:-1], _cotangent_scale(student, targets), sum_dtype(student, targets))
+def _cotangents_of_sum(config: Config, student: Linear, targets: Targets, live: Array | None) -> Array:
+    return jnp.full(
+        student.features.shape[:-1], _cotangent_scale(config, student, targets), sum_dtype(student, targets)
+    )
 
 
 @with_reverse_rule(_summed_loss_forward, _summed_loss_reverse, static_argnums=(0,))
@@ -256,7 +266,7 @@ def _losses(config: Config, *args: Any) -> Array:
 def _differentiable_losses_and_gradients(config: Config, *all_args: Any) -> tuple[Array, GradientsOfBoth]:
     student, targets, live, _, d_losses = all_args
     floats = (student, targets if config.target_gradients else None)
-    if _cotangent_scale(student, targets) != 1:  # the scaled cotangents would overflow in float16
+    if _is_float16(student, targets):  # the scaled cotangents would overflow in float16
         floats = jax.tree.map(widened, floats)
 
     def losses_of_floats(student: Linear, teacher: Linear | None) -> Array:

@@ -196,17 +196,29 @@ def _difference(pair: Pair) -> Array:
 
 def _mixture(beta: float, pair: Pair) -> tuple[Array, Array, Array]:
     """The mixture m = beta p + (1 - beta) q, log(p / m) and log(q / m)."""
-    p, q, log_p, log_q, d = pair
-    mixture = beta * p + (1 - beta) * q
-    log_mixture = jnp.log(jnp.maximum(mixture, jnp.finfo(mixture.dtype).tiny))
-    near = abs(d) < _NEAR
-    d_near = jnp.where(near, d, 0)
-    of_teacher = jnp.where(near, -_log_of_mixture(1 - beta, -d_near), log_p - log_mixture)
-    of_student = jnp.where(near, -_log_of_mixture(beta, d_near), log_q - log_mixture)
-    return mixture, of_teacher, of_student
+    p, q, *_, d = pair
+    d = jnp.where((p == 0) & (q == 0), 0, d)  # may be NaN, which counts for nothing
+    # Without log(m), for m may be so small that the second derivative is infinite.
+    small = jnp.exp(-abs(d))
+    log_to_larger = jnp.log(jnp.where(d > 0, beta + (1 - beta) * small, 1 - beta + beta * small))
+    to_teacher = _log_of_mixture(1 - beta, -d, log_to_larger + jnp.maximum(-d, 0))
+    to_student = _log_of_mixture(beta, d, log_to_larger + jnp.maximum(d, 0))
+    return beta * p + (1 - beta) * q, -to_teacher, -to_student
 
 
-def _log_of_mixture(part: float, z: Array) -> Array:
+_SMALL_PART = 1 / 16  # of a mixture: below, the plain logarithm loses four bits and more
+
+
+def _log_of_mixture(part: float, z: Array, plain: Array) -> Array:
+    """The function log(1 - part + part e^z), which is `plain`, with the digits that this lacks where it is small."""
+    near = abs(z) < _NEAR
+    if part < _SMALL_PART:
+        close = (z < math.log1p(1 / part)) & ~near
+        plain = jnp.where(close, jnp.log1p(part * jnp.expm1(jnp.where(close, z, 0))), plain)
+    return jnp.where(near, _log_of_mixture_near(part, jnp.where(near, z, 0)), plain)
+
+
+def _log_of_mixture_near(part: float, z: Array) -> Array:
     """The function log(1 - part + part e^z), for small z, as a polynomial.
 
     Its coefficients times n! are the cumulants of a Bernoulli variable.
