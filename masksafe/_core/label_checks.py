@@ -106,6 +106,7 @@ def check_elements(
     where: Array | None,
     is_valid: Callable[[Array], Array],
     otherwise: str,
+    argument: str = "labels",
 ) -> Array | None:
     """Reports unmasked labels that are not valid.
 
@@ -116,6 +117,7 @@ def check_elements(
       where: booleans that broadcast to it, at its rank; or None.
       is_valid: a function that says which labels are valid.
       otherwise: a description of invalid labels, such as "outside [0, 1]".
+      argument: the name of the labels.
 
     Returns:
       The bad elements, for `nan_where_bad`.
@@ -126,7 +128,7 @@ def check_elements(
     labels = labels.astype(jnp.int32) if labels.dtype == jnp.bool_ else labels  # is_valid compares with numbers
     unmasked = jnp.broadcast_to(True if where is None else where, labels.shape)
     bad = unmasked & ~is_valid(labels)
-    return _report(op, {f"labels are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
+    return _report(op, {f"{argument} are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
 
 
 def check_probabilities(op: str, predictions: Array, where: Array | None) -> Array | None:

@@ -62,8 +62,8 @@ def linear_kl_divergence(
     "none" the reverse pass computes the logits again, and omits tokens whose cotangent is 0.
 
     The divergence is a sum of terms that are not negative, so it keeps its digits where student and teacher nearly
-    agree. There is no factor of the temperature: for gradients of one size at every temperature (Hinton et al., section
-    2) multiply the result by `temperature**2`.
+    agree; its gradients there have the error of a difference of two logits. There is no factor of the temperature: for
+    gradients of one size at every temperature (Hinton et al., section 2) multiply the result by `temperature**2`.
 
     Args:
       features: the student's, floats `[..., D]`, one row for each token.
@@ -92,8 +92,9 @@ def linear_kl_divergence(
       if no token or no class is left. Gradients have the dtypes of their arguments; sums are accumulated in at least
       float32. Masked tokens and classes have gradients of 0 and no influence.
 
-      * A bias of -inf excludes a class from one side. A class of probability 0 adds nothing; the divergence is +inf
-        where its first distribution has a class that the second lacks, and that of "jensen_shannon" always finite.
+      * A bias of -inf excludes a class from one side; if it excludes all of them, the divergence is NaN. A class of
+        probability 0 adds nothing; the divergence is +inf where its first distribution has a class that the second
+        lacks, and that of "jensen_shannon" always finite.
       * A NaN in an unmasked row of either side makes its divergence NaN, and the gradients to which it contributes.
       * Where the cotangent of the divergence is 0, the gradients are 0, even if the divergence is NaN.
       * If the explicit axes of a mesh split the tokens over devices, each device computes its own in blocks, in a
@@ -300,6 +301,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     """Reports bad targets, and returns the bad rows, if label checks are on."""
     where, shape = None if live is None else live[..., None], targets.classes.shape
     check = functools.partial(check_elements, _OP_OF_TOP_K, shape=shape, where=where)
+    check_classes = functools.partial(check, targets.classes, argument="target_classes")
 
     def is_unmasked(classes: Array) -> Array:
         return ~is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
@@ -308,12 +310,17 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
         return x <= 8 * float(jnp.finfo(x.dtype).eps)
 
     found = [
-        check(targets.classes, is_valid=lambda x: is_class(x, num_classes), otherwise=f"outside [0, {num_classes})"),
-        check(targets.classes, is_valid=lambda x: ~is_repeated(x), otherwise="repeated in their row"),
-        check(targets.log_probs, is_valid=is_log_probability, otherwise="logarithms above 0 or NaN"),
+        check_classes(is_valid=lambda x: is_class(x, num_classes), otherwise=f"outside [0, {num_classes})"),
+        check_classes(is_valid=lambda x: ~is_repeated(x), otherwise="repeated in their row"),
+        check(
+            targets.log_probs,
+            is_valid=is_log_probability,
+            otherwise="logarithms above 0 or NaN",
+            argument="target_log_probs",
+        ),
     ]
     if class_mask is not None:
-        found.append(check(targets.classes, is_valid=is_unmasked, otherwise="at a masked class"))
+        found.append(check_classes(is_valid=is_unmasked, otherwise="at a masked class"))
     bad = [jnp.any(x, -1) for x in found if x is not None]
     return functools.reduce(jnp.logical_or, bad) if bad else None
 

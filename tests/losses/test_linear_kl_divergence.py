@@ -523,14 +523,14 @@ def test_label_checks_of_top_k_targets():
     class_mask = np.arange(CLASSES) != classes[8, 0]
     with masksafe.label_checks("raise"):
         for bad, text in (
-            ((log_probs, out_of_range), r"labels are outside \[0, 24\); first at \(5, 1\): 24"),
-            ((log_probs, repeated), r"labels are repeated in their row; first at \(4, 3\)"),
-            ((above, classes), r"labels are logarithms above 0 or NaN; first at \(2, 0\)"),
+            ((log_probs, out_of_range), r"target_classes are outside \[0, 24\); first at \(5, 1\): 24"),
+            ((log_probs, repeated), r"target_classes are repeated in their row; first at \(4, 3\)"),
+            ((above, classes), r"target_log_probs are logarithms above 0 or NaN; first at \(2, 0\)"),
         ):
             with pytest.raises(ValueError, match=text):
                 of(*bad)
             of(*bad, where=where)
-        with pytest.raises(ValueError, match="labels are at a masked class"):
+        with pytest.raises(ValueError, match="target_classes are at a masked class"):
             of(log_probs, classes, class_mask=class_mask)
     with masksafe.label_checks("checkify"):
         step = lambda k: linear_kl_divergence_with_top_k_targets(FEATURES, k, log_probs, out_of_range)  # noqa: E731
