@@ -27,7 +27,13 @@ HEADLINES = [  # the summary in the README: the benchmark, the case, and what ea
         "linear_cross_entropy", "linear", "60 % of tokens", "float32", "large", "optax", "the same, 40 % unmasked"
     ),
     Headline(
-        "linear_log_probs", "log p, entropy", "none", "float32", "large", "jax.nn", "its log-probabilities, entropies"
+        "linear_log_probs",
+        "log p, entropy",
+        "none",
+        "float32",
+        "large",
+        "jax.nn",
+        "log-probabilities and entropies of one",
     ),
     Headline("linear_kl_divergence", "forward", "none", "float32", "large", "optax", "divergence of two linear layers"),
     Headline("attention", "attention", "causal", "float32", "long", "jax.nn", "attention, causal, length 4096"),
