@@ -123,6 +123,7 @@ def test_small_weights_of_float16_keep_their_digits():
     np.testing.assert_allclose(out[0, 0, 0], value.astype(np.float64).mean((0, 1, 2)), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_vmap():
     query, key, value = random_inputs(1)
     fn = functools.partial(attention, is_causal=True, key_value_seq_lengths=np.array([5]))
@@ -140,6 +141,7 @@ def test_second_derivatives_and_vmap():
     assert_close(jax.vmap(jax.grad(loss))(stacked), np.stack([gradient(x) for x in stacked]))
 
 
+@pytest.mark.slow
 def test_explicit_mesh_and_shard_map():
     inputs = random_inputs(B=4)
     fn = functools.partial(

@@ -247,6 +247,7 @@ def loss(fn, *inputs):
     return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few_of(["plain", "causal, lengths", "mask of pairs"], "causal, lengths"))
 def test_second_derivatives(name):
     arguments, live = CASES[name]
@@ -326,6 +327,7 @@ def test_vmap_of_vmap_over_inputs_without_a_batch():
     assert_same_bits(twice, np.stack([fn(*inputs), fn(*(-x for x in inputs))]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few_of(["causal", "mask of keys"], "mask of keys"))
 def test_jit_remat_and_scan(name):
     arguments, live = CASES[name]

@@ -30,7 +30,9 @@ SLOPES = np.float32([0.5, -1.5])
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 
 
-@pytest.fixture(params=["dense", "blocks of keys", "blocks", "by row"])
+@pytest.fixture(
+    params=["dense", "blocks of keys", *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks", "by row"))]
+)
 def form(request, monkeypatch):
     """Each of the forms of attention."""
     if request.param == "blocks":
@@ -312,6 +314,7 @@ def test_ready_made_masks(name):
 # In JAX's transformations.
 
 
+@pytest.mark.slow
 def test_vmap_remat_scan_and_shard_map():
     inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
     fn = lambda *args: alibi(*args)[0]  # noqa: E731

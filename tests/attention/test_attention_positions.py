@@ -94,6 +94,7 @@ def is_array(x):
     return isinstance(x, np.ndarray)
 
 
+@pytest.mark.slow
 @hypothesis.given(seed=st.integers(0, 2**20), offset=st.integers(-(2**20), 2**20), size=st.sampled_from([2, 4]))
 def test_only_differences_of_positions_matter(seed, offset, size):
     with pytest.MonkeyPatch.context() as monkeypatch:

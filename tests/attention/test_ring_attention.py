@@ -444,6 +444,7 @@ def loss_of(fn):
     return lambda arrays: sum(jnp.sum(jnp.sin(x)) for x in fn(arrays))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", few_of([True, False], True))
 def test_forward_mode(check_vma):
     arrays, static = inputs(sinks=normals(N, seed=5), slopes=normals(N, seed=8)), dict(is_causal=True)
@@ -460,6 +461,7 @@ def test_forward_mode(check_vma):
     assert_close(*gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", few_of([True, False], True))
 @pytest.mark.parametrize("over", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
 def test_second_derivatives(over, check_vma):
@@ -600,6 +602,7 @@ def test_batch_dimensions():
     assert_close(alone(q[0, 0], k[0, 0], v[0, 0]), attention(q[0, 0], k[0, 0], v[0, 0]))
 
 
+@pytest.mark.slow
 def test_strict_settings():
     arrays = inputs(key_value_seq_lengths=np.array([6, 0]), bias=SOME_BIAS)
     for name in ("key", "value"):

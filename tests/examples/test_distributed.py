@@ -43,6 +43,7 @@ def test_a_difference_is_told(tmp_path):
     np.testing.assert_allclose(list(differences.values()), [0.1, np.nan])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["checkify", "raise"])
 def test_a_bad_label_ends_every_process_with_one_message(mode, tmp_path):
     message = distributed.run_to_an_error(2, 1, mode, distributed.Job(2, tmp_path))
@@ -50,6 +51,7 @@ def test_a_bad_label_ends_every_process_with_one_message(mode, tmp_path):
     assert f": 129 (called at {distributed.__file__}:" in message
 
 
+@pytest.mark.slow
 def test_no_process_is_left_behind_when_one_is_killed(tmp_path):
     with distributed.started(2, 1, ["train"], distributed.Job(10**6, tmp_path)) as children:
         time.sleep(1)

@@ -18,6 +18,7 @@ def test_micro_batches_differ_and_some_are_empty(lines):
     assert max(characters) > 100
 
 
+@pytest.mark.slow
 def test_only_the_mean_of_means_is_another_gradient(lines):
     records = {name: example.train(name, lines, steps=2) for name in (example.MEANS, example.MASKSAFE)}
     assert max(records[example.MASKSAFE].distances) < 1e-5

@@ -548,6 +548,7 @@ def test_a_last_tile_that_is_smaller(elsewhere, classes):
         assert_trees_close(*both(*args), rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", slow("none")])
 def test_every_other_derivative_elsewhere(elsewhere, reduction):
     test_every_other_derivative(reduction)

@@ -254,6 +254,7 @@ def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(directi
     np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_strict_promotion_of_dtypes_and_ranks(dtype):
     args = tuple(a.astype(dtype) for a in ARGS)
@@ -548,6 +549,7 @@ def test_a_target_at_a_masked_class_costs_infinity():
     np.testing.assert_array_equal(np.isinf(losses), (classes == classes[8, 0]).any(-1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["none", slow("mean")])
 def test_masked_top_k_targets_are_gone(reduction):
     def loss(features, kernel, log_probs, classes, where):

@@ -90,6 +90,7 @@ for call in calls + calls_on_a_copy if sys.argv[2] == "1" else ():
 """
 
 
+@pytest.mark.slow
 def test_arrays_of_several_processes_are_refused():
     with socket.socket() as free:
         free.bind(("localhost", 0))
