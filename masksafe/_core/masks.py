@@ -15,6 +15,11 @@ def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
     return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
 
 
+def both(a: Array | None, b: Array | None) -> Array | None:
+    """What two masks leave unmasked; None masks nothing."""
+    return a if b is None else b if a is None else a & b
+
+
 def lowest_under_mask(x: Array, where: Array | None) -> Array:
     """`x` with its dtype's lowest finite number under the mask.
 

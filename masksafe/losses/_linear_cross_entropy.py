@@ -14,7 +14,7 @@ from masksafe._core import sharding
 from masksafe._core.arguments import as_number, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_class
-from masksafe._core.masks import as_weights_of, selected
+from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import or_one
 from masksafe._core.typing import Array, ArrayLike
@@ -293,8 +293,7 @@ def _where_any_counts(where: Array | None, factors: tuple[Array, ...]) -> Array 
     """The tokens that have a factor other than 0."""
     if any(factor.ndim == 0 for factor in factors):
         return where
-    counts = functools.reduce(jnp.logical_or, [factor != 0 for factor in factors])
-    return counts if where is None else where & counts
+    return both(where, functools.reduce(jnp.logical_or, [factor != 0 for factor in factors]))
 
 
 def _weighted(losses: Array, factor: Array) -> Array:

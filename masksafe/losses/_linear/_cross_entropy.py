@@ -30,7 +30,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift, nan_if_bad
+from masksafe.losses._linear._formula import Formula, Part, finite_shift, nan_if_bad
 
 
 class Sums(NamedTuple):
@@ -118,8 +118,8 @@ class CrossEntropy(Formula):
             outputs += [jnp.square(_logsumexp(sums, has_label))]
         return tuple(outputs)
 
-    def outputs_of_logits(self, part: Part, labels: Array, split: Split) -> tuple[Array, ...]:
-        return self.outputs(self.add_devices(split.axis_name, self.sums(part)), labels, split.classes)
+    def outputs_of_logits(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
+        return self.outputs(self.add_devices(axis_name, self.sums(part)), labels, classes)
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_rest = list(d_outputs)

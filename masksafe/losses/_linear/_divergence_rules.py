@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import selected
+from masksafe._core.masks import both, selected
 from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
-from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
+from masksafe._core.sharding import has_symbolic_size, vary_with
 from masksafe._core.typing import Array
 from masksafe.losses._linear._divergence_blocks import (
     Config,
@@ -34,7 +34,7 @@ from masksafe.losses._linear._divergence_blocks import (
 )
 from masksafe.losses._linear._divergences import Divergence
 from masksafe.losses._linear._layer import Gradients, Sizes, default_class_tile, default_token_block
-from masksafe.losses._linear._rules import times
+from masksafe.losses._linear._rules import needs_one_pass, times
 
 _Core = Callable[..., Array]
 Targets = Linear | TopK
@@ -181,8 +181,8 @@ def _token_losses_reverse(config: Config, residuals: Any, d_losses: Array) -> tu
     # gradients have derivatives with respect to the cotangents even there.
     is_wanted = d_losses != 0
     takes_part = is_wanted | jnp.isfinite(losses)
-    live = takes_part if live is None else takes_part & live
-    _, gradients = _losses_and_gradients(config, student, targets, live, is_wanted, jnp.where(live, d_losses, 0))
+    live = both(takes_part, live)
+    _, gradients = _losses_and_gradients(config, student, targets, live, is_wanted, selected(d_losses, live))
     of_teacher = None if gradients.teacher is None else _cast(gradients.teacher, targets)
     return _cast(gradients.student, student), of_teacher, None
 
@@ -198,11 +198,6 @@ def _token_losses(config: Config, student: Linear, targets: Targets, live: Array
 
 
 # The kernels in blocks, and the equivalent functions that JAX differentiates in their place.
-
-
-def _needs_one_pass(args: Any) -> bool:
-    """Whether JAX refuses a loop over the tokens, or an argument is empty."""
-    return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
 
 
 def _flatten(student: Linear, targets: Targets, live: Array | None) -> tuple[Linear, Targets, Array | None]:
@@ -236,7 +231,7 @@ def _differentiable_losses(config: Config, student: Linear, targets: Targets, li
         return selected(losses, where)[..., 0]
 
     mapped = tokens.features, rows.features if isinstance(rows, Linear) else rows, live_rows
-    if _needs_one_pass(args):
+    if needs_one_pass(args):
         losses = losses_of_tokens(*mapped)
     else:
         blocks = jax.checkpoint(lambda block: losses_of_tokens(*block))
@@ -260,7 +255,7 @@ def _with_sizes_of_platform(config: Config, fn: Callable[..., Any], args: Any) -
 
 
 def _losses(config: Config, *args: Any) -> Array:
-    return _differentiable_losses(config, *args) if _needs_one_pass(args) else _losses_in_blocks(config, *args)
+    return _differentiable_losses(config, *args) if needs_one_pass(args) else _losses_in_blocks(config, *args)
 
 
 def _differentiable_losses_and_gradients(config: Config, *all_args: Any) -> tuple[Array, GradientsOfBoth]:
@@ -303,7 +298,7 @@ def _losses_and_gradients_in_blocks(config: Config, *all_args: Any) -> tuple[Arr
         return cast(tuple[Array, GradientsOfBoth], vary_with((losses, gradients), args_and_d_losses))
 
     student, targets, live, wanted, d_losses = all_args
-    live = live if wanted is None else wanted if live is None else wanted & live  # other tokens cost no time
+    live = both(live, wanted)  # other tokens cost no time
     args = student, targets, live, d_losses
     return cast(tuple[Array, GradientsOfBoth], _with_sizes_of_platform(config, with_sizes, args))
 
@@ -313,6 +308,6 @@ def _losses_and_gradients(config: Config, *all_args: Any) -> tuple[Array, Gradie
 
     The arguments are followed by the tokens that have cotangents, None for all, and by the cotangents `d_losses`.
     """
-    if _needs_one_pass(all_args):
+    if needs_one_pass(all_args):
         return _differentiable_losses_and_gradients(config, *all_args)
     return _losses_and_gradients_in_blocks(config, *all_args)

@@ -39,13 +39,6 @@ class Part(NamedTuple):
     class_weights: Array | None  # [n]
 
 
-class Split(NamedTuple):
-    """The classes of a row, which may be split over devices."""
-
-    axis_name: Any  # sharding.AxisName, the mesh axes over which they are split
-    classes: int  # of all devices
-
-
 @dataclasses.dataclass(frozen=True)
 class Formula(abc.ABC):
     r"""A function of the rows of :math:`x = \kappa \tanh(a / \kappa) / T`, where :math:`a` are the logits."""
@@ -89,8 +82,8 @@ class Formula(abc.ABC):
         """The outputs of the rows `[..., 1]`."""
 
     @abc.abstractmethod
-    def outputs_of_logits(self, part: Part, labels: Array, split: Split) -> tuple[Array, ...]:
-        """The same from all logits, in a form that JAX differentiates to any order."""
+    def outputs_of_logits(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
+        """The same from all logits, of all devices, in a form that JAX differentiates to any order."""
 
     @abc.abstractmethod
     def row_cotangents(self, sums: Any, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Any:

@@ -26,7 +26,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, Split, finite_shift, nan_if_bad
+from masksafe.losses._linear._formula import Formula, Part, finite_shift, nan_if_bad
 
 _FAR = 1000.0  # below the largest: exp(-1000) is 0 in every dtype, and times 1000 still 0, unlike 0 times infinity
 
@@ -106,16 +106,16 @@ class LogProbAndEntropy(Formula):
         log_total = jnp.log1p(others)
         return -((shift - sums.label) + log_total) * valid, log_total + sums.spread / (1 + others)
 
-    def outputs_of_logits(self, part: Part, labels: Array, split: Split) -> tuple[Array, ...]:
+    def outputs_of_logits(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
         """As `outputs`, but with c* as a constant, and all of its logit's derivatives."""
         x = self.x(part.logits)
-        is_top = _is_first_of_largest(lax.stop_gradient(x), split.axis_name)
-        total = lambda terms: sharding.sum_over_devices(split.axis_name, jnp.sum(terms, -1, keepdims=True))  # noqa: E731
+        is_top = _is_first_of_largest(lax.stop_gradient(x), axis_name)
+        total = lambda terms: sharding.sum_over_devices(axis_name, jnp.sum(terms, -1, keepdims=True))  # noqa: E731
         largest = total(jnp.where(is_top, x, 0))
         exps = jnp.where(is_top, 0, jnp.exp(jnp.where(is_top, 0, x - largest)))
         below = jnp.where(is_top, 0, jnp.minimum(largest - x, _FAR))  # with derivatives where another x is as large
         sums = Sums(largest, total(exps), total(jnp.where(part.is_label, x, 0)), total(exps * below))
-        return self.outputs(sums, labels, split.classes)
+        return self.outputs(sums, labels, classes)
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_log_prob, d_entropy = d_outputs

@@ -15,16 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import own_shard_map, platforms, sharding
+from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.labels import class_index, is_class
-from masksafe._core.masks import selected
-from masksafe._core.own_shard_map import on_each_device, split_of
+from masksafe._core.masks import both, selected
+from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array
 from masksafe.losses._linear._blocks import Config, outputs_and_gradients
-from masksafe.losses._linear._formula import Formula, Layer, Part, Split, Tokens
+from masksafe.losses._linear._formula import Formula, Layer, Part, Tokens
 from masksafe.losses._linear._layer import Gradients, Sizes, default_class_tile, default_token_block
 from masksafe.losses._linear._tiles import default_sizes, outputs_and_sums
 from masksafe.losses._linear._tiles import gradients as gradients_in_tiles
@@ -84,7 +84,7 @@ def _evaluate(core: _Core, options: Options, *args: Any) -> Any:
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _evaluate_on_each_device(core: _Core, options: Options, split: own_shard_map.Split, *args: Any) -> Any:
+def _evaluate_on_each_device(core: _Core, options: Options, split: Split, *args: Any) -> Any:
     names = _dimensions(*args)
     of_tokens = PartitionSpec(*names[0][:-1])
     over_tokens = split.axes(*of_tokens) or None
@@ -137,7 +137,7 @@ class _Saved(NamedTuple):
 
 def _weighted_sum_forward(config: Config, *args_and_weights: Any) -> tuple[Array, Any]:
     *args, weights = args_and_weights
-    if _needs_one_pass(args):
+    if needs_one_pass(args):
         outputs, gradients = _differentiable_gradients(config, *args, _scaled_weights(args, weights))
         saved = _Saved(gradients, None)
     else:
@@ -210,7 +210,7 @@ def _weighted_sum(config: Config, *args_and_weights: Any) -> Array:
 
 
 def _token_outputs_forward(config: Config, *args: Any) -> tuple[Outputs, Any]:
-    if _needs_one_pass(args):
+    if needs_one_pass(args):
         outputs = _differentiable_outputs(config, *args)
         return outputs, (args, outputs, None)
     outputs, sums = _outputs_and_sums(config, *args)
@@ -263,7 +263,7 @@ def _flatten(
     return Tokens(features, labels.reshape(-1), live), Layer(kernel.astype(dtype), bias, class_weights)
 
 
-def _needs_one_pass(args: Any) -> bool:
+def needs_one_pass(args: Any) -> bool:
     """Whether JAX refuses a loop over the tokens, or an argument is empty."""
     return not may_loop(args) or any(x.size == 0 for x in jax.tree.leaves(args))
 
@@ -280,10 +280,11 @@ def _differentiable_outputs(config: Config, *args: Any) -> Outputs:
             logits += jnp.expand_dims(layer.bias, range(logits.ndim - 1)).astype(logits.dtype)
         logits, labels = selected(logits, live), selected(labels, live)
         is_label = class_index(logits.shape) == config.local_labels(layer, labels)
-        part, split = Part(logits, is_label, None, layer.class_weights), Split(config.axis_name, config.classes(layer))
-        return tuple(selected(x, live)[..., 0] for x in config.formula.outputs_of_logits(part, labels, split))
+        part = Part(logits, is_label, None, layer.class_weights)
+        outputs = config.formula.outputs_of_logits(config.axis_name, part, labels, config.classes(layer))
+        return tuple(selected(x, live)[..., 0] for x in outputs)
 
-    if _needs_one_pass(args):
+    if needs_one_pass(args):
         outputs = outputs_of_tokens(tokens)
     else:
         outputs = lax.map(jax.checkpoint(outputs_of_tokens), tokens, batch_size=config.on_cpu.token_block)
@@ -322,7 +323,7 @@ def _no_sums(config: Config, *args: Any) -> Any:
 
 
 def _evaluate_outputs(config: Config, *args: Any) -> Outputs:
-    return _differentiable_outputs(config, *args) if _needs_one_pass(args) else _outputs_and_sums(config, *args)[0]
+    return _differentiable_outputs(config, *args) if needs_one_pass(args) else _outputs_and_sums(config, *args)[0]
 
 
 def _differentiable_gradients(config: Config, *args_and_d_outputs: Any) -> tuple[Outputs, Gradients]:
@@ -363,7 +364,7 @@ def _gradients_of_one_pass(config: Config, *all_args: Any) -> Gradients:
 def _with_live(args: Any, live_too: Array) -> tuple[Any, ...]:
     """The arguments, with tokens unmasked only if they are in `live_too`."""
     features, labels, live, *layer = args
-    return features, labels, live_too if live is None else live_too & live, *layer
+    return features, labels, both(live_too, live), *layer
 
 
 def _cast(gradients: Gradients, args: Any) -> Gradients:

@@ -1,7 +1,7 @@
 """The rows of a linear layer's logits elsewhere than on a CPU: large tiles, each a few matrix products and reductions.
 
-A GPU reads and writes main memory for everything that its matrix
-products and reductions exchange, so what counts is how often the logits, the kernel and its gradient pass through it:
+A GPU reads and writes main memory for everything that its matrix products and reductions exchange, so what counts is
+how often the logits, the kernel and its gradient pass through it:
 
 * The forward pass keeps the sums of each row. The reverse pass computes the logits again, tile by tile, with the actual
   cotangent of the loss. A tile of the kernel's gradient is then complete at once, and no float32 array of the size of
@@ -23,7 +23,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.labels import class_index
-from masksafe._core.masks import selected
+from masksafe._core.masks import both, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
 from masksafe._core.typing import Array
@@ -93,8 +93,8 @@ def gradients(
     if wanted is not None and tokens.live is None:
         packed = _Packed.in_place(wanted, sizes.token_block)
     else:
-        packed = _Packed.of(tokens._replace(live=_both(tokens.live, wanted)), sizes.token_block)
-    live = _both(tokens.live, wanted)
+        packed = _Packed.of(tokens._replace(live=both(tokens.live, wanted)), sizes.token_block)
+    live = both(tokens.live, wanted)
     labels = packed.take(config.local_labels(layer, tokens.labels[:, None]))
     features = packed.take(tokens.features)
     d_rows = tuple(d[:, None] for d in d_outputs)
@@ -139,10 +139,6 @@ def gradients(
     d_features = packed.put_back(state.features, tokens.labels.size) * factor.astype(d_features.dtype)
     has_gradient = factor != 0 if live is None else (factor != 0) & live[:, None]
     return Gradients(selected(d_features.astype(dtypes.features), has_gradient), state.kernel, state.bias)
-
-
-def _both(a: Array | None, b: Array | None) -> Array | None:
-    return a if b is None else b if a is None else a & b
 
 
 class _State(NamedTuple):
