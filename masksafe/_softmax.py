@@ -18,7 +18,7 @@ from masksafe._core.arguments import as_array, as_promoted_float_array, broadcas
 from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import may_loop
+from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 
 
@@ -222,7 +222,7 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     # Finite, or the sum of a row would be NaN for its infinity; by extrema, with which XLA fuses the sum.
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
-    if may_loop((x, where)):
+    if are_whole((x, where)):
         shift, total = platforms.apart_on_cpu((shift, total))
     # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
     total = _select_live(axes, where, total, 1.0)
@@ -309,7 +309,7 @@ def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Ar
     on_cpu, elsewhere = (functools.partial(fn, axes) for fn in (_relative_exps_on_cpu, _relative_exps_elsewhere))
     if where is None:
         return elsewhere(x, where)
-    if not may_loop((x, where)):
+    if not are_whole((x, where)):
         return on_cpu(x, where)
     z, exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
     return z, exps, total
@@ -342,7 +342,7 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
 
 def _as_kept(axes: Axes, residual: Array) -> Array:
     """`residual`; in 16 bits on a GPU it is read too, where XLA would compute a short row again in one more pass."""
-    is_short = may_loop(residual) and platforms.fits_into_a_kernel(axes, residual.shape)
+    is_short = are_whole(residual) and platforms.fits_into_a_kernel(axes, residual.shape)
     if residual.dtype.itemsize > 2 or not is_short:
         return residual
     kept: Array = platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)
@@ -352,7 +352,7 @@ def _as_kept(axes: Axes, residual: Array) -> Array:
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
     """The sum over `axes`, which are kept."""
     total = functools.partial(jnp.sum, axis=axes, keepdims=True)
-    if not may_loop(x):
+    if not are_whole(x):
         return total(x)
     # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
     # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of
 from masksafe._core.own_shard_map import on_each_device, split_of
-from masksafe._core.sharding import may_loop, varying_zero
+from masksafe._core.sharding import are_whole, may_loop, varying_zero
 from masksafe._core.typing import Array, Axes
 
 
@@ -40,7 +40,7 @@ def by_row_blocks(
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
     fused, and a loop would only slow them down. Many rows that the explicit axes of a mesh split are taken in blocks
-    on each device. Other arrays over which JAX allows no loop are computed in one pass.
+    on each device. Other arrays that no loop may go through, as on an automatic mesh, are computed in one pass.
 
     Args:
       fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of
@@ -52,7 +52,7 @@ def by_row_blocks(
       arithmetic: the same as `fn` for a CPU, in a form that neither compares nor selects elements, but only results of
         rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
     """
-    if not may_loop((rows, others)):
+    if not are_whole((rows, others)):
         return _on_each_device(fn, leading, (rows, others), arithmetic)
     elements = math.prod(rows.shape[leading:])
     if arithmetic is not None:
@@ -62,6 +62,8 @@ def by_row_blocks(
             on_cpu = lambda *args: platforms.apart(in_one_pass(*args))  # noqa: E731
             mapped, totals = platforms.on_cpu_or_elsewhere(on_cpu, fn, rows, *others)
             return mapped, totals
+    if not may_loop((rows, others)):
+        return fn(rows, *others)
     are_short = arithmetic is not None and elements < platforms.ELEMENTS_OF_ROW_IN_CACHE.start
     most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_SHORT_ROWS if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))

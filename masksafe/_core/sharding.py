@@ -34,9 +34,14 @@ def is_on_automatic_mesh(x: Array) -> bool:
 def may_loop(tree: Any) -> bool:
     """Whether a loop may go through the arrays of `tree` in blocks.
 
-    JAX refuses a loop over a dimension that is split over devices, or gathers the array first; and a dimension of
-    symbolic size, as in `jax.export`, cannot be divided into blocks.
+    JAX refuses a loop over a dimension that is split over devices, or gathers the array first; XLA gathers what it has
+    split on an automatic mesh; and a dimension of symbolic size, as in `jax.export`, cannot be divided into blocks.
     """
+    return are_whole(tree) and not any(map(is_on_automatic_mesh, jax.tree.leaves(tree)))
+
+
+def are_whole(tree: Any) -> bool:
+    """Whether no array of `tree` has a type that splits it over devices, or a symbolic size."""
     return not any(is_sharded(x) or has_symbolic_size(x) for x in jax.tree.leaves(tree))
 
 

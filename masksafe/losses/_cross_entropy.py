@@ -326,7 +326,7 @@ def _pull_back(
     axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
-    if sharding.may_loop(logits):
+    if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
         rows, x, t = platforms.apart_on_cpu((rows, x, t))
         if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):

@@ -277,7 +277,7 @@ def _pull_back(
     config: _Config, logits: Array, where: Array | None, rows: _Rows, d_log_p: Array, d_entropy: Array | None
 ) -> Array:
     x, _, mask = as_rows(config.axes, logits, rows.label.squeeze(-1), where)
-    if sharding.may_loop(logits):
+    if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
         rows, x = platforms.apart_on_cpu((rows, x))
     _, of_log_prob, of_entropy = _slopes(config, x, mask, rows)

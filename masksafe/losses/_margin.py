@@ -339,7 +339,7 @@ def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -
     x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
     margins = _with_margin(margin, x, is_label, mask)
     largest = jnp.max(margins, -1, keepdims=True)
-    number = _sum(margins == largest).astype(x.dtype)
+    number = _sum((margins == largest).astype(x.dtype))  # of floats: one exchange with the label's score
     return _Rows(_less_label_score(largest, x, is_label, mask, is_sound), largest, number, is_sound)
 
 

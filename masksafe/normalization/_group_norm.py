@@ -11,7 +11,7 @@ from masksafe._core.arguments import as_float_array, canonical_axes, message
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.row_moments import Groups
-from masksafe._core.sharding import AxisName, as_axis_name
+from masksafe._core.sharding import AxisName, are_whole, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.normalization._arguments import along_axes, as_epsilon
 from masksafe.normalization._statistics import How, normalize
@@ -100,6 +100,22 @@ def group_norm(
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
 def _normalize(how: How, x: Array, *others: Array | None) -> Array:
+    if not how.axes and are_whole((x, others)):
+        return _normalize_rows_of_channels(how, x, *others)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
     y, _ = normalize(how, x, *others)
     return y
+
+
+def _normalize_rows_of_channels(how: How, x: Array, *others: Array | None) -> Array:
+    """Without positions: a row of one channel has one element, and to merge such rows would be all of the work."""
+    assert how.groups is not None
+    axis, number = how.groups
+
+    def grouped(a: Array) -> Array:
+        channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
+        return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
+
+    arrays = jax.tree.map(grouped, (x, *others))
+    y, _ = normalize(how._replace(axes=(axis + 1,), groups=None), *arrays)
+    return y.reshape(x.shape)

@@ -15,7 +15,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
-from masksafe._core.sharding import may_loop
+from masksafe._core.sharding import is_on_automatic_mesh, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import as_epsilon
 
@@ -79,30 +79,37 @@ def _evaluate(config: _Config, x: Array, where: Array | None) -> Array:
     return _by_rows(config, of_rows, of_ordinary_rows, x, where)
 
 
-# The reverse pass computes the norms again: a second result would keep XLA from fusing the forward pass.
+# The reverse pass computes the norms again: a second result would keep XLA from fusing the forward pass. On an automatic
+# mesh, which may split the vectors, it would be two more exchanges.
+
+_Residuals = tuple[Array, Array | None, "_Divisor | None"]
 
 
-def _forward(config: _Config, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    return _evaluate(config, x, where), (x, where)
+def _forward(config: _Config, x: Array, where: Array | None) -> tuple[Array, _Residuals]:
+    if not is_on_automatic_mesh(x):
+        return _evaluate(config, x, where), (x, where, None)
+    wide = selected(widened(x), where)
+    divisor = _divisor(config, wide)
+    return _divided(wide, divisor, where).astype(x.dtype), (x, where, divisor)
 
 
-def _reverse(config: _Config, residuals: tuple[Array, Array | None], d_y: Array) -> tuple[Array, None]:
-    def of_rows(x: Array, d_y: Array, where: Array | None) -> Array:
+def _reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None]:
+    def of_rows(x: Array, d_y: Array, divisor: _Divisor | None, where: Array | None) -> Array:
         wide, d_y = selected(widened(x), where), selected(widened(d_y), where)
-        divisor = _divisor(config, wide)
+        divisor = divisor or _divisor(config, wide)
         y = _divided(wide, divisor, where)
         along = jnp.where(divisor.is_norm, jnp.sum(d_y * y, config.axes, keepdims=True), 0)
         d_x = (d_y - y * along) * (divisor.inverse * divisor.unit)
         return selected(d_x, where).astype(x.dtype)
 
-    def of_ordinary_rows(x: Array, d_y: Array, squares: Array) -> Array:
+    def of_ordinary_rows(x: Array, d_y: Array, _: None, squares: Array) -> Array:
         inverse, d_y = lax.rsqrt(squares), widened(d_y)
         y = widened(x) * inverse
         d_x = (d_y - y * jnp.sum(d_y * y, config.axes, keepdims=True)) * inverse
         return d_x.astype(x.dtype)
 
-    x, where = residuals
-    return _by_rows(config, of_rows, of_ordinary_rows, x, d_y, where), None
+    x, where, divisor = residuals
+    return _by_rows(config, of_rows, of_ordinary_rows, x, d_y, divisor, where), None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))

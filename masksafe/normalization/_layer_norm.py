@@ -30,7 +30,7 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
-from masksafe._core.sharding import AxisName, as_axis_name
+from masksafe._core.sharding import AxisName, as_axis_name, is_on_automatic_mesh
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon
 from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
@@ -615,9 +615,10 @@ def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
 def _is_fused(x: Array, where: Array | None) -> bool:
     """Whether XLA's CPU compiler fuses a forward pass over the whole of `x`, which makes blocks pointless.
 
-    It writes a mask and a widened float16 array to memory.
+    It writes a mask and a widened float16 array to memory. On an automatic mesh rows may be split over devices, and to
+    compute their statistics again would be to exchange them again.
     """
-    return where is None and x.dtype != jnp.float16
+    return where is None and x.dtype != jnp.float16 and not is_on_automatic_mesh(x)
 
 
 def _sum_over_rows(x: Array, axes: Axes, row_ndim: int) -> Array:

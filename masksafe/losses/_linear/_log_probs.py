@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
+from masksafe._core import platforms, sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
@@ -157,11 +157,13 @@ def _others(sums: Sums) -> Array:
 
 def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
     """True at one of the largest x of each row; over devices at that of the first device."""
-    index = class_index(x.shape)
-    is_top = index == jnp.argmax(x, -1, keepdims=True)
+    # Of an array that is computed only once, since a largest that no x equals would have no place. A search by argmax
+    # would be gathered where a mesh splits the classes.
+    x, index = platforms.apart(x), class_index(x.shape)
+    largest = jnp.max(x, -1, keepdims=True)
+    is_top = index == jnp.min(jnp.where(x == largest, index, x.shape[-1]), -1, keepdims=True)
     if axis_name is None:
         return is_top
-    largest = jnp.max(x, -1, keepdims=True)
     has_largest = largest == sharding.max_over_devices(axis_name, largest)
     device = lax.axis_index(axis_name)
     first = lax.pmin(jnp.where(has_largest, device, lax.axis_size(axis_name)), axis_name)

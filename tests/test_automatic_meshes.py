@@ -1,0 +1,148 @@
+"""`jit` of arrays that are split over an automatic mesh: nothing is gathered, and the values are those of one device."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+from masksafe import losses
+
+DEVICES = 4
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 2**11, 2**9  # of more elements than two blocks
+X, T, Z = (RNG.normal(size=(ROWS, CLASSES)).astype(np.float32) for _ in range(3))
+TARGETS = np.exp(T) / np.exp(T).sum(-1, keepdims=True)
+LABELS, ROW_MASK = RNG.integers(0, CLASSES, ROWS), RNG.random(ROWS) < 0.6
+MASK = RNG.random((ROWS, CLASSES)) < 0.7
+SCALE = RNG.normal(size=CLASSES).astype(np.float32)
+BY_ROW, BY_CLASS = P("d"), P(None, "d")
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+# Functions of a first array, which gets a gradient, and of others of its rows, of its shape or of its classes.
+OF_ROWS = {
+    "integer": (losses.softmax_cross_entropy_with_integer_labels, (X, LABELS), 3),
+    "integer, rows masked": (
+        lambda x, y, m: losses.softmax_cross_entropy_with_integer_labels(x, y, where=m),
+        (X, LABELS, ROW_MASK),
+        3,
+    ),
+    "one-hot": (losses.softmax_cross_entropy, (X, TARGETS), 4),
+    "one-hot, classes masked": (lambda x, t, m: losses.softmax_cross_entropy(x, t, where=m), (X, TARGETS, MASK), 4),
+    "log-probabilities": (lambda x, y: sum(losses.log_probs(x, y, with_entropy=True)), (X, LABELS), 4),
+    "KL": (losses.kl_divergence, (X, TARGETS), 2),
+    "poly": (losses.poly_loss_cross_entropy, (X, TARGETS), 5),
+    "cosine": (losses.cosine_similarity, (X, T), 3),
+    "ranking": (losses.ranking_softmax_loss, (X, TARGETS), 4),
+    "hinge": (losses.multiclass_hinge_loss, (X, LABELS), 4),
+    "softmax": (lambda x, z: z * masksafe.softmax(x), (X, Z), 4),
+    "softmax, masked": (lambda x, z, m: z * masksafe.softmax(x, where=m), (X, Z, MASK), 4),
+    "log_softmax": (lambda x, z: z * masksafe.log_softmax(x), (X, Z), 4),
+    "layer norm": (lambda x, z, s: z * masksafe.layer_norm(x, s), (X, Z, SCALE), 5),
+    "layer norm, rows masked": (
+        lambda x, z, s, m: z * masksafe.layer_norm(x, s, where=m[:, None]),
+        (X, Z, SCALE, ROW_MASK),
+        5,
+    ),
+    "RMS norm": (lambda x, z, s: z * masksafe.rms_norm(x, s), (X, Z, SCALE), 4),
+    "group norm": (lambda x, z, s: z * masksafe.group_norm(x, 8, s), (X, Z, SCALE), 4),
+    "l2": (lambda x, z: z * masksafe.l2_normalize(x), (X, Z), 3),
+    "variance": (lambda x: masksafe.var(x, -1), (X,), 4),
+}
+BY_DEFAULT = {
+    ("integer, rows masked", BY_ROW),
+    ("one-hot", BY_ROW),
+    ("KL", BY_ROW),
+    ("layer norm", BY_ROW),
+    ("layer norm", BY_CLASS),
+    ("l2", BY_CLASS),
+}
+
+
+def split_over_devices(args, specs):
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+
+
+def assert_nothing_is_gathered(fn, args, specs, all_reduces, rtol=1e-4):
+    """The value and the gradients by the floats of one shape with the first: on four devices, and on one."""
+    of_floats = [i for i, x in enumerate(args) if x.dtype == np.float32]
+    step = jax.value_and_grad(lambda *args: jnp.mean(fn(*args)), of_floats)
+    split = split_over_devices(args, specs)
+    program = jax.jit(step).lower(*split).compile()
+    exchanges = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program.as_text())
+    assert set(exchanges) <= {"all-reduce"}
+    assert len(exchanges) <= all_reduces
+    expected = jax.jit(step)(*map(jnp.asarray, args))
+    for result, of_one_device in zip(jax.tree.leaves(program(*split)), jax.tree.leaves(expected), strict=True):
+        scale = np.abs(of_one_device).max()
+        np.testing.assert_allclose(result, of_one_device, rtol=rtol, atol=rtol * scale)
+
+
+def case(name, spec):
+    param = pytest.param if (name, spec) in BY_DEFAULT else slow
+    return param(name, spec, id=f"{name}, by {'row' if spec == BY_ROW else 'class'}".replace(", ", "-"))
+
+
+@pytest.mark.parametrize(("name", "spec"), [case(name, spec) for name in OF_ROWS for spec in (BY_ROW, BY_CLASS)])
+def test_rows(name, spec):
+    fn, args, all_reduces_if_classes_are_split = OF_ROWS[name]
+    of_rows, of_classes = (P("d"), P()) if spec == BY_ROW else (P(), P("d"))
+    specs = [spec if x.ndim == 2 else of_rows if x.shape == (ROWS,) else of_classes for x in args]
+    shared = sum(x.shape == (CLASSES,) for x in args)  # parameters of all rows
+    all_reduces = 1 + shared if spec == BY_ROW else all_reduces_if_classes_are_split
+    assert_nothing_is_gathered(fn, args, specs, all_reduces + 1)
+
+
+TOKENS, WIDTH = 768, 16
+FEATURES, TARGET_FEATURES = (RNG.normal(size=(TOKENS, WIDTH)).astype(np.float32) for _ in range(2))
+KERNEL, TARGET_KERNEL = (RNG.normal(size=(WIDTH, CLASSES)).astype(np.float32) / 4 for _ in range(2))
+OF_TOKENS = LABELS[:TOKENS], ROW_MASK[:TOKENS]
+LINEAR = {
+    "cross-entropy": (losses.linear_softmax_cross_entropy, (FEATURES, KERNEL, OF_TOKENS[0])),
+    "cross-entropy, masked": (
+        lambda f, k, y, m: losses.linear_softmax_cross_entropy(f, k, y, where=m),
+        (FEATURES, KERNEL, *OF_TOKENS),
+    ),
+    "log-probabilities": (
+        lambda f, k, y: sum(losses.linear_log_probs(f, k, y, with_entropy=True)),
+        (FEATURES, KERNEL, OF_TOKENS[0]),
+    ),
+    "divergence": (
+        losses.linear_kl_divergence,
+        (FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL),
+    ),
+}
+
+
+@pytest.mark.parametrize("split", ["tokens", "classes"])
+@pytest.mark.parametrize("name", ["cross-entropy, masked", *(slow(name) for name in LINEAR if "masked" not in name)])
+def test_linear_losses(name, split):
+    fn, args = LINEAR[name]
+    of_tokens, of_classes = (P("d"), P()) if split == "tokens" else (P(), P(None, "d"))
+    specs = [of_tokens if x.shape[0] == TOKENS else of_classes for x in args]
+    assert_nothing_is_gathered(fn, args, specs, 5 if split == "tokens" else 8)
+
+
+TIMES = 160
+QKV = tuple(RNG.normal(size=(4, TIMES, 4, 8)).astype(np.float32) for _ in range(3))
+LENGTHS, SEGMENTS = RNG.integers(1, TIMES, 4), np.repeat(np.arange(4), TIMES // 4)[None].repeat(4, 0)
+ATTENTION = {
+    "all": lambda *qkv: masksafe.dot_product_attention(*qkv),
+    "causal": lambda *qkv: masksafe.dot_product_attention(*qkv, is_causal=True),
+    "lengths": lambda *qkv: masksafe.dot_product_attention(*qkv, key_value_seq_lengths=LENGTHS),
+    "segments": lambda *qkv: masksafe.dot_product_attention(
+        *qkv, query_segment_ids=SEGMENTS, key_value_segment_ids=SEGMENTS
+    ),
+}
+
+
+@pytest.mark.parametrize("spec", [P("d"), P(None, None, "d")], ids=["batch", "heads"])
+@pytest.mark.parametrize("name", ["causal", *(slow(name) for name in ATTENTION if name != "causal")])
+def test_attention(name, spec):
+    assert_nothing_is_gathered(ATTENTION[name], QKV, (spec,) * 3, 10, rtol=1e-3)
