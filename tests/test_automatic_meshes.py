@@ -1,4 +1,4 @@
-"""`jit` of arrays that are split over an automatic mesh: nothing is gathered, and the values are those of one device."""
+"""`jit` of arrays that an automatic mesh splits: nothing is gathered, and the values are those of one device."""
 
 import functools
 import re

@@ -20,6 +20,8 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import linear_cross_entropy  # noqa: E402
+import normalization  # noqa: E402
+import optax  # noqa: E402
 from command import main  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
@@ -36,6 +38,8 @@ LINEAR = {  # how features, kernel, labels and mask are split
     "tokens": (P(AXIS), P(), P(AXIS), P(AXIS)),
     "classes": (P(), P(None, AXIS), P(), P()),
 }
+BY_ROW = {"rows": (P(AXIS),)}
+ROWS = {"tiny": (64, 128), "large": (4096, 1024)}  # rows, and classes or features
 ATTENTION = {"batch": P(AXIS), "heads": P(None, None, AXIS)}
 ON_EXPLICIT_AXES = ("masksafe", "shard_map")
 
@@ -105,17 +109,36 @@ def prepare_attention(split: str, size: str) -> Work:
     return OnMesh(functions, tuple(normal(SHAPES[size], seed=i) for i in range(3)), leaves=3, specs=specs)
 
 
+def prepare_cross_entropy(split: str, size: str) -> Work:
+    logits = normal(ROWS[size])
+    args = logits, jax.nn.softmax(normal(ROWS[size], seed=1))
+    ours = masksafe.losses.softmax_cross_entropy
+    functions = {"masksafe": ours, "automatic": ours, "optax": optax.losses.softmax_cross_entropy}
+    return OnMesh(functions, args, leaves=1, specs=BY_ROW[split] * 2)
+
+
+def prepare_layer_norm(split: str, size: str) -> Work:
+    args = normal(ROWS[size]), *(normal(ROWS[size][1:], seed=seed) for seed in (1, 2))
+    of_flax = normalization.of_flax("layer norm", -1)
+    functions = {"masksafe": masksafe.layer_norm, "automatic": masksafe.layer_norm}
+    functions["flax"] = lambda x, *params: of_flax(x, None, *params)
+    return OnMesh(functions, args, leaves=3, specs=(*BY_ROW[split], P(), P()))
+
+
 CASES = [
     Case(f"{work}, {split}", mask, "float32", size, by_x(shapes[size]), functools.partial(prepare, split, size))
     for work, mask, splits, shapes, prepare in (
+        ("one-hot cross-entropy", "none", BY_ROW, ROWS, prepare_cross_entropy),
+        ("layer norm", "none", BY_ROW, ROWS, prepare_layer_norm),
         ("linear", "75 % of tokens", LINEAR, SIZES, prepare_linear),
         ("attention", "causal", ATTENTION, SHAPES, prepare_attention),
     )
     for split in splits
     for size in shapes
 ]
-OTHERS = ("shard_map", "automatic", "optax", "jax.nn")
-BENCHMARK = Benchmark("meshes", "Arrays split over devices", tuple(("masksafe", other) for other in OTHERS), CASES)
+PEERS = ("optax", "flax", "jax.nn")
+PAIRS = [("masksafe", other) for other in ("shard_map", "automatic", *PEERS)] + [("automatic", peer) for peer in PEERS]
+BENCHMARK = Benchmark("meshes", "Arrays split over devices", tuple(PAIRS), CASES)
 
 if __name__ == "__main__":
     main([BENCHMARK])

@@ -17,7 +17,7 @@ from measure import PASSES, Benchmark, Row
 from results import Ratio, grouped, ratios
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")  # Okabe, Ito; grey
-MARKERS = "os^D"
+MARKERS = "os^Dv<>P"  # one for each pair of candidates
 WIDTH, SLOT, MARGIN = 10, 0.12, 1.6  # inches
 FASTER = "ratio of the times (left of 1: faster)"
 FEWEST_SLOTS = 2  # of a line, for its name needs room

@@ -137,10 +137,9 @@ def linear_softmax_cross_entropy(
       * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
         blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
         split along D, as in fully sharded training, is gathered, and so are features; and classes that are split over
-        an axis that splits tokens as well. On automatic axes the compiler splits the blocks, at several times the cost:
-        `jax.sharding.explicit_axes` around the loss, or a `jax.shard_map`, avoids that.
-      * If a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed in one pass, with all
-        logits in memory.
+        an axis that splits tokens as well.
+      * On an automatic mesh, if a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed
+        in one pass, with all logits in memory.
 
     Raises:
       TypeError: if a dtype is wrong.

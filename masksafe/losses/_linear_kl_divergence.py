@@ -99,8 +99,8 @@ def linear_kl_divergence(
       * Where the cotangent of the divergence is 0, the gradients are 0, even if the divergence is NaN.
       * If the explicit axes of a mesh split the tokens over devices, each device computes its own in blocks, in a
         `jax.shard_map` that the op makes. Kernels are gathered, split along whatever axis.
-      * If a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed in one pass, with all
-        logits in memory.
+      * On an automatic mesh, if a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed
+        in one pass, with all logits in memory.
 
     Raises:
       TypeError: if a dtype is wrong.

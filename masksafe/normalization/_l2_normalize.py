@@ -79,8 +79,8 @@ def _evaluate(config: _Config, x: Array, where: Array | None) -> Array:
     return _by_rows(config, of_rows, of_ordinary_rows, x, where)
 
 
-# The reverse pass computes the norms again: a second result would keep XLA from fusing the forward pass. On an automatic
-# mesh, which may split the vectors, it would be two more exchanges.
+# The reverse pass computes the norms again: a second result would keep XLA from fusing the forward pass. On an
+# automatic mesh, which may split the vectors, that would be two more exchanges.
 
 _Residuals = tuple[Array, Array | None, "_Divisor | None"]
 

@@ -112,6 +112,7 @@ SPLITS = [
     Split("linear, classes", LINEAR, linear(P(None), COLUMNS), 4),
 ]
 
+
 def compiled_for_eight(kind, fn, args):
     mesh = Mesh(np.array(devices("h100", 8)), ("d",), axis_types=(kind,))
     shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split)) for shape, dtype, split in args]
