@@ -148,7 +148,8 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
 def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of, hint)
-    return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
+    missing = len(target) - mask.ndim
+    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # eagerly a program for nothing
 
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
