@@ -19,7 +19,7 @@ from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
 from masksafe._core.sharding import AxisName, as_axis_name, zeros_of_types
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._reductions._arguments import Reduction, read_arguments
+from masksafe._reductions._arguments import Call, prepared
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -91,8 +91,7 @@ class MaskedMean:
         Raises:
           TypeError, ValueError: as `masksafe.sum`.
         """
-        how, x, mask, w = read_arguments("MaskedMean.of", x, axis, where, weights, None, keepdims=False)
-        return _of_sums(*_total_and_count(how, x, mask, w))
+        return _of_sums(*_total_and_count(*prepared("MaskedMean.of", x, axis, where, weights, None, False)))
 
     @staticmethod
     def sum(parts: Iterable[MaskedMean]) -> MaskedMean:
@@ -267,7 +266,8 @@ def _quotient(total: _Sum, count: _Sum) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
+def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
+    how, x, where, weights = call.read(x, where, weights)
     where, weights = weighting_of(x, where, weights)
     x = selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else weighted(widened(x), weights)

@@ -467,3 +467,30 @@ def test_a_mean_that_is_summed_already_is_refused():
 def test_bad_arguments_are_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+TYPED = """
+from typing import Any, assert_type
+import jax
+from masksafe import MaskedMean, value_and_grad_of_mean
+def loss(params: dict[str, jax.Array], x: jax.Array, *, factor: int) -> MaskedMean:
+    return MaskedMean.of(params["kernel"] * x * factor)
+def with_aux(params: jax.Array, x: jax.Array) -> tuple[MaskedMean, int]:
+    return MaskedMean.of(params * x), 1
+def any_of(x: jax.Array, has_aux: bool) -> None:
+    assert_type(value_and_grad_of_mean(loss)({"kernel": x}, x, factor=1), tuple[jax.Array, Any])
+    step = value_and_grad_of_mean(with_aux, has_aux=True, microbatches=2)
+    assert_type(step(x, x), tuple[tuple[jax.Array, int], Any])
+    assert_type(value_and_grad_of_mean(with_aux, 0, has_aux)(x, x), tuple[Any, Any])
+    assert_type(MaskedMean.sum([MaskedMean.of(x)]).value, jax.Array)
+    value_and_grad_of_mean(loss)({"kernel": x}, x, factor="1")
+"""
+
+
+@pytest.mark.slow
+def test_types_are_those_of_the_function():
+    mypy = pytest.importorskip("mypy.api")
+    told, _, _ = mypy.run(["--config-file", "pyproject.toml", "-c", TYPED])
+    assert told.splitlines()[:-1] == [
+        '<string>:15: error: Argument "factor" has incompatible type "str"; expected "int"  [arg-type]'
+    ]
