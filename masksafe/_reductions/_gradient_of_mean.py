@@ -26,7 +26,7 @@ from masksafe._core.sharding import (
 )
 from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array
-from masksafe._reductions._masked_mean import MaskedMean, count_as_float, normal
+from masksafe._reductions._masked_mean import MaskedMean, normal, sums_of
 
 _OP = "value_and_grad_of_mean"
 
@@ -195,20 +195,22 @@ def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: AxisName) -> tuple[M
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
-    for field in ("total", "count"):
-        if jnp.shape(getattr(mean, field)) != ():
-            found = f"a MaskedMean whose {field} has shape {jnp.shape(getattr(mean, field))}"
-            raise ValueError(message(_OP, "fn", found, "scalars"))
-    if not jnp.issubdtype(mean.total.dtype, jnp.floating):
-        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {mean.total.dtype}", "a float dtype"))
 
     def of_own_device(mean: MaskedMean) -> MaskedMean:
-        if is_same_on_devices(axis_name, mean.total):
+        mean = normal(mean)
+        if is_same_on_devices(axis_name, sums_of(mean)[0].low):
             found = "a MaskedMean whose total is the same on all devices"
             raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
-        return normal(mean)
+        return mean
 
-    return of_own_device(mean), _map_aux(of_own_device, lambda x: x, aux)
+    mean, aux = of_own_device(mean), _map_aux(of_own_device, lambda x: x, aux)
+    total, count = sums_of(mean)
+    for name, x in {"total": total, "count": count}.items():
+        if x.shape != ():
+            raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {total.dtype}", "a float dtype"))
+    return mean, aux
 
 
 def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
@@ -341,9 +343,10 @@ class _Sums(NamedTuple):
 
     def gradients_of_mean(self) -> Any:
         value = self.mean.value
+        count_in = functools.cache(sums_of(self.mean)[1].rounded)
 
         def gradient(d_total: Array, d_count: Array | None) -> Array:
-            count = count_as_float(self.mean, d_total.dtype)
+            count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / or_one(count))
 
@@ -395,7 +398,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
 
     def total_and_count(params: Any) -> Any:
         mean, aux = fn(params)
-        total, count = mean.total, mean.count
+        total, count = (x.low for x in sums_of(mean))
         if jnp.issubdtype(count.dtype, jnp.floating):
             return (total, _noting_dependence(is_dependent, count)), (mean, aux)
         return (total, jnp.zeros_like(total)), (mean, aux)

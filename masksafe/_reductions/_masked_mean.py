@@ -160,13 +160,32 @@ jax.tree_util.register_pytree_with_keys(
 class _Sum(NamedTuple):
     """`low + 2**16 * high`, whatever the dtypes: so it may be scaled, averaged and added up like a number.
 
-    Of integers, `low` is below 2**17 in all that is computed here, so that 2**14 of them can be added by whoever takes
-    the arrays for numbers, as `jax.tree.map(jnp.sum, means)` does. Of floats, `high` is what additions have rounded
+    Of integers, `low` is below 2**17 after an addition, so that 2**14 of them can be added by whoever takes the arrays
+    for numbers, as `jax.tree.map(jnp.sum, means)` does. Of floats, `high` is what additions have rounded
     away, over 2**16.
     """
 
     low: Any
     high: Any
+
+    @property
+    def dtype(self) -> Any:
+        return self.low.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.low.shape
+        return shape
+
+    def rounded(self, dtype: Any) -> Array:
+        """The sum as a float."""
+        total: Array = self.low.astype(dtype) + _BASE * self.high.astype(dtype)
+        return total
+
+
+def sums_of(mean: MaskedMean) -> tuple[_Sum, _Sum]:
+    """The total and the count, of arrays; what they depend on shows in `low` alone."""
+    return mean._total, mean._count
 
 
 _BITS = 16
@@ -176,11 +195,6 @@ _BASE = 2**_BITS
 def normal(mean: MaskedMean) -> MaskedMean:
     """The same mean, of dtypes that can count, and of arrays 2**15 of which can be added."""
     return _of_sums(_normal(mean._total), _normal(mean._count))
-
-
-def count_as_float(mean: MaskedMean, dtype: Any) -> Array:
-    """The count, rounded to a dtype of floats, however large."""
-    return _rounded(mean._count, dtype)
 
 
 def _as_sum(x: Any) -> Any:
@@ -223,28 +237,22 @@ def _added(a: tuple[_Sum, _Sum], b: tuple[_Sum, _Sum]) -> tuple[_Sum, ...]:
 
 def _plus(a: _Sum, b: _Sum) -> _Sum:
     a, b = _normal(a), _normal(b)
-    if jnp.issubdtype(a.low.dtype, jnp.inexact) != jnp.issubdtype(b.low.dtype, jnp.inexact):
-        dtype = jnp.promote_types(*(wide_dtype(float_dtype(x.low.dtype)) for x in (a, b)))
-        a, b = (_Sum(_rounded(x, dtype), jnp.zeros_like(x.high, dtype)) for x in (a, b))
+    if jnp.issubdtype(a.dtype, jnp.inexact) != jnp.issubdtype(b.dtype, jnp.inexact):
+        dtype = jnp.promote_types(*(wide_dtype(float_dtype(x.dtype)) for x in (a, b)))
+        a, b = (_Sum(x.rounded(dtype), jnp.zeros_like(x.high, dtype)) for x in (a, b))
     total = _Sum(a.low + b.low, a.high + b.high)
-    if not jnp.issubdtype(total.low.dtype, jnp.inexact):
+    if not jnp.issubdtype(total.dtype, jnp.inexact):
         return total
     return total._replace(high=total.high + lax.stop_gradient(_rounded_away(a.low, b.low)) / _BASE)
 
 
 def _rounded_away(a: Array, b: Array) -> Array:
     """What `a + b` loses by rounding, exactly (Knuth's two-sum); 0 if the sum is not finite."""
-    is_finite = jnp.isfinite(a + b)
-    a, b = jnp.where(is_finite, a, 0), jnp.where(is_finite, b, 0)
+    is_finite, zero = jnp.isfinite(a + b), jnp.zeros_like(a)
+    a, b = jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero)
     total = a + b
     of_b = total - a
     return (a - (total - of_b)) + (b - of_b)
-
-
-def _rounded(x: _Sum, dtype: Any) -> Array:
-    """The sum as a float."""
-    total: Array = x.low.astype(dtype) + _BASE * x.high.astype(dtype)
-    return total
 
 
 @jax.jit
@@ -252,7 +260,7 @@ def _number(x: _Sum) -> Array:
     """The sum as a number of its dtype; an integer out of its range as the nearest one in it."""
     low, high = _normal(x)
     if jnp.issubdtype(low.dtype, jnp.inexact):
-        return _rounded(_Sum(low, high), low.dtype)
+        return _Sum(low, high).rounded(low.dtype)
     limits = jnp.iinfo(low.dtype)
     whole = (high << _BITS) + low
     return jnp.where(high > limits.max >> _BITS, limits.max, jnp.where(high < limits.min >> _BITS, limits.min, whole))
@@ -260,8 +268,8 @@ def _number(x: _Sum) -> Array:
 
 @jax.jit
 def _quotient(total: _Sum, count: _Sum) -> Array:
-    dtype = float_dtype(total.low.dtype)
-    dividend, divisor = (_rounded(x, wide_dtype(dtype)) for x in (total, count))
+    dtype = float_dtype(total.dtype)
+    dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(wide_dtype(dtype))
     return jnp.where(divisor == 0, 0, dividend / or_one(divisor)).astype(dtype)
 
 
@@ -274,4 +282,4 @@ def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array |
     of_each = where if weights is None else weights
     total = jnp.sum(elements, how.axes)
     count = jnp.sum(jnp.broadcast_to(True if of_each is None else of_each, x.shape), how.axes)
-    return _normal(_as_sum(total)), _normal(_as_sum(count))
+    return _as_sum(total), _as_sum(count)
