@@ -114,11 +114,11 @@ class MaskedMean:
 
     @property
     def total(self) -> Any:
-        return _number(self._total) if isinstance(self._total, _Sum) else self._total
+        return _as_one(self._total)
 
     @property
     def count(self) -> Any:
-        return _number(self._count) if isinstance(self._count, _Sum) else self._count
+        return _as_one(self._count)
 
     @property
     def value(self) -> Array:
@@ -199,15 +199,21 @@ def normal(mean: MaskedMean) -> MaskedMean:
 
 def _as_sum(x: Any) -> Any:
     """A number or an array as a sum; anything else as it is."""
-    if isinstance(x, jax.core.Tracer):
-        return _Sum(x, zeros_of_types(x, x).astype(_summand_dtype(x.dtype)))
-    if isinstance(x, jax.Array | np.ndarray | np.generic):
-        if not isinstance(x, jax.Array) and x.dtype.kind in "iu":  # here 64 bits are at hand
+    if isinstance(x, jax.Array):
+        return _Sum(x, _zeros_for(x))
+    if isinstance(x, np.ndarray | np.generic):
+        if x.dtype.kind in "iu":  # here 64 bits are at hand
             return _Sum(*(a.astype(_summand_dtype(x.dtype)) for a in _in_two(x.astype(np.int64))))
         return _Sum(x, np.zeros(x.shape, _summand_dtype(x.dtype)))
     if isinstance(x, numbers.Number):
         return _Sum(*_in_two(x)) if isinstance(x, int) else _Sum(x, 0.0)
     return x
+
+
+@jax.jit
+def _zeros_for(x: Array) -> Array:
+    zeros: Array = zeros_of_types(x, x).astype(_summand_dtype(x.dtype))
+    return zeros
 
 
 def _in_two(x: Any) -> tuple[Any, Any]:
@@ -253,6 +259,13 @@ def _rounded_away(a: Array, b: Array) -> Array:
     total = a + b
     of_b = total - a
     return (a - (total - of_b)) + (b - of_b)
+
+
+def _as_one(x: Any) -> Any:
+    """The sum as a number, or what stands for it in a tree of something else, such as shapes or specs."""
+    if not isinstance(x, _Sum):
+        return x
+    return _number(x) if isinstance(x.low, jax.Array | np.ndarray | np.generic | numbers.Number) else x.low
 
 
 @jax.jit

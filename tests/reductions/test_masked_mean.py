@@ -146,6 +146,15 @@ def test_sum_of_a_list():
     assert MaskedMean.sum(parts[:1]).value == 1
 
 
+def test_trees_of_something_else():
+    shapes = jax.eval_shape(lambda x: MaskedMean.of(x, axis=1), jnp.ones((3, 4)))
+    assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.int32)
+    specs = jax.tree.map(lambda _: P("a"), shapes)
+    assert specs.total == specs.count == P("a")
+    assert "P('a')" in repr(specs)
+    assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
+
+
 def test_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         mean = MaskedMean.of(jnp.ones(3), jnp.array([True, False, True]))
