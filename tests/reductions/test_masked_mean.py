@@ -151,7 +151,7 @@ def test_trees_of_something_else():
     assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.int32)
     specs = jax.tree.map(lambda _: P("a"), shapes)
     assert specs.total == specs.count == P("a")
-    assert "P('a')" in repr(specs)
+    assert "MaskedMean(total=P('a'" in repr(specs)
     assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
 
 
