@@ -5,6 +5,7 @@ A check takes the name of the op and the name of the argument, so every refusal 
 Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 """
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def as_array(op: str, argument: str, value: Any) -> Array:
 def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
     """`value` as an array of floats, of at least 16 bits unless `of_any_width`."""
     array = as_array(op, argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or (_is_narrow_float(array) and not of_any_width):
+    if not _is_of(jnp.floating, array.dtype) or (not of_any_width and _is_narrow_float(array)):
         expected = "a float dtype of at least 16 bits" if _is_narrow_float(array) else "a float dtype"
         raise TypeError(message(op, argument, f"dtype {array.dtype}", expected))
     return array
@@ -44,7 +45,7 @@ def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = F
 def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
     """`value` as an array of floats; integers and booleans are promoted as in `jax.nn`."""
     array = as_array(op, argument, value)
-    if jnp.issubdtype(array.dtype, jnp.integer) or array.dtype == jnp.bool_:
+    if _is_of(jnp.integer, array.dtype) or array.dtype == jnp.bool_:
         array = array.astype(jnp.float64 if array.dtype.itemsize == 8 else jnp.float32)
     return as_float_array(op, argument, array, of_any_width=of_any_width)
 
@@ -60,7 +61,13 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
 
 def _is_narrow_float(array: Array) -> bool:
     """Whether the dtype is a float of 8 bits or fewer, which JAX does not promote and hardly computes in."""
-    return bool(jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 16)
+    return _is_of(jnp.floating, array.dtype) and jnp.finfo(array.dtype).bits < 16
+
+
+@functools.cache
+def _is_of(kind: Any, dtype: Any) -> bool:
+    """Whether a dtype is of a kind, looked up once: eagerly the question takes longer than a short op."""
+    return bool(jnp.issubdtype(dtype, kind))
 
 
 def as_integer_array(op: str, argument: str, value: Any) -> Array:
@@ -148,7 +155,8 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
 def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of, hint)
-    return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
+    missing = len(target) - mask.ndim
+    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # eagerly a program for nothing
 
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,12 +4,14 @@ A loss calls one of these functions on its checked and broadcast arguments, outs
 `checkify` would lose the check in a gradient.
 """
 
+import contextlib
+import dataclasses
 import functools
 import inspect
 import math
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +38,7 @@ class _Finding(NamedTuple):
     bad: Array
     checked: Array
     values: Array
+    part: Array | None = None  # the number of the micro-batch that is being traced
 
 
 def check_integer_labels(
@@ -149,7 +152,7 @@ def check_probabilities(op: str, predictions: Array, where: Array | None) -> Arr
     unmasked = jnp.ones(predictions.shape, bool) if where is None else where
     outside = _Finding(unmasked & ~valid, unmasked, predictions)
     if predictions.shape[-1] == 1:
-        outside = _Finding(*(x[..., 0] for x in outside))
+        outside = _Finding(*(x[..., 0] for x in outside[:3]))
         return _report(op, {"predictions are outside [0, 1]": outside}, [outside.bad])
     sums = jnp.sum(predictions, -1, dtype=wide_dtype(predictions.dtype))
     whole = jnp.ones(sums.shape, bool) if where is None else jnp.all(where, -1)
@@ -176,7 +179,61 @@ def _tolerance(labels: Array, axes: Axes) -> float:
     return _TOLERANCE.get(labels.dtype.name, 0.1) + smallest * num_classes
 
 
+# The micro-batches of `value_and_grad_of_mean`.
+
+
+@dataclasses.dataclass(eq=False)
+class _MicroBatch:
+    """What is being traced: part `index` of a batch, which holds every `number`-th of its elements, from `index` on.
+
+    It compares by identity, since it is part of JAX's cache key: a jitted function that was traced with another traced
+    index must not be found again.
+    """
+
+    index: Array | None
+    number: int
+    size: int | None  # of a part, along the axis that is cut; None if no array is cut
+
+
+_microbatch = jax.make_user_context(default_value=None)
+
+
+@contextlib.contextmanager
+def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterator[None]:
+    """Context in which reports name the micro-batch, whose index may be traced, and labels by their index in the batch.
+
+    The index in the batch is known if exactly one axis of the labels has the `size` of a micro-batch.
+    """
+    if label_check_mode() == "off":
+        yield
+        return
+    here = _MicroBatch(index, number, size)
+    with _microbatch(here):
+        yield
+    here.index = None  # JAX's caches keep the key, and would keep the tracer with it
+
+
 # Reporting to the user.
+
+
+class _Text(NamedTuple):
+    """An error text in which the details are to be filled in. It is static."""
+
+    template: str
+    parts: int = 1  # the number of micro-batches
+    size: int | None = None  # of each
+
+    def axis_of_batch(self, shape: Sequence[int]) -> int | None:
+        """The axis of labels of `shape` along which a micro-batch is cut from the batch, if one alone has its size."""
+        axes = [axis for axis, size in enumerate(shape) if size == self.size]
+        return axes[0] if len(axes) == 1 else None
+
+    def at_place(self, finding: "_Finding", index: str = "{index}", shard: str = "{shard}") -> str:
+        """The template, with what the place of a label is called that is at `index`."""
+        part = "" if finding.part is None else f" of micro-batch {{part}} of {self.parts}"
+        if part and self.axis_of_batch(finding.bad.shape) is not None:
+            part = f" of the batch, in{part.removeprefix(' of')}"
+        return self.template.replace("{place}", f"{index}{part}{shard}")
 
 
 class _Details(NamedTuple):
@@ -186,6 +243,7 @@ class _Details(NamedTuple):
     checked: Array  # how many
     value: Array  # of the first bad label
     place: Array  # its index, [rank]
+    part: Array | None  # the number of its micro-batch, inside `in_microbatch`
     shard: Array | None = None  # the number of its shard, inside a `shard_map`
 
 
@@ -196,12 +254,14 @@ def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -
         _refuse_where_checkify_fails(op)
     is_bad = functools.reduce(jnp.logical_or, bad_rows)
     has_failed = jnp.zeros_like(is_bad)
+    here = _microbatch.value
     for what, finding in findings.items():
-        finding = _Finding(*map(lax.stop_gradient, finding))
-        text = f"{op}: {{bad}} of {{checked}} {_escape(what)}; first at {{index}}{{shard}}: {{value}}"
-        text += _escape(f" (called {place_of_call()})")
+        finding = _Finding(*map(lax.stop_gradient, finding[:3]))._replace(part=here and here.index)
+        template = f"{op}: {{bad}} of {{checked}} {_escape(what)}; first at {{place}}: {{value}}"
+        template += _escape(f" (called {place_of_call()})")
+        text = _Text(template, here.number, here.size) if here else _Text(template)
         if mode == "checkify":
-            _stage_check(text, _details(finding))
+            _stage_check(text, finding)
         elif isinstance(finding.bad, jax.core.Tracer):
             has_failed |= _staged_check(text)(*finding)
         else:
@@ -211,35 +271,40 @@ def _report(op: str, findings: dict[str, _Finding], bad_rows: Sequence[Array]) -
     return has_failed if isinstance(has_failed, jax.core.Tracer) else None
 
 
-def _raise_now(text: str, finding: _Finding) -> None:
+def _raise_now(text: _Text, finding: _Finding) -> None:
     """Raises the error in eager code."""
+    finding = finding._replace(part=None)  # labels that are known while a micro-batch is traced are those of all
     with jax.debug_nans(False):  # the bad value may be a NaN
         if jnp.any(finding.bad):
-            raise ValueError(_fill_in(text, _details(finding)))
+            raise ValueError(_fill_in(text.at_place(finding), _details(text, finding)))
 
 
-def _details(finding: _Finding) -> _Details:
+def _details(text: _Text, finding: _Finding) -> _Details:
     """The counts, and the value and the index of the first bad label."""
     bad = finding.bad
     first, is_first = first_of(bad)
     value = jnp.sum(jnp.where(is_first, finding.values, jnp.zeros((), finding.values.dtype)))
     strides = [max(1, math.prod(bad.shape[axis + 1 :])) for axis in range(bad.ndim)]
     index = [first // stride % max(1, size) for stride, size in zip(strides, bad.shape, strict=True)]
-    return _Details(
-        jnp.sum(bad), jnp.sum(finding.checked), value, jnp.stack(index) if index else jnp.zeros(0, jnp.int32)
-    )
+    axis = text.axis_of_batch(bad.shape)
+    if finding.part is not None and axis is not None:
+        index[axis] = finding.part + text.parts * index[axis]
+    place = jnp.stack(index) if index else jnp.zeros(0, jnp.int32)
+    return _Details(jnp.sum(bad), jnp.sum(finding.checked), value, place, finding.part)
 
 
 # Mode "checkify".
 
 
-def _stage_check(text: str, details: _Details) -> None:
+def _stage_check(text: _Text, finding: _Finding) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
+    details = _details(text, finding)
     numbers: dict[str, Any] = {f"i{axis}": details.place[axis] for axis in range(len(details.place))}
     names = ", ".join(f"{{{name}}}" for name in numbers)
     index = f"({names},)" if len(numbers) == 1 else f"({names})"
-    text = text.replace("{index}", index).replace("{shard}", "")
-    checkify.check(details.bad == 0, text, bad=details.bad, checked=details.checked, value=details.value, **numbers)
+    numbers |= {"bad": details.bad, "checked": details.checked, "value": details.value}
+    numbers |= {} if details.part is None else {"part": details.part}
+    checkify.check(details.bad == 0, text.at_place(finding, index, shard=""), **numbers)
 
 
 def _refuse_where_checkify_fails(op: str) -> None:
@@ -276,7 +341,7 @@ def _mesh_is_set() -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
+def _staged_check(text: _Text) -> Callable[..., Array]:
     """The function that makes a compiled program fail with the text; it takes the arrays of a finding.
 
     It is cached by text, since JAX would compile every new function again. Under `vmap` it stays a single check, with
@@ -284,15 +349,16 @@ def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
     """
 
     @jax.custom_batching.custom_vmap
-    def stage(bad: Array, checked: Array, values: Array) -> Array:
-        failed: Array = _fail_if_bad(text, bad, checked, values)
+    def stage(bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
+        failed: Array = _fail_if_bad(text, bad, checked, values, part)
         return failed
 
     @stage.def_vmap
-    def _(size: int, batched: Sequence[bool], *arrays: Array) -> tuple[Array, bool]:
-        alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched, strict=True)]
+    def _(size: int, batched: Sequence[bool], *args: Any) -> tuple[Array, bool]:
+        *arrays, part = args
+        alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched[:3], strict=True)]
         if isinstance(alike[0], jax.core.Tracer):
-            return stage(*alike), False
+            return stage(*alike, part), False
         _raise_now(text, _Finding(*alike))
         return jnp.zeros((), bool), False
 
@@ -300,7 +366,7 @@ def _staged_check(text: str) -> Callable[[Array, Array, Array], Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _fail_if_bad(text: str, bad: Array, checked: Array, values: Array) -> Array:
+def _fail_if_bad(text: _Text, bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
     """Makes the compiled program fail with the text if a label is bad; the result exists so that it can be awaited.
 
     A `jax.debug.callback` that raises makes the program fail in jit, grad, scan and remat, on every platform; a
@@ -314,13 +380,14 @@ def _fail_if_bad(text: str, bad: Array, checked: Array, values: Array) -> Array:
         any_bad = lax.pmax(any_bad.astype(jnp.int32), axis) > 0
 
     def fail(finding: _Finding) -> Array:
-        details = _details(finding)
+        details = _details(text, finding)
         if manual_axes:
             details = _gather_shards(details, manual_axes)
-        jax.debug.callback(functools.partial(_raise_failure, text), details, partitioned=True)
+        raise_failure = functools.partial(_raise_failure, text.at_place(finding))
+        jax.debug.callback(raise_failure, details, partitioned=True)
         return jnp.ones((), bool)
 
-    failed: Array = lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), _Finding(bad, checked, values))
+    failed: Array = lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), _Finding(bad, checked, values, part))
     return failed
 
 
@@ -331,18 +398,18 @@ def _raise_failure(text: str, details: _Details) -> None:
 
 def _gather_shards(details: _Details, axes: tuple[str, ...]) -> _Details:
     """The details of the first shard with a bad label, with its number, and with counts summed over the shards."""
-    stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), details)
+    stacked = jax.tree.map(lambda x: lax.all_gather(x, axes), details._replace(part=None))
     first = jnp.argmax(stacked.bad > 0)
     one: _Details = jax.tree.map(lambda x: x[first], stacked)
-    return one._replace(shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked))
+    return one._replace(shard=first, bad=jnp.sum(stacked.bad), checked=jnp.sum(stacked.checked), part=details.part)
 
 
 def _fill_in(text: str, details: _Details) -> str:
     shard = "" if details.shard is None else f" of shard {details.shard.item()}"
     index = tuple(details.place.tolist())
-    return text.format(
-        bad=details.bad.item(), checked=details.checked.item(), index=index, shard=shard, value=details.value.item()
-    )
+    part = None if details.part is None else details.part.item()
+    bad, checked, value = details.bad.item(), details.checked.item(), details.value.item()
+    return text.format(bad=bad, checked=checked, index=index, part=part, shard=shard, value=value)
 
 
 def _escape(text: str) -> str:

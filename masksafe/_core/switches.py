@@ -92,6 +92,8 @@ def label_checks(mode: str) -> Iterator[None]:
       of all shards.
     * In the body of a loop (`scan`, `map`, `fori_loop`) the counts and the index are those of one step, which the error
       does not identify.
+    * In the micro-batches of `value_and_grad_of_mean` the error names the micro-batch. If exactly one axis of the
+      labels has its size, the index along it is that in the whole batch; the counts are those of the micro-batch.
 
     The mode is part of JAX's compilation cache key: jitted functions are traced again on entering, and the earlier
     programs are used again on leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in

@@ -24,6 +24,30 @@ class Reduction(NamedTuple):
         return reduced if self.keepdims else jnp.squeeze(reduced, self.axes)
 
 
+class Call(NamedTuple):
+    """The arguments of a reduction that are static, not yet checked but for what could not be hashed."""
+
+    op: str
+    axis: Axis | None
+    axis_name: AxisName
+    keepdims: bool
+
+    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array, Array | None, Array | None]:
+        return read_arguments(self.op, x, self.axis, where, weights, self.axis_name, self.keepdims)
+
+
+def prepared(
+    op: str, x: Any, axis: Any, where: Any, weights: Any, axis_name: Any, keepdims: Any
+) -> tuple[Call, Array, Array | None, Array | None]:
+    """Arguments for a jitted function that reads them when it is traced: eagerly, checks cost more than a short sum."""
+    x = as_array(op, "x", x)
+    where = None if where is None else as_array(op, "where", where)
+    weights = None if weights is None else as_array(op, "weights", weights)
+    axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
+    axis_name = None if axis_name is None else as_axis_name(op, axis_name)
+    return Call(op, axis, axis_name, bool(keepdims)), x, where, weights
+
+
 def read_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: Any, weights: Any, axis_name: Any, keepdims: bool
 ) -> tuple[Reduction, Array, Array | None, Array | None]:

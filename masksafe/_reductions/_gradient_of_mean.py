@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import numbers
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core.arguments import message
+from masksafe._core.label_checks import in_microbatch
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import or_one
 from masksafe._core.sharding import (
@@ -23,10 +24,51 @@ from masksafe._core.sharding import (
     varying_over,
     zeros_of_types,
 )
+from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array
-from masksafe._reductions._masked_mean import MaskedMean, as_summand
+from masksafe._reductions._masked_mean import MaskedMean, normal, sums_of
 
 _OP = "value_and_grad_of_mean"
+
+
+_P = ParamSpec("_P")
+_Aux = TypeVar("_Aux")
+
+
+@overload
+def value_and_grad_of_mean(
+    fn: Callable[_P, MaskedMean],
+    argnums: int | Sequence[int] = 0,
+    has_aux: Literal[False] = False,
+    *,
+    in_axes: Any = 0,
+    microbatches: int = 1,
+    axis_name: AxisName = None,
+) -> Callable[_P, tuple[Array, Any]]: ...
+
+
+@overload
+def value_and_grad_of_mean(
+    fn: Callable[_P, tuple[MaskedMean, _Aux]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    in_axes: Any = 0,
+    microbatches: int = 1,
+    axis_name: AxisName = None,
+) -> Callable[_P, tuple[tuple[Array, _Aux], Any]]: ...
+
+
+@overload
+def value_and_grad_of_mean(
+    fn: Callable[_P, Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    in_axes: Any = 0,
+    microbatches: int = 1,
+    axis_name: AxisName = None,
+) -> Callable[_P, tuple[Any, Any]]: ...
 
 
 def value_and_grad_of_mean(
@@ -34,9 +76,10 @@ def value_and_grad_of_mean(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
+    in_axes: Any = 0,
     microbatches: int = 1,
     axis_name: AxisName = None,
-) -> Callable[..., Any]:
+) -> Callable[..., tuple[Any, Any]]:
     r"""Like `jax.value_and_grad`, for the mean over a whole batch that is worked on in parts.
 
     With the totals :math:`T_i(\theta)` and counts :math:`n_i(\theta)` of the micro-batches and devices :math:`i`, the
@@ -54,10 +97,13 @@ def value_and_grad_of_mean(
         `jax.shard_map` it returns that of its own device, not summed over `axis_name`.
       argnums: the position of the argument, or of several, by which to differentiate: pytrees of floats.
       has_aux: whether `fn` returns a second result.
-      microbatches: the number of parts. The leading axis of every array in the other arguments, of one size in all of
-        them, is cut into so many equal parts, one after another in a `lax.scan`: part i holds the elements i, i +
-        microbatches, and so on, which keeps an axis that is split over devices split in every part. A scalar goes into
-        every part as it is; a random key is split. What all parts share is closed over.
+      in_axes: which axis of the other arguments to cut, as in `jax.vmap`: an int or None for all positional arguments,
+        or a tuple of one for each, of ints, None, or trees of them that are prefixes of the argument. It is None for
+        what all parts share, and for an argument by which to differentiate. The axis of keyword arguments is 0. A
+        scalar goes into every part as it is; a key of `jax.random.key` is split, but for None.
+      microbatches: the number of parts. The axes are cut into so many equal parts, one after another in a `lax.scan`:
+        part i holds the elements i, i + microbatches, and so on, which keeps an axis that is split over devices split
+        in every part.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
         axis of a `jax.vmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the same on all
         devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
@@ -66,13 +112,15 @@ def value_and_grad_of_mean(
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
       is in float32 at least. Gradients are accumulated in float32 at least, summed over devices once, after the last
       part, and have the dtypes of their arguments. With nothing left anywhere the value and all gradients are 0. `aux`
-      is that of all parts along a new leading axis, on each device its own.
+      is that of all parts along a new leading axis, on each device its own; but a `MaskedMean` in it is that of all
+      parts and devices together.
 
     Raises:
       TypeError: if `fn` does not return a `MaskedMean` with a total of floats, or an argument to differentiate by is
         not of floats.
-      ValueError: if `microbatches` does not divide the leading axes, or these differ; if `argnums` is out of range, or
-        there is no axis of the name `axis_name`; or if the total is summed over it already.
+      ValueError: if `microbatches` does not divide the axes to cut, or their sizes differ; if `argnums` or `in_axes`
+        does not fit the arguments, or there is no axis of the name `axis_name`; or if a total is summed over it
+        already.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -110,8 +158,11 @@ def value_and_grad_of_mean(
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
             return _as_mean_and_aux(result, has_aux, name)
 
-        sums, aux = _summed_over_parts(fn_of, varying_over(name, params), _in_parts(batch, int(microbatches)))
-        sums = sums if name is None else lax.psum(sums, name)
+        axes = _axes_to_cut(in_axes, batch, len(args), active)
+        parts = _in_parts(batch, axes, int(microbatches))
+        sums, aux = _summed_over_parts(fn_of, varying_over(name, params), parts)
+        if name is not None:
+            sums, aux = _summed_over_devices(name, sums, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -141,21 +192,73 @@ def _check_floats(params: Any) -> None:
 
 
 def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: AxisName) -> tuple[MaskedMean, Any]:
-    expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
-        raise TypeError(message(_OP, "fn", f"a function that returns {type(result).__name__}", expected))
-    for field in ("total", "count"):
-        if jnp.shape(getattr(mean, field)) != ():
-            found = f"a MaskedMean whose {field} has shape {jnp.shape(getattr(mean, field))}"
-            raise ValueError(message(_OP, "fn", found, "scalars"))
-    total, count = as_summand(mean.total), as_summand(mean.count)
+        raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
+
+    def of_own_device(mean: MaskedMean) -> MaskedMean:
+        mean = normal(mean)
+        if is_same_on_devices(axis_name, sums_of(mean)[0].low):
+            found = "a MaskedMean whose total is the same on all devices"
+            raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
+        return mean
+
+    mean, aux = of_own_device(mean), _map_aux(of_own_device, lambda x: x, aux)
+    total, count = sums_of(mean)
+    for name, x in {"total": total, "count": count}.items():
+        if x.shape != ():
+            raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {total.dtype}", "a float dtype"))
-    if is_same_on_devices(axis_name, total):
-        found = "a MaskedMean whose total is the same on all devices"
-        raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
-    return MaskedMean(total, count), aux
+    return mean, aux
+
+
+def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
+    """What was found, what was expected, and the way out, for a function that does not return what it should."""
+    expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
+    if isinstance(result, jax.Array):
+        found = f"a function that returns an array of dtype {result.dtype} and shape {result.shape}"
+        return found, expected, "Write MaskedMean.of(loss, where=mask) for an array of losses, not yet averaged."
+    if not has_aux and isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], MaskedMean):
+        return "a function that returns a MaskedMean and more", expected, "Write has_aux=True."
+    return f"a function that returns {type(result).__name__}", expected, ""
+
+
+# The axes that are cut.
+
+
+def _axes_to_cut(in_axes: Any, batch: Any, number: int, active: tuple[int, ...]) -> list[int | None]:
+    """The axis of each leaf of `batch`, or None. As with `jax.vmap`, that of keyword arguments is 0."""
+    if isinstance(in_axes, tuple | list):
+        if len(in_axes) != number:
+            expected = f"one for each of the {number} positional arguments"
+            raise ValueError(message(_OP, "in_axes", f"{len(in_axes)} of them", expected))
+        for i in active:
+            if jax.tree.leaves(in_axes[i]):
+                expected = "None, since the argument is differentiated by and not cut"
+                raise ValueError(message(_OP, f"in_axes[{i}]", f"value {in_axes[i]!r}", expected))
+    elif in_axes is not None and not _is_axis(in_axes):
+        expected = "an int, None, or a tuple with one or a tree of them for each positional argument"
+        raise TypeError(message(_OP, "in_axes", f"value {in_axes!r}", expected))
+    axes: list[int | None] = []
+
+    def spread(axis: Any, subtree: Any) -> None:
+        if axis is not None and not _is_axis(axis):
+            raise TypeError(message(_OP, "in_axes", f"value {axis!r}", "an int or None"))
+        axes.extend([axis] * len(jax.tree.leaves(subtree)))
+
+    for i, arg in batch["args"].items():
+        of_arg = in_axes[i] if isinstance(in_axes, tuple | list) else in_axes
+        try:
+            jax.tree.map(spread, of_arg, arg, is_leaf=lambda axis: axis is None)
+        except ValueError as error:
+            found = f"{of_arg!r} for an argument of structure {jax.tree.structure(arg)}"
+            raise ValueError(message(_OP, f"in_axes[{i}]", found, "a prefix of its tree")) from error
+    return axes + [0] * len(jax.tree.leaves(batch["kwargs"]))
+
+
+def _is_axis(axis: Any) -> bool:
+    return isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
 
 
 # The parts.
@@ -163,6 +266,7 @@ def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: AxisName) -> tuple[M
 
 class _Parts(NamedTuple):
     number: int
+    size: int | None  # of a part, along the axis that is cut; None if no array is cut
     cut: list[Array]  # the parts of an array along its leading axis
     whole: list[Any]  # what all parts share
     is_cut: list[bool]
@@ -174,40 +278,60 @@ class _Parts(NamedTuple):
         return jax.tree.unflatten(self.tree, [next(parts if is_cut else whole) for is_cut in self.is_cut])
 
 
-def _in_parts(batch: Any, number: int) -> _Parts:
+def _in_parts(batch: Any, axes: list[int | None], number: int) -> _Parts:
     leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
     names = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]
-    sizes = {name: x.shape[0] for name, (_, x) in zip(names, leaves, strict=True) if _has_leading_axis(x)}
+    arrays = {name: x for name, (_, x) in zip(names, leaves, strict=True)}
+    along = {name: axis for name, axis in zip(names, axes, strict=True) if axis is not None and _has_axes(arrays[name])}
+    for name, axis in along.items():
+        if not -arrays[name].ndim <= axis < arrays[name].ndim:
+            raise ValueError(message(_OP, name, f"shape {arrays[name].shape}", f"an axis {axis}, which in_axes says"))
+    sizes = {name: arrays[name].shape[axis] for name, axis in along.items()} if number > 1 else {}
     if len(set(sizes.values())) > 1:
-        found = " and ".join(f"{size} of {name}" for name, size in sizes.items())
-        hint = "Let fn close over what all parts share."
-        raise ValueError(message(_OP, "arguments", f"leading axes {found}", "leading axes of one size", hint))
-    cut = [_cut(name, x, number) for name, (_, x) in zip(names, leaves, strict=True)]
-    pairs = list(zip(leaves, cut, strict=True))
+        found = "axes to cut of sizes " + " and ".join(f"{size} of {name}" for name, size in sizes.items())
+        hint = "For what all parts share, in_axes is None." + _hint_of_keys(arrays[name] for name in sizes)
+        raise ValueError(message(_OP, "arguments", found, "one size", hint))
+    cut = [
+        _cut(name, x, along.get(name), axis is not None, number)
+        for (name, x), axis in zip(arrays.items(), axes, strict=True)
+    ]
     return _Parts(
         number,
-        [parts for _, parts in pairs if parts is not None],
-        [x for (_, x), parts in pairs if parts is None],
+        next((size // number for size in sizes.values()), None),
+        [parts for parts in cut if parts is not None],
+        [x for x, parts in zip(arrays.values(), cut, strict=True) if parts is None],
         [parts is not None for parts in cut],
         tree,
     )
 
 
-def _cut(name: str, x: Any, number: int) -> Array | None:
-    """The parts of an array along a new leading axis, or None for what has no leading axis."""
+def _cut(name: str, x: Any, axis: int | None, is_split: bool, number: int) -> Array | None:
+    """The parts of an array along a new leading axis, or None for what all parts share."""
     if number == 1:
         return None
-    if not _has_leading_axis(x):
-        return jax.random.split(x, number) if hasattr(x, "dtype") and is_random_key(x) else None
-    if x.shape[0] % number:
-        expected = f"a leading axis that {number} microbatches divide"
-        raise ValueError(message(_OP, name, f"shape {x.shape}", expected))
+    if axis is None:
+        return jax.random.split(x, number) if is_split and hasattr(x, "dtype") and is_random_key(x) else None
+    axis %= x.ndim
+    before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
+    if size % number:
+        expected = f"an axis {axis} that {number} microbatches divide"
+        raise ValueError(message(_OP, name, f"shape {x.shape}", expected, _hint_of_keys([x])))
     # Every part takes elements from the whole axis, so that none lies on a few devices only.
-    return jnp.reshape(x, (x.shape[0] // number, number, *x.shape[1:])).swapaxes(0, 1)
+    return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
-def _has_leading_axis(x: Any) -> bool:
+def _has_axes(x: Any) -> bool:
     return hasattr(x, "dtype") and x.ndim > 0
+
+
+def _hint_of_keys(arrays: Iterable[Any]) -> str:
+    """What to do about a key of `jax.random.PRNGKey`, if there is what may be one."""
+    if not any(x.dtype == jnp.uint32 and x.shape in ((2,), (4,)) for x in arrays):
+        return ""
+    return " A key of jax.random.key is split among the parts; one of jax.random.PRNGKey is an array like any other."
+
+
+# The sums.
 
 
 class _Sums(NamedTuple):
@@ -219,9 +343,10 @@ class _Sums(NamedTuple):
 
     def gradients_of_mean(self) -> Any:
         value = self.mean.value
+        count_in = functools.cache(sums_of(self.mean)[1].rounded)
 
         def gradient(d_total: Array, d_count: Array | None) -> Array:
-            count = self.mean.count.astype(d_total.dtype)
+            count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / or_one(count))
 
@@ -230,20 +355,42 @@ class _Sums(NamedTuple):
 
 
 def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tuple[_Sums, Any]:
+    """The sums, and aux: along a new leading axis, but means in it added up."""
+
     def of_part(cut: list[Array]) -> tuple[_Sums, Any]:
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
         sums, aux = of_part([])
-        return sums, jax.tree.map(lambda x: jnp.asarray(x)[None], aux)
+        return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
 
-    def step(sums: _Sums, cut: list[Array]) -> tuple[_Sums, Any]:
-        added, aux = of_part(cut)
+    def of_numbered_part(cut: list[Array], index: Array | None) -> tuple[_Sums, Any]:
+        with in_microbatch(index, parts.number, parts.size):
+            return of_part(cut)
+
+    def step(sums: _Sums, numbered_part: tuple[list[Array], Array | None]) -> tuple[_Sums, Any]:
+        added, aux = of_numbered_part(*numbered_part)
         return jax.tree.map(jnp.add, sums, added), aux
 
-    shapes, _ = jax.eval_shape(of_part, [x[0] for x in parts.cut])
-    sums, aux = lax.scan(step, zeros_of_types(shapes, (params, parts.cut)), parts.cut, length=parts.number)
-    return sums, aux
+    numbered = parts.cut, None if label_check_mode() == "off" else jnp.arange(parts.number)
+    shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
+    sums, aux = lax.scan(step, zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
+    added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
+    return sums, _map_aux(added_up, lambda x: x, aux)
+
+
+def _summed_over_devices(axis_name: AxisName, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
+    """The sums, and aux with the means in it, of all devices."""
+    leaves, tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, MaskedMean))
+    means = {i: x for i, x in enumerate(leaves) if isinstance(x, MaskedMean)}
+    sums, means = lax.psum((sums, means), axis_name)
+    return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
+
+
+def _map_aux(of_mean: Callable[[Any], Any], of_other: Callable[[Any], Any], aux: Any) -> Any:
+    """`aux` with its means and its other leaves replaced."""
+    is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
+    return jax.tree.map(lambda x: of_mean(x) if is_mean(x) else of_other(x), aux, is_leaf=is_mean)
 
 
 def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tuple[_Sums, Any]:
@@ -251,18 +398,19 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
 
     def total_and_count(params: Any) -> Any:
         mean, aux = fn(params)
-        if jnp.issubdtype(mean.count.dtype, jnp.floating):
-            return (mean.total, _noting_dependence(is_dependent, mean.count)), (mean.count, aux)
-        return (mean.total, jnp.zeros_like(mean.total)), (mean.count, aux)
+        total, count = (x.low for x in sums_of(mean))
+        if jnp.issubdtype(count.dtype, jnp.floating):
+            return (total, _noting_dependence(is_dependent, count)), (mean, aux)
+        return (total, jnp.zeros_like(total)), (mean, aux)
 
-    (total, float_count), pull_back, (count, aux) = jax.vjp(total_and_count, params, has_aux=True)
+    (total, float_count), pull_back, (mean, aux) = jax.vjp(total_and_count, params, has_aux=True)
     one, zero = jnp.ones_like(total), jnp.zeros_like(float_count)
     (d_total,) = pull_back((one, zero))
     d_count = None
     if is_dependent:
         (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
     wide = functools.partial(jax.tree.map, widened)
-    return _Sums(MaskedMean(total, count), wide(d_total), wide(d_count)), aux
+    return _Sums(mean, wide(d_total), wide(d_count)), aux
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:

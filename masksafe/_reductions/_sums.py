@@ -13,7 +13,7 @@ from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, total_weight, weighted
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._reductions._arguments import Reduction, read_arguments
+from masksafe._reductions._arguments import Call, prepared
 
 
 def sum(  # noqa: A001
@@ -57,17 +57,15 @@ def sum(  # noqa: A001
     References:
       `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
     """
-    how, x, where, weights = read_arguments("sum", x, axis, where, weights, axis_name, keepdims)
-    if weights is None and axis_name is None:
-        return jnp.sum(selected(x, where), how.axes, keepdims=keepdims)
-    total: Array = _weighted_sum(how, x, where, weights)
+    total: Array = _sum(*prepared("sum", x, axis, where, weights, axis_name, keepdims))
     return total
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _weighted_sum(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
+def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
+    how, x, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
-    if weights is None and x.dtype != dtype:  # a sum of integers
+    if weights is None and (how.axis_name is None or x.dtype != dtype):  # or a sum of integers
         return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
     where, weights = weighting_of(x, where, weights)
     total = jnp.sum(weighted(widened(selected(x, where)), weights), how.axes, keepdims=how.keepdims)
@@ -121,12 +119,13 @@ def mean(
     References:
       `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
     """
-    average: Array = _mean(*read_arguments("mean", x, axis, where, weights, axis_name, keepdims))
+    average: Array = _mean(*prepared("mean", x, axis, where, weights, axis_name, keepdims))
     return average
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _mean(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
+def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
+    how, x, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)

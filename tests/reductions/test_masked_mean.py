@@ -71,9 +71,94 @@ def test_is_a_pytree_for_scan_vmap_and_psum():
     np.testing.assert_allclose(jax.jit(over_devices)(x, where), expected, rtol=1e-6)
 
 
+def added_in_turn(mean, times):
+    """The sum of `times` equal parts, from a scan."""
+    zero = jax.tree.map(jnp.zeros_like, mean)
+    return jax.jit(lambda mean: lax.scan(lambda total, _: (total + mean, None), zero, length=times)[0])(mean)
+
+
+def exact_count(mean, expected):
+    """The count minus `expected`, which 32 bits may be unable to hold."""
+    return (mean + MaskedMean(0.0, -expected)).count
+
+
+def test_counts_are_exact_beyond_32_bits():
+    part = MaskedMean(jnp.array(4e9), jnp.array(2_000_000_000))
+    assert (part + part).value == 2
+    assert (part + part).count == 2**31 - 1  # what its dtype can hold
+    many = added_in_turn(MaskedMean(jnp.array(3e9), jnp.array(2_000_000_001)), 1000)
+    assert exact_count(many, 2_000_000_001_000) == 0
+    np.testing.assert_allclose(many.value, 1.5, rtol=1e-6)
+    of_true = added_in_turn(MaskedMean(jnp.array(2**30 + 1), jnp.array(2**31 - 1)), 5)  # totals of booleans
+    assert exact_count(MaskedMean(of_true.value, of_true.total), 2**31 - 1) == 0
+    np.testing.assert_allclose(of_true.value, 0.5, rtol=1e-6)
+    for count in (3_000_000_000, np.int64(3_000_000_000), np.full((), 3_000_000_000)):
+        assert MaskedMean(6e9, count).value == 2
+        assert exact_count(MaskedMean(0.0, count), 3_000_000_000) == 0
+    assert (MaskedMean(-70_000, 7) + MaskedMean(-5, 1)).total == -70_005
+
+
+def test_counts_are_exact_over_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    counts = 2_000_000_000 + np.arange(8)
+    for psum in (lambda mean: mean.psum("data"), lambda mean: lax.psum(mean + MaskedMean(0.0, 0), "data")):
+        over_devices = jax.shard_map(
+            lambda count, psum=psum: psum(MaskedMean(2.0 * count[0], count[0])),
+            mesh=mesh, in_specs=P("data"), out_specs=MaskedMean(P(), P()),
+        )  # fmt: skip
+        mean = jax.jit(over_devices)(counts)
+        assert exact_count(mean, 16_000_000_028) == 0
+        assert mean.value == 2
+
+
+def test_arrays_of_the_pytree_add_up_and_average_like_numbers():
+    counts = jnp.array([70_001, 2_000_000_000, 5])
+    means = jax.vmap(lambda count: MaskedMean(count / 4, count) + MaskedMean(0.0, 0))(counts)
+    for reduced in (jnp.sum, jnp.mean):
+        np.testing.assert_allclose(jax.tree.map(reduced, means).value, 0.25, rtol=1e-6)
+
+
+def test_totals_keep_what_additions_round_away():
+    tenth = MaskedMean(jnp.float32(0.1), jnp.float32(0.1))
+    many = added_in_turn(tenth, 100_000)  # a plain sum in float32 ends at 9998.6
+    np.testing.assert_allclose((many.total, many.count), 10_000, rtol=1e-6)
+    assert many.value == 1
+    gradient = jax.grad(lambda x: (MaskedMean(x, 3) + MaskedMean(2 * x, 3)).value)(1e-3)
+    np.testing.assert_allclose(gradient, 0.5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_shows_in_the_sum(value):
+    np.testing.assert_equal(np.asarray(MaskedMean.sum([MaskedMean(1.0, 1), MaskedMean(value, 1)]).value), value)
+
+
+def test_integers_do_not_wrap():
+    x = np.full(5, 2**30)
+    assert MaskedMean.of(x).value == masksafe.mean(x) == 2**30
+    weighted = MaskedMean.of(np.array([True, True]), weights=np.array([3, 1]))
+    assert (weighted.total, weighted.count, weighted.total.dtype) == (4, 4, jnp.float32)
+
+
+def test_sum_of_a_list():
+    parts = [MaskedMean.of(x) for x in (np.ones(2), np.full(3, 6.0))]
+    assert MaskedMean.sum(parts).value == MaskedMean.sum(iter(parts)).value == sum(parts).value == 4
+    assert MaskedMean.sum([]).value == 0
+    assert MaskedMean.sum(parts[:1]).value == 1
+
+
+def test_trees_of_something_else():
+    shapes = jax.eval_shape(lambda x: MaskedMean.of(x, axis=1), jnp.ones((3, 4)))
+    assert (shapes.total.shape, shapes.total.dtype, shapes.count.dtype) == ((3,), jnp.float32, jnp.int32)
+    specs = jax.tree.map(lambda _: P("a"), shapes)
+    assert specs.total == specs.count == P("a")
+    assert "MaskedMean(total=P('a'" in repr(specs)
+    assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
+
+
 def test_strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
-        assert MaskedMean.of(jnp.ones(3), jnp.array([True, False, True])).value == 1
+        mean = MaskedMean.of(jnp.ones(3), jnp.array([True, False, True]))
+        assert MaskedMean.sum([mean, mean, MaskedMean(jnp.bfloat16(2), jnp.int8(2))]).value == 1
 
 
 # Its gradient.
@@ -154,6 +239,77 @@ def test_aux_keys_scalars_keywords_and_several_arguments():
     np.testing.assert_array_equal(aux["count"], [np.sum(LABELS[i::4] != -100) for i in range(4)])
 
 
+def dpo_loss(policy, reference, tokens_mask):
+    """Of the policy's log-probabilities of chosen and rejected answers `[2, batch, time]`."""
+    by_answer = masksafe.sum(policy - reference, axis=2, where=tokens_mask)
+    return MaskedMean.of(-jax.nn.log_sigmoid(by_answer[0] - by_answer[1]))
+
+
+def test_in_axes_cuts_pairs_along_their_batch():
+    policy, reference = RNG.normal(size=(2, 2, 8, 5)).astype(np.float32)
+    mask = np.arange(5) < RNG.integers(0, 6, (2, 8))[..., None]
+
+    def loss(scale, pairs, scalar, masks):
+        return dpo_loss(scale * pairs["policy"], pairs["reference"], masks["tokens"]), pairs["policy"]
+
+    args = 1.5, {"policy": policy, "reference": reference}, 3.0, {"tokens": mask, "none": None}
+    expected = jax.value_and_grad(lambda scale: dpo_loss(scale * policy, reference, mask).value)(1.5)
+    for in_axes in (1, (None, 1, 1, 1), (None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None})):
+        fn = value_and_grad_of_mean(loss, has_aux=True, in_axes=in_axes, microbatches=4)
+        (value, parts), gradient = jax.jit(fn)(*args)
+        chex.assert_trees_all_close((value, gradient), expected, rtol=1e-5)
+        np.testing.assert_array_equal(parts, [policy[:, i::4] for i in range(4)])
+
+
+def test_in_axes_none_is_shared_and_keywords_are_cut_along_axis_0():
+    def fn(scale, table, key, *, rows):
+        shared = table.sum(), jax.random.key_data(key)
+        return MaskedMean.of(scale * rows * table[0]), (rows, *shared)
+
+    table, rows, key = np.arange(6.0).reshape(2, 3) + 1, np.arange(12.0).reshape(4, 3), jax.random.PRNGKey(0)
+    wrapped = value_and_grad_of_mean(fn, has_aux=True, in_axes=None, microbatches=2)
+    (value, (parts, total, keys)), _ = wrapped(2.0, table, jax.random.wrap_key_data(key), rows=rows)
+    np.testing.assert_allclose(value, np.mean(2 * rows * table[0]), rtol=1e-6)
+    np.testing.assert_array_equal(parts, [rows[::2], rows[1::2]])
+    np.testing.assert_array_equal(total, [21, 21])
+    np.testing.assert_array_equal(keys, [key, key])
+
+
+def test_one_micro_batch_cuts_nothing():
+    def loss(p, x, table, key):
+        assert key.shape == (2,)
+        return MaskedMean.of(p * x * jnp.sum(table))
+
+    value, _ = value_and_grad_of_mean(loss)(1.0, jnp.ones(4), jnp.ones(7), jax.random.PRNGKey(0))
+    assert value == 7
+
+
+def test_mean_in_aux_is_that_of_all_parts_and_devices():
+    def loss(params, features, labels):
+        is_live = labels != -100
+        is_two = MaskedMean.of(labels == 2, is_live)
+        by_column = MaskedMean.of(features, is_live[..., None], axis=(0, 1))
+        return mean_loss(params, features, labels), {"is 2": is_two, "columns": by_column, "rows": jnp.sum(is_live)}
+
+    live = LABELS != -100
+    for microbatches in (1, 4):
+        fn = value_and_grad_of_mean(loss, has_aux=True, microbatches=microbatches)
+        (_, aux), _ = jax.jit(fn)(PARAMS, FEATURES, LABELS)
+        assert (aux["is 2"].total, aux["is 2"].count) == (np.sum(LABELS == 2), np.sum(live))
+        np.testing.assert_allclose(aux["columns"].value, FEATURES[live].mean(0), rtol=1e-5)
+        assert aux["rows"].shape == (microbatches,)
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
+    fn = value_and_grad_of_mean(loss, has_aux=True, microbatches=2, axis_name="a")
+    specs = ((P(), {"is 2": P(), "columns": P(), "rows": P("a")}), P())
+    on_devices = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=specs))
+    (_, aux), _ = on_devices(PARAMS, FEATURES, LABELS)
+    assert (aux["is 2"].total, aux["is 2"].count) == (np.sum(LABELS == 2), np.sum(live))
+    np.testing.assert_allclose(aux["columns"].value, FEATURES[live].mean(0), rtol=1e-5)
+    assert aux["rows"].shape == (8,)
+    text = on_devices.lower(PARAMS, FEATURES, LABELS).compile().as_text()
+    assert text.count(" all-reduce(") == 2
+
+
 def test_remat_donated_parameters_and_second_derivatives():
     rematted = value_and_grad_of_mean(jax.checkpoint(mean_loss), microbatches=4)
     step = jax.jit(
@@ -179,6 +335,67 @@ def test_label_checks_reach_every_part():
     assert np.isnan(value)
 
 
+TOLD = "softmax_cross_entropy_with_integer_labels: 1 of {} labels are outside [0, 5); first at {}: 5 "
+
+
+@pytest.mark.parametrize("mode", ["checkify", "raise"])
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [
+        ("plainly", "{} of the batch, in micro-batch {} of 4"),
+        ("jitted", "{} of the batch, in micro-batch {} of 4"),
+        ("next tokens", "{} of the batch, in micro-batch {} of 4"),
+        ("flat", "{} of micro-batch {} of 4"),
+    ],
+)
+def test_label_reports_name_the_place_in_the_whole_batch(mode, how, place):
+    def loss(params, features, labels):
+        if how == "next tokens":
+            features, labels = features[:, :-1], labels[:, 1:]
+        if how == "flat":
+            features, labels = features.reshape(-1, 3), labels.reshape(-1)
+        return (jax.jit(mean_loss) if how == "jitted" else mean_loss)(params, features, labels)
+
+    fn = jax.jit(value_and_grad_of_mean(loss, microbatches=4))
+    fn = fn if mode == "raise" else jax.jit(checkify.checkify(fn))
+    good = np.where(LABELS == -100, 0, LABELS)
+    for row, column in ((6, 1), (7, 1), (11, 4)):
+        labels = good.copy()
+        labels[row, column] = 5
+        shifted = column - (how == "next tokens")
+        index = (row // 4 * 6 + column,) if how == "flat" else (row, shifted)
+        expected = TOLD.format(20 if how == "next tokens" else 24, place.format(index, row % 4))
+        with masksafe.label_checks(mode):
+            if mode == "checkify":
+                assert fn(PARAMS, FEATURES, labels)[0].get().startswith(expected)
+            else:
+                with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+                    jax.block_until_ready(fn(PARAMS, FEATURES, labels))
+                assert expected in str(raised.value)
+
+
+def test_label_reports_of_vmaps_devices_and_labels_of_all_parts():
+    def of_samples(params, *batch):
+        return jax.tree.map(jnp.sum, jax.vmap(mean_loss, (None, 0, 0))(params, *batch))
+
+    def of_all(params, key):
+        return mean_loss(params, FEATURES, labels)
+
+    labels = np.where(LABELS == -100, 0, LABELS)
+    labels[14, 2] = 5
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="a")
+    on_devices = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=P())
+    batch = FEATURES, labels
+    for fn, args, place in (
+        (value_and_grad_of_mean(of_samples, microbatches=4), batch, r"\(14, 2\) of the batch, in micro-batch 2 of 4"),
+        (on_devices, batch, r"\(6, 2\) of the batch, in micro-batch 0 of 2 of shard 1"),
+        (value_and_grad_of_mean(of_all, microbatches=2), [jax.random.key(0)], r"\(14, 2\) of micro-batch 0 of 2"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{place}: 5"), masksafe.label_checks("raise"):
+            jax.block_until_ready(jax.jit(fn)(PARAMS, *args))
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16"])
 def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
     fn = lambda p, x: MaskedMean(jnp.sum(p * x), jnp.sum(x).astype(dtype))  # noqa: E731
@@ -197,6 +414,22 @@ def test_only_some_axes_manual():
     chex.assert_trees_all_close(actual, of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("in_axes", "error", "match"),
+    [
+        ((None, 0), ValueError, "in_axes: got 2 of them; expected one for each of the 3"),
+        ((0, 0, 0), ValueError, r"in_axes\[0\]: got value 0; expected None"),
+        ((None, {}, 0), ValueError, r"in_axes\[1\]: got {} for an argument"),
+        (0.5, TypeError, "in_axes: got value 0.5"),
+        ((None, "a", 0), TypeError, "in_axes: got value 'a'"),
+        (2, ValueError, r"args\[2\]: got shape \(16, 6\); expected an axis 2"),
+    ],
+)
+def test_bad_in_axes_are_refused(in_axes, error, match):
+    with pytest.raises(error, match=match):
+        value_and_grad_of_mean(mean_loss, in_axes=in_axes)(PARAMS, FEATURES, LABELS)
+
+
 def test_a_mean_that_is_summed_already_is_refused():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     fn = value_and_grad_of_mean(lambda p, x: MaskedMean.of(p * x).psum("a"), axis_name="a")
@@ -209,7 +442,23 @@ def test_a_mean_that_is_summed_already_is_refused():
     [
         (lambda: value_and_grad_of_mean(mean_loss, (0, 0))(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
         (lambda: value_and_grad_of_mean(mean_loss, 1.5)(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
-        (lambda: value_and_grad_of_mean(mean_loss)(PARAMS, FEATURES, LABELS[:8]), ValueError, "leading axes 16 of"),
+        (
+            lambda: value_and_grad_of_mean(mean_loss, microbatches=2)(PARAMS, FEATURES, LABELS[:8]),
+            ValueError, r"axes to cut of sizes 16 of args\[1\] and 8 of args\[2\]; .* in_axes is None.$",
+        ),
+        (
+            lambda: value_and_grad_of_mean(mean_loss, microbatches=2)(PARAMS, FEATURES, jax.random.PRNGKey(0)),
+            ValueError, r"2 of args\[2\]; .* in_axes is None. A key of jax.random.key is split",
+        ),
+        (
+            lambda: value_and_grad_of_mean(mean_loss, microbatches=4)(PARAMS, 1.0, jax.random.PRNGKey(0)),
+            ValueError, r"args\[2\]: got shape \(2,\); expected an axis 0 .* A key of jax.random.key is split",
+        ),
+        (
+            lambda: value_and_grad_of_mean(lambda p, x: p * x)(1.0, 1.0),
+            TypeError, r"returns an array of dtype float32 and shape \(\); .* MaskedMean.of\(loss, where=mask\)",
+        ),
+        (lambda: value_and_grad_of_mean(lambda p: (MaskedMean(p, 1), p))(1.0), TypeError, "Write has_aux=True"),
         (lambda: value_and_grad_of_mean(lambda p: MaskedMean(3, p))(1.0), TypeError, "total has dtype int32"),
         (lambda: value_and_grad_of_mean(mean_loss, microbatches=0), ValueError, "microbatches: got value 0"),
         (
@@ -227,3 +476,31 @@ def test_a_mean_that_is_summed_already_is_refused():
 def test_bad_arguments_are_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
+
+
+TYPED = """
+from typing import Any, assert_type
+import jax
+from masksafe import MaskedMean, value_and_grad_of_mean
+def loss(params: dict[str, jax.Array], x: jax.Array, *, factor: int) -> MaskedMean:
+    return MaskedMean.of(params["kernel"] * x * factor)
+def with_aux(params: jax.Array, x: jax.Array) -> tuple[MaskedMean, int]:
+    return MaskedMean.of(params * x), 1
+def any_of(x: jax.Array, has_aux: bool) -> None:
+    assert_type(value_and_grad_of_mean(loss)({"kernel": x}, x, factor=1), tuple[jax.Array, Any])
+    step = value_and_grad_of_mean(with_aux, has_aux=True, microbatches=2)
+    assert_type(step(x, x), tuple[tuple[jax.Array, int], Any])
+    assert_type(value_and_grad_of_mean(with_aux, 0, has_aux)(x, x), tuple[Any, Any])
+    assert_type(MaskedMean.sum([MaskedMean.of(x)]).value, jax.Array)
+    value_and_grad_of_mean(loss)({"kernel": x}, x, factor="1")
+"""
+
+
+@pytest.mark.slow
+def test_types_are_those_of_the_function(tmp_path):
+    mypy = pytest.importorskip("mypy.api")
+    file = tmp_path / "typed.py"
+    file.write_text(TYPED)
+    told, _, _ = mypy.run(["--strict", "--follow-imports=silent", str(file)])
+    expected = 'error: Argument "factor" has incompatible type "str"; expected "int"  [arg-type]'
+    assert [line.partition(": ")[2] for line in told.splitlines()[:-1]] == [expected]
