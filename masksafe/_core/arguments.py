@@ -58,6 +58,20 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
     return array
 
 
+def as_operand(op: str, argument: str, value: Any) -> Any:
+    """As `as_array`, but a number of Python stays one: a jitted function takes it faster than JAX converts it."""
+    return value if _is_number(value) else as_array(op, argument, value)
+
+
+def as_real_operand(op: str, argument: str, value: Any) -> Any:
+    """As `as_real_array`, but a number of Python stays one."""
+    return value if _is_number(value) else as_real_array(op, argument, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**31)
+
+
 def _is_narrow_float(array: Array) -> bool:
     """Whether the dtype is a float of 8 bits or fewer, which JAX does not promote and hardly computes in."""
     return bool(jnp.issubdtype(array.dtype, jnp.floating) and jnp.finfo(array.dtype).bits < 16)
@@ -148,11 +162,15 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
 def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of, hint)
-    return mask.reshape((1,) * (len(target) - mask.ndim) + mask.shape)
+    missing = len(target) - mask.ndim
+    return mask.reshape((1,) * missing + mask.shape) if missing else mask
 
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
+    different = set(shapes.values()) - {()}
+    if len(different) <= 1:
+        return next(iter(different), ())
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError as error:
