@@ -124,8 +124,10 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
 
     Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
     or not finite, and a row of such labels that sums to neither 1 nor 0; a binary label that is neither of its two
-    values, or outside [0, 1]; a target of a divergence that is negative or not finite; and predictions passed to a Dice
-    loss as probabilities that are not probabilities. Masked labels are never reported.
+    values, or outside [0, 1]; a target of a divergence that is negative or not finite; predictions passed to a Dice
+    loss as probabilities that are not probabilities; paddings of `ctc_loss` with a live label on the right of a padded
+    one; and an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode). Masked
+    labels are never reported.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
     the line that called the op. There is one error, however many devices there are. The index refers to the labels of
