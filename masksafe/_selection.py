@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from masksafe._core.arguments import as_array, broadcast_shapes, check_broadcasts_to, message
+from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
 from masksafe._core.typing import Array, ArrayLike
 
@@ -44,9 +48,10 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
       `torch.Tensor.masked_fill <https://docs.pytorch.org/docs/stable/generated/torch.Tensor.masked_fill.html>`_.
     """
     op = "mask_where"
-    mask, x, y = as_mask(op, "mask", mask), as_array(op, "x", x), as_array(op, "y", y)
-    broadcast_shapes(op, mask=mask.shape, x=x.shape, y=y.shape)
-    return jnp.where(mask, y, x)
+    mask, x, y = as_mask(op, "mask", mask), as_operand(op, "x", x), as_operand(op, "y", y)
+    broadcast_shapes(op, mask=mask.shape, x=np.shape(x), y=np.shape(y))
+    replaced: Array = _select(mask, y, x)
+    return replaced
 
 
 def apply_where(
@@ -80,8 +85,10 @@ def apply_where(
       An array of the common shape of `cond` and `args`, of the dtype to which JAX promotes the two results.
 
     Raises:
-      TypeError: if `cond` is not boolean, `f2` is not a function, or not exactly one of `f2` and `fill_value` is given.
-      ValueError: if the shapes do not broadcast.
+      TypeError: if `cond` is not boolean, `f1` or `f2` is no function, or not exactly one of `f2` and `fill_value` is
+        given.
+      ValueError: if the shapes do not broadcast, or a function returns neither a number nor an array of the common
+        shape, as one that is not elementwise does.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -99,19 +106,47 @@ def apply_where(
     if (f2 is None) == (fill_value is None):
         found = "neither" if f2 is None else "both"
         raise TypeError(message(op, "f2 or fill_value", found, "exactly one of them"))
+    if not callable(f1):
+        raise TypeError(message(op, "f1", f"type {type(f1).__name__}", "a function"))
     if f2 is not None and not callable(f2):
         hint = f"A constant is written fill_value={f2}." if jnp.ndim(f2) == 0 else "For an array use fill_value."
         raise TypeError(message(op, "f2", f"type {type(f2).__name__}", "a function", hint))
     cond = as_mask(op, "cond", cond)
-    arrays = [as_array(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]
-    shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": a.shape for i, a in enumerate(arrays)})
-    cond, *arrays = (jnp.broadcast_to(a, shape) for a in (cond, *arrays))
+    operands = [as_operand(op, "args", a) for a in (args if isinstance(args, tuple) else (args,))]
+    shape = broadcast_shapes(op, cond=cond.shape, **{f"args[{i}]": np.shape(a) for i, a in enumerate(operands)})
+    of_f1, of_f2 = _inputs(f2 is not None, cond, operands)
     if f2 is not None:
-        other = f2(*_fill_where_false(~cond, arrays))
+        other = _as_elementwise(op, "f2", f2(*of_f2), shape)
     else:
-        other = as_array(op, "fill_value", fill_value)
-        check_broadcasts_to(op, "fill_value", other.shape, shape, "cond and args together")
-    return jnp.where(cond, f1(*_fill_where_false(cond, arrays)), other)
+        other = as_operand(op, "fill_value", fill_value)
+        check_broadcasts_to(op, "fill_value", np.shape(other), shape, "cond and args together")
+    result: Array = _select(cond, _as_elementwise(op, "f1", f1(*of_f1), shape), other)
+    return result
+
+
+def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> Array:
+    """What a function has returned, which has to have the shape of its arguments, or to be a number."""
+    if not isinstance(result, jax.Array) and np.ndim(result) == 0:
+        return jnp.broadcast_to(as_array(op, f"the result of {name}", result), shape)
+    array = as_array(op, f"the result of {name}", result)
+    if array.shape != shape:
+        expected = f"{shape}, that of cond and args together, from an elementwise function"
+        hint = f"A constant is written jnp.full_like(x, c){', or fill_value=c' if name == 'f2' else ''}."
+        raise ValueError(message(op, name, f"a result of shape {array.shape}", expected, hint))
+    return array
+
+
+# In eager code each of these is one call, rather than one for each operation.
+
+
+_select = jax.jit(jnp.where)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _inputs(both: bool, cond: Array, operands: list[Array]) -> tuple[list[Array], list[Array] | None]:
+    """What the first function sees and, if there are both, the second one."""
+    cond, *arrays = jnp.broadcast_arrays(cond, *operands)
+    return _fill_where_false(cond, arrays), _fill_where_false(~cond, arrays) if both else None
 
 
 def _fill_where_false(cond: Array, arrays: list[Array]) -> list[Array]:

@@ -16,6 +16,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
+from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import are_whole
@@ -45,6 +46,7 @@ def logsumexp(
 ) -> tuple[Array, Array]: ...
 
 
+@explains_keywords
 def logsumexp(
     a: ArrayLike,
     axis: Axis | None = None,
@@ -95,6 +97,7 @@ def logsumexp(
     return result
 
 
+@explains_keywords
 def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
     r"""The softmax over the unmasked elements; 0 at the masked ones.
 
@@ -128,6 +131,7 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     return _softmax(axes, x, where)
 
 
+@explains_keywords
 def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
     r"""The logarithm of the softmax over the unmasked elements; -inf at the masked ones.
 

@@ -190,3 +190,30 @@ def test_apply_where_takes_every_dtype():
 
     expected = {d: np.where(x != 0, x, np.ones((), x.dtype)) for d, x in numbers.items()}
     chex.assert_trees_all_equal(ones_for_zeros(numbers), expected, strict=True)
+
+
+def test_apply_where_takes_numbers_as_results_and_as_arguments():
+    x, cond = np.ones((2, 3), jnp.bfloat16), np.array([True, False, True])
+    out = masksafe.apply_where(cond, (x, 2.0), lambda x, y: 3, lambda x, y: np.float32(4))
+    np.testing.assert_array_equal(out, np.where(MASK[:1] | cond, [[3, 4, 3]] * 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("functions", "error", "text"),
+    [
+        ({"f1": jnp.sum, "fill_value": 0.0}, ValueError, r"f1: got a result of shape \(\); expected \(2, 3\)"),
+        ({"f1": lambda x: x[None], "fill_value": 0.0}, ValueError, r"f1: got a result of shape \(1, 2, 3\)"),
+        ({"f1": jnp.log, "f2": lambda x: x[0]}, ValueError, r"f2: got a result of shape \(3,\); .* fill_value=c"),
+        ({"f1": jnp.log, "f2": lambda x: None}, TypeError, "the result of f2: got type NoneType"),
+        ({"f1": 0.0, "fill_value": 0.0}, TypeError, "f1: got type float; expected a function"),
+    ],
+)
+def test_apply_where_refuses_what_is_not_elementwise(functions, error, text):
+    with pytest.raises(error, match=f"^apply_where: {text}"):
+        masksafe.apply_where(MASK, X, **functions)
+
+
+@pytest.mark.parametrize("number", [2**40, "0", None])
+def test_mask_where_refuses_what_is_no_array(number):
+    with pytest.raises(TypeError, match=r"^mask_where: y: got type .*; expected an array"):
+        masksafe.mask_where(MASK, X, number)

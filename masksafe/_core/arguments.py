@@ -59,6 +59,20 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
     return array
 
 
+def as_operand(op: str, argument: str, value: Any) -> Any:
+    """As `as_array`, but a number of Python stays one: a jitted function takes it faster than JAX converts it."""
+    return value if _is_number(value) else as_array(op, argument, value)
+
+
+def as_real_operand(op: str, argument: str, value: Any) -> Any:
+    """As `as_real_array`, but a number of Python stays one."""
+    return value if _is_number(value) else as_real_array(op, argument, value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**31)
+
+
 def _is_narrow_float(array: Array) -> bool:
     """Whether the dtype is a float of 8 bits or fewer, which JAX does not promote and hardly computes in."""
     return _is_of(jnp.floating, array.dtype) and jnp.finfo(array.dtype).bits < 16
@@ -161,6 +175,9 @@ def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: s
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The common shape of the named arguments."""
+    different = set(shapes.values()) - {()}
+    if len(different) <= 1:
+        return next(iter(different), ())
     try:
         return jnp.broadcast_shapes(*shapes.values())
     except ValueError as error:

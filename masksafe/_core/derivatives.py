@@ -47,7 +47,8 @@ def with_reverse_rule(
         def op(*args: Any) -> Any:
             if uses_plain_rules():
                 return primal(*args)
-            return primal_with_rule(*vary_alike(args))
+            # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
+            return primal_with_rule(*vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
 
         return op  # type: ignore[return-value]
 
@@ -55,9 +56,9 @@ def with_reverse_rule(
 
 
 def explains_forward_mode(fn: Primal) -> Primal:
-    """Decorates a function that calls an op: adds a note about `forward_mode` to JAX's refusal of forward mode.
+    """Decorates a function that calls an op: adds the way out to JAX's refusal of forward mode.
 
-    JAX refuses when it runs the op. Inside a compiled function that happens later, and no note is added.
+    JAX refuses when it runs the op. Inside a compiled function that happens later, and the message is JAX's alone.
     """
 
     @functools.wraps(fn)
@@ -65,14 +66,15 @@ def explains_forward_mode(fn: Primal) -> Primal:
         try:
             return fn(*args)
         except TypeError as error:
-            if "custom_vjp" in str(error) and _FORWARD_MODE_NOTE not in getattr(error, "__notes__", ()):
-                error.add_note(_FORWARD_MODE_NOTE)
+            text = str(error)
+            if "custom_vjp" in text and _FORWARD_MODE_HINT not in text:
+                error.args = (f"{text} {_FORWARD_MODE_HINT}",)
             raise
 
     return explaining  # type: ignore[return-value]
 
 
-_FORWARD_MODE_NOTE = (
+_FORWARD_MODE_HINT = (
     "masksafe's ops have forward mode (jax.jvp, jax.linearize, jax.jacfwd) inside `with masksafe.forward_mode():`."
 )
 

@@ -134,6 +134,37 @@ def check_elements(
     return _report(op, {f"{argument} are {otherwise}": _Finding(bad, unmasked, labels)}, [bad])
 
 
+class Range(NamedTuple):
+    """The numbers that an argument may hold."""
+
+    contains: Callable[[Any], Any]
+    text: str  # such as "in [0, 1]"
+
+
+def check_numbers(
+    op: str, argument: str, value: Any, allowed: Range, shape: tuple[int, ...], where: Array | None, hint: str = ""
+) -> Array | None:
+    """Refuses a number that is not allowed. Unmasked elements of an array are reported like labels.
+
+    Args:
+      op: the name of the loss.
+      argument: the name of the value.
+      value: a number, or an array that broadcasts to the shape of the loss.
+      allowed: what it may be.
+      shape: the shape of the loss.
+      where: booleans that broadcast to it, at its rank; or None.
+      hint: what to do instead.
+
+    Returns:
+      The bad elements of an array, for `nan_where_bad`.
+    """
+    if not isinstance(value, jax.Array):
+        if not allowed.contains(value):
+            raise ValueError(message(op, argument, f"value {value}", f"a number {allowed.text}", hint))
+        return None
+    return check_elements(op, value, shape, where, allowed.contains, f"not {allowed.text}", argument)
+
+
 def check_probabilities(op: str, predictions: Array, where: Array | None) -> Array | None:
     """Reports unmasked predictions outside [0, 1], and rows of several classes, all unmasked, that do not sum to 1.
 

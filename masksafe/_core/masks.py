@@ -20,6 +20,11 @@ def both(a: Array | None, b: Array | None) -> Array | None:
     return a if b is None else b if a is None else a & b
 
 
+def either(a: Array | None, b: Array | None) -> Array | None:
+    """What at least one of two arrays marks; None marks nothing."""
+    return a if b is None else b if a is None else a | b
+
+
 def lowest_under_mask(x: Array, where: Array | None) -> Array:
     """`x` with its dtype's lowest finite number under the mask.
 

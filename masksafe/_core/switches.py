@@ -5,15 +5,20 @@ changes, and the earlier program is found again when it changes back.
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 
 from masksafe._core import callback_errors
 from masksafe._core.arguments import message
 
-LABEL_CHECKS = ("off", "checkify", "raise")
+LabelChecks = Literal["off", "checkify", "raise"]
+LABEL_CHECKS = get_args(LabelChecks)
 _VARIABLE = "MASKSAFE_LABEL_CHECKS"
 _WITHOUT_CHECKIFY = (
     'masksafe.label_checks("checkify") stages such checks: compile jax.jit(checkify.checkify(step)) rather than '
@@ -33,8 +38,50 @@ _label_checks = jax.make_user_context(
 )
 
 
-@contextlib.contextmanager
-def forward_mode() -> Iterator[None]:
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class SwitchContext(contextlib.AbstractContextManager[None]):
+    """The context manager of a switch, and a decorator of functions that are to run inside of it.
+
+    It warns when it is collected without having been either, since the call alone does nothing.
+    """
+
+    def __init__(self, call: str, way_out: str, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._call = call
+        self._way_out = way_out
+        self._context = context
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._is_used = True
+        context = self._context()
+        context.__enter__()
+        self._entered.append(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        return self._entered.pop().__exit__(kind, error, traceback)
+
+    def __call__(self, fn: _Function) -> _Function:
+        self._is_used = True
+
+        @functools.wraps(fn)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            with self._context():
+                return fn(*args, **kwargs)
+
+        return inside  # type: ignore[return-value]
+
+    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:  # at exit, modules may be empty
+        if not self._is_used:
+            text = f"{self._call} had no effect: write `with {self._call}:`{self._way_out}."
+            warn(text, RuntimeWarning, stacklevel=2)
+
+
+def forward_mode() -> SwitchContext:
     """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
 
     Outside the context most ops are `jax.custom_vjp` functions, which have the fastest reverse mode and `jax.hessian`
@@ -46,7 +93,7 @@ def forward_mode() -> Iterator[None]:
     (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
 
     Returns:
-      A context manager.
+      A context manager, which warns if it is never entered: the call alone does nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -59,12 +106,10 @@ def forward_mode() -> Iterator[None]:
       >>> print(value.round(4), tangent.round(4))
       [0.1269 0.    ] [0.1192 0.    ]
     """
-    with _forward_mode(True):
-        yield
+    return SwitchContext("masksafe.forward_mode()", "", lambda: _forward_mode(True))
 
 
-@contextlib.contextmanager
-def label_checks(mode: str) -> Iterator[None]:
+def label_checks(mode: LabelChecks) -> SwitchContext:
     """Context in which labels are checked; it can be nested, and applies to the current thread.
 
     ==============  ==================================================================================================
@@ -79,8 +124,10 @@ def label_checks(mode: str) -> Iterator[None]:
 
     Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
     or not finite, and a row of such labels that sums to neither 1 nor 0; a binary label that is neither of its two
-    values, or outside [0, 1]; a target of a divergence that is negative or not finite; and predictions passed to a Dice
-    loss as probabilities that are not probabilities. Masked labels are never reported.
+    values, or outside [0, 1]; a target of a divergence that is negative or not finite; predictions passed to a Dice
+    loss as probabilities that are not probabilities; paddings of `ctc_loss` with a live label on the right of a padded
+    one; and an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode). Masked
+    labels are never reported.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
     the line that called the op. There is one error, however many devices there are. The index refers to the labels of
@@ -125,7 +172,7 @@ def label_checks(mode: str) -> Iterator[None]:
       mode: "off", "checkify" or "raise".
 
     Returns:
-      A context manager.
+      A context manager, which warns if it is never entered: the call alone does nothing.
 
     Raises:
       ValueError: for another mode; and on leaving, in place of JAX's error about a check that has not been
@@ -146,7 +193,14 @@ def label_checks(mode: str) -> Iterator[None]:
       ...
       ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside [0, 5); first at (1,): 5 ...
     """
-    with _label_checks(_check_mode("label_checks", "mode", mode)):
+    _check_mode("label_checks", "mode", mode)
+    way_out = f", or masksafe.set_label_checks({mode!r}) for the whole process"
+    return SwitchContext(f"masksafe.label_checks({mode!r})", way_out, functools.partial(_checking, mode))
+
+
+@contextlib.contextmanager
+def _checking(mode: LabelChecks) -> Iterator[None]:
+    with _label_checks(mode):
         try:
             yield
         except Exception as error:
@@ -156,7 +210,7 @@ def label_checks(mode: str) -> Iterator[None]:
             raise
 
 
-def set_label_checks(mode: str) -> None:
+def set_label_checks(mode: LabelChecks) -> None:
     """Sets the mode of `label_checks` for the whole process; a `label_checks` context takes precedence.
 
     The environment variable `MASKSAFE_LABEL_CHECKS` sets the mode when masksafe is imported; an empty value is ignored.

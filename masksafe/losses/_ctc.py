@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.label_checks import check_elements, check_integer_labels, nan_where_bad
 from masksafe._core.labels import at_label, is_class, nan_unless
-from masksafe._core.masks import selected
+from masksafe._core.masks import either, selected
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._softmax import log_softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -53,7 +53,8 @@ def ctc_loss(
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
-      ValueError: if the shapes do not fit or `blank_id` is not a class. While label checks are on, for a bad label.
+      ValueError: if the shapes do not fit or `blank_id` is not a class. While label checks are on, for a bad label, and
+        for a live label on the right of a padded one.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -130,6 +131,12 @@ class _State(NamedTuple):
     label: Array  # [batch, length], where the last frame is the last label of the prefix
 
 
+def _are_on_the_right(paddings: Array) -> Array:
+    """Whether each label is padded, or none before it is."""
+    padded = paddings != 0
+    return padded | (jnp.cumsum(padded, 1) == 0)
+
+
 def _ctc_loss(
     op: str,
     logits: ArrayLike,
@@ -151,7 +158,18 @@ def _ctc_loss(
     frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
     live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
     allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
-    bad_labels = check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
+    bad_labels = either(
+        check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None),
+        check_elements(
+            op,
+            label_paddings,
+            labels.shape,
+            jnp.any(frames, 1, keepdims=True),
+            _are_on_the_right,
+            "0 on the right of a padded label, as if 1 meant a live one",
+            "label_paddings",
+        ),
+    )
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
     dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))

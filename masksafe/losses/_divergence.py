@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -197,8 +197,7 @@ def _divergence_from_targets(
 def _sum_terms(
     log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
 ) -> Array:
-    config = _Config(terms, axes, jnp.result_type(log_p, t))
-    loss: Array = _evaluate(config, *broadcast_alike((log_p, t), shape), mask, bad)
+    loss: Array = _evaluate(_Config(terms, axes, shape), log_p, t, mask, bad)
     return loss
 
 
@@ -207,19 +206,20 @@ class _Config(NamedTuple):
 
     terms: Terms
     axes: Axes
-    dtype: Any  # of the result
+    shape: tuple[int, ...]  # that of both arguments, broadcast
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
-    row_axes = axes_of_row(config.axes, log_p.ndim)
+    dtype, row_axes = jnp.result_type(log_p, t), axes_of_row(config.axes, len(config.shape))
 
     def of_rows(log_p: Array, t: Array, mask: Array | None) -> tuple[Array, tuple[()]]:
         terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes), ()
 
+    log_p, t = broadcast_alike((log_p, t), config.shape)
     loss: Array = by_row_blocks(of_rows, leading_axes(config.axes), log_p, t, mask)[0]
-    return nan_where_bad(loss.astype(config.dtype), None if bad is None else jnp.any(bad, config.axes))
+    return nan_where_bad(loss.astype(dtype), None if bad is None else jnp.any(bad, config.axes))
 
 
 def _read_layout(

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from masksafe._core.arguments import broadcast_shapes
-from masksafe._core.label_checks import check_elements, nan_where_bad
-from masksafe._core.masks import selected
+from masksafe._core.label_checks import check_elements, check_numbers, nan_where_bad
+from masksafe._core.masks import either, selected
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -40,18 +42,21 @@ def elementwise_loss(
     loss: Callable[..., Array],
     *,
     check: Check | None = None,
-    **arguments: Array,
+    ranges: Any = MappingProxyType({}),
+    **arguments: Any,
 ) -> Array:
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where a label is bad.
 
     The result has the dtype to which JAX promotes `types`: names of arguments, numbers or dtypes. `loss` gets the
-    arguments by name.
+    arguments by name. They are arrays or, for the sake of speed, numbers of Python; `ranges` are those that they may
+    hold.
     """
-    shape = broadcast_shapes(op, **{name: x.shape for name, x in arguments.items()})
+    shape = broadcast_shapes(op, **{name: np.shape(x) for name, x in arguments.items()})
     mask = as_mask_of_elements_or_rows(op, where, shape, ())
-    bad = None
+    found = [check_numbers(op, name, arguments[name], ranges[name], shape, mask) for name in ranges]
     if check is not None:
-        bad = check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise)
+        found.append(check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise))
+    bad = functools.reduce(either, found, None)
     config = _Config(loss, tuple(arguments), shape, types)
     result: Array = _evaluate(config, tuple(arguments.values()), mask, bad)
     return result

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core.arguments import (
+    as_float_array,
+    as_real_array,
+    as_real_operand,
+    broadcast_shapes,
+    canonical_axes,
+    message,
+)
+from masksafe._core.label_checks import Range
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -99,7 +109,8 @@ def huber_loss(
     Args:
       predictions: floats `[...]`.
       targets: they broadcast with `predictions`; None is 0 everywhere.
-      delta: the error at which the linear part begins; a number, or an array that broadcasts with `predictions`.
+      delta: the error at which the linear part begins, above 0 and finite; a number, or an array that broadcasts with
+        `predictions`.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
@@ -108,7 +119,8 @@ def huber_loss(
 
     Raises:
       TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not broadcast, or `where` is of another rank.
+      ValueError: if the shapes do not broadcast, `where` is of another rank, or the number `delta` is not above 0 and
+        finite; for an unmasked element of an array `delta`, while label checks are on.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -120,7 +132,8 @@ def huber_loss(
     """
     op = "huber_loss"
     predictions, targets = _read_operands(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, _huber, delta=as_real_array(op, "delta", delta))
+    delta = as_real_operand(op, "delta", delta)
+    return _error_loss(op, predictions, targets, where, _huber, {"delta": _POSITIVE}, delta=delta)
 
 
 def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
@@ -262,11 +275,15 @@ def _error_loss(
     targets: Array | None,
     where: ArrayLike | None,
     loss: Callable[..., Array],
-    **others: Array,
+    ranges: Mapping[str, Range] = MappingProxyType({}),
+    **others: Any,
 ) -> Array:
     """`loss` of each prediction, of its target if there are any, and of the other arguments."""
-    arrays = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
-    return elementwise_loss(op, where, tuple(arrays), loss, check=None, **arrays)
+    arrays: dict[str, Any] = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
+    return elementwise_loss(op, where, tuple(arrays), loss, ranges=ranges, **arrays)
+
+
+_POSITIVE = Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
 
 
 def _error(predictions: Array, targets: Array | None) -> Array:

@@ -7,7 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_real_array
+from masksafe._core.arguments import as_float_array, as_real_array, as_real_operand
+from masksafe._core.label_checks import Range
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import Check, elementwise_loss
 
@@ -71,8 +72,8 @@ def sigmoid_focal_loss(
     Args:
       logits: unnormalised log probabilities, floats `[...]`.
       labels: 0 or 1, or probabilities; they broadcast with `logits`.
-      alpha: the weight of label 1, less than 1, or None for no weights.
-      gamma: the exponent.
+      alpha: the weight of label 1, in [0, 1], or None for no weights.
+      gamma: the exponent, at least 0.
       where: booleans of the rank of the loss; False masks an element. A mask of lower rank is refused:
         to mask rows write `where[..., None]`.
 
@@ -82,8 +83,9 @@ def sigmoid_focal_loss(
 
     Raises:
       TypeError: if `logits` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not broadcast, or `where` is of another rank. While label checks are on, for an
-        unmasked label outside [0, 1].
+      ValueError: if the shapes do not broadcast, `where` is of another rank, or the number `alpha` or `gamma` is out of
+        range. While label checks are on, for an unmasked label outside [0, 1], and such an element of an array `alpha`
+        or `gamma`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -99,14 +101,19 @@ def sigmoid_focal_loss(
       Lin et al., "Focal Loss for Dense Object Detection", 2017.
     """
     op = "sigmoid_focal_loss"
-    arrays, factors = _read_operands(op, logits, labels), {"gamma": as_real_array(op, "gamma", gamma)}
+    arrays, factors = _read_operands(op, logits, labels), {"gamma": as_real_operand(op, "gamma", gamma)}
     if alpha is not None:
-        factors["alpha"] = as_real_array(op, "alpha", alpha)
+        factors["alpha"] = as_real_operand(op, "alpha", alpha)
 
-    types = arrays["logits"].dtype, *factors
-    return elementwise_loss(op, where, types, _weighted_focal, check=_PROBABILITY, **arrays, **factors)
+    types, ranges = (arrays["logits"].dtype, *factors), {name: _FACTORS[name] for name in factors}
+    arguments = {**arrays, **factors}
+    return elementwise_loss(op, where, types, _weighted_focal, check=_PROBABILITY, ranges=ranges, **arguments)
 
 
+_FACTORS = {
+    "gamma": Range(lambda g: (g >= 0) & (g < math.inf), "of at least 0, and finite"),
+    "alpha": Range(lambda a: (a >= 0) & (a <= 1), "in [0, 1]"),
+}
 _PROBABILITY = Check("labels", lambda t: (t >= 0) & (t <= 1), "outside [0, 1]")
 
 

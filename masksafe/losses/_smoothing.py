@@ -7,8 +7,10 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from masksafe._core.arguments import as_float_array, as_real_array, canonical_axes
+from masksafe._core.arguments import as_float_array, as_real_operand, broadcast_shapes, canonical_axes
+from masksafe._core.label_checks import Range, check_numbers, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -37,7 +39,8 @@ def smooth_labels(
 
     Raises:
       TypeError: if `labels` are not floats or `where` is not boolean.
-      ValueError: if `where` does not broadcast to the shape of `labels`, or `axis` is out of range.
+      ValueError: if `where` does not broadcast to the shape of `labels`, `axis` is out of range, or the number `alpha`
+        is outside [0, 1]; for an unmasked element of an array `alpha`, while label checks are on.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -53,19 +56,24 @@ def smooth_labels(
       Müller et al., "When does label smoothing help?", 2019.
     """
     op = "smooth_labels"
-    labels, alpha = as_float_array(op, "labels", labels), as_real_array(op, "alpha", alpha)
+    labels, alpha = as_float_array(op, "labels", labels), as_real_operand(op, "alpha", alpha)
     axes = canonical_axes(op, axis, labels.ndim)
     mask = as_mask_of(op, where, labels.shape, "labels")
-    smoothed: Array = _smooth(axes, labels, alpha, mask)
+    shape = broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
+    bad = check_numbers(op, "alpha", alpha, _PART, shape, mask)
+    smoothed: Array = _smooth(axes, labels, alpha, mask, bad)
     return smoothed
 
 
+_PART = Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None) -> Array:
+def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Array | None) -> Array:
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, wide_alpha = wide_selected(labels, mask), widened(alpha)
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return as_promoted([labels, alpha / 1], selected(smoothed, mask))
+    return as_promoted([labels, alpha / 1], nan_where_bad(selected(smoothed, mask), bad))

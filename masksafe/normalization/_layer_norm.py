@@ -25,6 +25,7 @@ from masksafe._core.arguments import (
     message,
 )
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, as_weights_of, selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
@@ -36,6 +37,7 @@ from masksafe.normalization._arguments import along_axes, as_epsilon
 from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
 
 
+@explains_keywords
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -115,6 +117,7 @@ def layer_norm(
     return _normalize("layer_norm", x, scale, bias, axis, where, epsilon, weights, axis_name, centred=True)
 
 
+@explains_keywords
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -167,6 +170,7 @@ def rms_norm(
     return _normalize("rms_norm", x, scale, None, axis, where, epsilon, weights, axis_name, centred=False)
 
 
+@explains_keywords
 def standardize(
     x: ArrayLike,
     axis: Axis | None = -1,

@@ -42,6 +42,7 @@ class NonfiniteSource:
       value: the first bad element.
       inputs: the values of the inputs at that index, for an elementwise equation.
       note: a remark, or "".
+      inside_of: the op of masksafe that has the equation, such as "masksafe.softmax"; "" for the user's own equations.
     """
 
     primitive: str
@@ -52,11 +53,13 @@ class NonfiniteSource:
     value: float
     inputs: tuple[float, ...]
     note: str = ""
+    inside_of: str = ""
 
     def __str__(self) -> str:
         values = f" from {', '.join(f'{v:g}' for v in self.inputs)}" if self.inputs else ""
+        inside = f" inside of {self.inside_of}" if self.inside_of else ""
         return (
-            f"{self.primitive} gives {self.value:g}{values}, at {self.place}\n"
+            f"{self.primitive}{inside} gives {self.value:g}{values}, at {self.place}\n"
             f"    {self.count} bad of {self.result}, the first at index {self.index}"
         ) + (f"\n    {self.note}" if self.note else "")
 
@@ -74,7 +77,7 @@ class NonfiniteReport:
 
     An equation has the fields `primitive`, `place` (the user's line of code), `result` (dtype and shape), `count` (of
     the bad elements), `index` and `value` (of the first one), `inputs` (their values at that index, for an elementwise
-    equation) and `note`.
+    equation), `note`, and `inside_of` (the op of masksafe that has the equation, or "" if it is the user's own).
 
     Example:
       >>> import jax.numpy as jnp
@@ -114,7 +117,7 @@ def _list_entries(part: Sequence[Any]) -> list[str]:
     """The first entries of a part as lines; entries from the steps of one loop share a line."""
     groups: dict[Any, list[Any]] = {}
     for entry in part:
-        key = (entry.primitive, entry.place) if isinstance(entry, NonfiniteSource) else entry
+        key = (entry.primitive, entry.inside_of, entry.place) if isinstance(entry, NonfiniteSource) else entry
         groups.setdefault(key, []).append(entry)
     lines = [f"  {first}" + (f"\n    and {len(more)} more times" if more else "") for first, *more in groups.values()]
     rest = len(lines) - _SHOWN
@@ -224,8 +227,23 @@ def _describe_source(found: Blame) -> NonfiniteSource:
     kind = f"{result.dtype}{list(result.shape)}"
     value, count = result[index].item(), int(found.mask.sum())
     return NonfiniteSource(
-        step.operation.name, place_of(step.callers), kind, count, index, value, tuple(inputs), _note(found)
+        step.operation.name,
+        place_of(step.callers),
+        kind,
+        count,
+        index,
+        value,
+        tuple(inputs),
+        _note(found),
+        _inside_of(step),
     )
+
+
+def _inside_of(step: Step) -> str:
+    op = _op_of(step)
+    if op is None:
+        return ""
+    return f"masksafe.{'losses.' if hasattr(masksafe.losses, op.__name__) else ''}{op.__name__}"
 
 
 def _note(found: Blame) -> str:

@@ -140,3 +140,15 @@ def test_a_label_whose_class_is_masked_in_all_frames_costs_infinity():
 def test_bad_arguments_are_refused(change, text):
     with pytest.raises(ValueError, match=f"ctc_loss: {text}"):
         loss(**{"logits": LOGITS} | change)
+
+
+def test_paddings_the_wrong_way_round_are_reported_while_label_checks_are_on():
+    logits, frames, labels = np.zeros((2, 4, 3), np.float32), np.zeros((2, 4)), np.ones((2, 3), np.int32)
+    live = np.array([[1, 1, 0], [1, 1, 1]])
+    text = r"ctc_loss: 1 of 6 label_paddings are 0 on the right of a padded label.*; first at \(0, 2\): 0"
+    with masksafe.label_checks("raise"):
+        ctc_loss(logits, frames, labels, 1 - live)
+        with pytest.raises(ValueError, match=text):
+            ctc_loss(logits, frames, labels, live)
+        no_frame = np.array([[1], [0]])  # all of the first sequence is gone
+        ctc_loss(logits, frames + no_frame, labels, live)

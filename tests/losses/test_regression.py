@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import masksafe
 from masksafe.losses import cosine_distance, cosine_similarity, huber_loss, l2_loss, squared_error
 
 
@@ -35,6 +36,22 @@ def test_delta_may_be_an_array():
     errors, delta = np.array([[0.5, 2.0], [3.0, 0.1]]), np.array([[1.0], [2.0]])
     expected = np.where(abs(errors) <= delta, errors**2 / 2, delta * (abs(errors) - delta / 2))
     np.testing.assert_allclose(huber_loss(errors, delta=delta), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("delta", [0, -1.0, float("nan"), float("inf")])
+def test_a_delta_out_of_range_is_refused(delta):
+    with pytest.raises(ValueError, match=r"^huber_loss: delta: got value .*; expected a number above 0 and finite"):
+        huber_loss(np.ones(2, np.float32), delta=delta)
+
+
+def test_an_array_of_deltas_is_reported_while_label_checks_are_on():
+    errors, delta, mask = np.ones(3, np.float32), np.array([1.0, 0.0, np.nan]), np.array([True, True, False])
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(ValueError, match=r"huber_loss: 1 of 2 delta are not above 0 and finite; first at \(1,\): 0.0"),
+    ):
+        huber_loss(errors, delta=delta, where=mask)
+    huber_loss(errors, delta=delta, where=mask)
 
 
 def test_integers_are_refused():

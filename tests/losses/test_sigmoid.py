@@ -133,3 +133,10 @@ def test_label_checks(loss):
             ValueError, match=rf"{loss.__name__}: 1 of 4 labels are outside \[0, 1\]; first at \(1, 0\): -100"
         ):
             loss(logits, labels)
+
+
+@pytest.mark.parametrize("factor", [{"alpha": -1}, {"alpha": 1.5}, {"gamma": -0.5}, {"gamma": float("nan")}])
+def test_factors_of_the_focal_loss_out_of_range_are_refused(factor):
+    ((name, _),) = factor.items()
+    with pytest.raises(ValueError, match=rf"^sigmoid_focal_loss: {name}: got value .*; expected a number"):
+        sigmoid_focal_loss(np.zeros(2, np.float32), np.ones(2, np.float32), **factor)

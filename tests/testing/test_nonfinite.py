@@ -339,6 +339,29 @@ def test_label_at_a_masked_class_is_called_one():
     assert "a label out of range or at a masked class" in report.first.note
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+def test_what_an_op_makes_and_hides_is_named_as_its_own(grad):
+    def fn(x):
+        return losses.log_probs(x, jnp.array([0, 1, -100]), where=jnp.array([True, True, False])).sum()
+
+    ours = nonfinite_report(fn, jnp.ones((3, 4)), grad=grad).harmless[0]
+    assert (ours.primitive, ours.inside_of) == ("log1p", "masksafe.losses.log_probs")
+    assert str(ours).startswith("log1p inside of masksafe.losses.log_probs gives -inf from -1, at ")
+    assert ours.place.startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}, in ")
+
+
+def test_what_a_reverse_rule_makes_is_named_as_its_op():
+    loss = lambda x, weights: (weights * masksafe.softmax(x)).sum()  # noqa: E731
+    report = nonfinite_report(loss, X, jnp.array([jnp.inf, 1.0, 2.0]), grad=True)
+    assert "sub inside of masksafe.softmax gives nan from inf, inf, at" in str(report)
+
+
+def test_a_function_that_an_op_calls_is_the_users_own():
+    log = lambda x: jnp.log(x)  # noqa: E731
+    report = nonfinite_report(lambda x: masksafe.apply_where(x < 0, x, log, fill_value=0.0), -jnp.ones(2))
+    assert (report.first.primitive, report.first.inside_of) == ("log", "")
+
+
 def test_infinity_of_an_op_without_labels_has_a_note_without_labels():
     report = nonfinite_report(lambda x: masksafe.logsumexp(x, where=x > 9), X)
     assert report.first.note == "logsumexp writes it on purpose"

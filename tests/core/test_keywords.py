@@ -1,0 +1,49 @@
+"""Keywords of jax.numpy and torch are refused by an error that names ours."""
+
+import inspect
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+
+X = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("op", "keyword", "value", "way_out"),
+    [
+        ("var", "ddof", 1, "expected the keyword correction"),
+        ("var_mean", "unbiased", False, "unbiased=True is correction=1"),
+        ("mean", "dtype", np.float32, r"Convert the array: masksafe\.mean\(x\.astype\(dtype\)\)"),
+        ("mean", "mask", X > 0, "expected the keyword where"),
+        ("mean", "weight", X, "expected the keyword weights"),
+        ("max", "initial", 0.0, r"jnp\.maximum\(masksafe\.max"),
+        ("min", "out", X, "JAX does not write into arrays"),
+        ("sum", "keepdim", True, "expected the keyword keepdims"),
+        ("softmax", "dim", 1, "expected the keyword axis"),
+        ("log_softmax", "dtype", np.float32, r"masksafe\.log_softmax\(x\.astype"),
+        ("logsumexp", "keepdim", True, "expected the keyword keepdims"),
+        ("layer_norm", "eps", 1e-5, "expected the keyword epsilon"),
+        ("rms_norm", "weight", X, "expected the keyword scale"),
+        ("batch_norm", "mask", X > 0, "expected the keyword where"),
+        ("standardize", "dim", 1, "expected the keyword axis"),
+        ("l2_normalize", "eps", 1e-5, "expected the keyword epsilon"),
+    ],
+)
+def test_refusal_names_our_keyword(op, keyword, value, way_out):
+    with pytest.raises(TypeError, match=f"^{op}: {keyword}: got a keyword of another library; .*{way_out}"):
+        getattr(masksafe, op)(X, **{keyword: value})
+
+
+def test_other_keywords_are_refused_as_by_any_function():
+    with pytest.raises(TypeError, match=r"^mean\(\) got an unexpected keyword argument 'axes'"):
+        masksafe.mean(X, axes=1)
+    with pytest.raises(TypeError, match=r"^mean: where: got dtype float32"):
+        masksafe.mean(X, where=jnp.ones_like(X))
+
+
+def test_signatures_are_kept():
+    assert "keepdims" in inspect.signature(masksafe.mean).parameters
+    assert masksafe.mean.__doc__.startswith("The mean of the unmasked elements")
