@@ -15,7 +15,8 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 
 # An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
-hypothesis.settings.register_profile("masksafe", deadline=None, derandomize=True, max_examples=10)
+timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("masksafe", derandomize=True, max_examples=10, **timeless)
 hypothesis.settings.load_profile("masksafe")
 
 # The search for doctests would import each conftest.py once more, under a name that they share.
