@@ -337,7 +337,7 @@ def work(arguments: argparse.Namespace) -> None:
     exit_with_parent()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # A process that fails alone ends without waiting long for the others, and they hear of it.
-    limits = {"initialization_timeout": 60, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 10}
+    limits = {"initialization_timeout": 300, "heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
     jax.distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id, **limits)
     job = Job(arguments.steps, arguments.output, arguments.checkpoint)
     try:
@@ -410,7 +410,7 @@ def started(number: int, devices: int, parts: Sequence[str], job: Job) -> Iterat
                 pass
 
 
-def wait_for(children: Sequence[Child], limit: float = 300, grace: float = 20) -> list[int]:
+def wait_for(children: Sequence[Child], limit: float = 1500, grace: float = 100) -> list[int]:
     """The exit statuses of the processes. After a failure the others have `grace` seconds to fail, too.
 
     Raises:

@@ -190,12 +190,11 @@ def generate_without_cache(trainer: Trainer, params: Any, prompt: Sequence[int],
         features = model.within_segments(language_model.Rows(tokens, None, ones, index))
         return jnp.argmax(features[0, at] @ model.kernel[...])
 
-    tokens, generated = np.full((1, length), END), []
-    tokens[0, : len(prompt)] = prompt
+    generated: list[int] = []
     while len(generated) < most and END not in generated:
-        at = len(prompt) + len(generated)
-        generated.append(int(next_token(params, tokens, at - 1)))
-        tokens[0, at] = generated[-1]
+        text = [*prompt, *generated]
+        tokens = np.array([text + [END] * (length - len(text))])
+        generated.append(int(next_token(params, tokens, len(text) - 1)))
     return generated
 
 

@@ -148,7 +148,10 @@ def prepare_data(config: Config) -> tuple[train_names.Functions, train_names.Fun
 
 
 class Batch(NamedTuple):
-    """Names in groups, every array `[groups * samples, ...]`."""
+    """Names in groups, every array `[groups * samples, ...]`.
+
+    A new batch is made in place of writing into one: JAX may read a NumPy array after the call has returned.
+    """
 
     docstrings: jax.Array
     inputs: jax.Array  # [..., name_length], START, then all but the last character
@@ -157,6 +160,11 @@ class Batch(NamedTuple):
     old_log_probs: jax.Array  # [..., name_length], of the model that sampled
     ref_log_probs: jax.Array  # [..., name_length], of the model at the start
     rewards: jax.Array
+
+
+def without_reward(batch: Batch, rows: int) -> Batch:
+    """The batch with the first rows masked, as those of groups to which the verifier has not answered."""
+    return batch._replace(mask=np.where(np.arange(len(batch.mask))[:, None] < rows, 0, batch.mask))
 
 
 Pollute = Callable[[Batch, np.random.Generator], Batch]
@@ -289,7 +297,7 @@ class Trainer:
         zeros = np.zeros(labels.shape, np.float32)
         rewards = np.where(is_answered, rewards, 0)
         batch = Batch(self.prompts.tokens[rows], inputs, labels, mask, zeros, zeros, rewards)
-        old, ref = self.log_probs(params, batch), self.log_probs(self.start, batch)
+        old, ref = (np.asarray(self.log_probs(model, batch)) for model in (params, self.start))
         return batch._replace(old_log_probs=old, ref_log_probs=ref)
 
     def make_update(self, loss: Loss) -> Callable[..., Any]:
@@ -515,8 +523,7 @@ def main() -> None:
     same = effect(clean[:2], garbage[:2])
     console.print(f"masksafe, with garbage in the padding: {same} in every reward and parameter")
 
-    batch = trainer.draw(start, np.random.default_rng(config.seed))
-    batch.mask[: config.samples] = 0  # at least one group without a reward
+    batch = without_reward(trainer.draw(start, np.random.default_rng(config.seed)), config.samples)
     features = train_names.features_of(start, batch.docstrings, batch.inputs, config.model.heads)
     show_effects((features, start["logits"], batch), config, console)
     update = measure(trainer.updates, (start, trainer.optimizer.init(start), batch), rounds=30)

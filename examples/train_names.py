@@ -350,12 +350,11 @@ def load(path: Path, config: Config) -> Params:
 def predict(params: Params, docstrings: np.ndarray, config: Config, temperature: float = 0.3) -> list[str]:
     """Samples names character by character; a low temperature prefers likely ones."""
     model = jax.jit(apply_model, static_argnums=3)
-    names = np.full((len(docstrings), config.name_length + 1), PAD)
-    names[:, 0] = START
+    names = jnp.full((len(docstrings), config.name_length + 1), PAD).at[:, 0].set(START)
     for i, key in enumerate(jax.random.split(jax.random.key(config.seed), config.name_length)):
         logits = model(params, docstrings, names[:, :-1], config.heads)[:, i]
-        names[:, i + 1] = jax.random.categorical(key, logits / temperature)
-    return [read(name[1:]) for name in names]
+        names = names.at[:, i + 1].set(jax.random.categorical(key, logits / temperature))
+    return [read(name[1:]) for name in np.asarray(names)]
 
 
 def print_predictions(

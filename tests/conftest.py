@@ -13,10 +13,25 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from masksafe._core import platforms  # noqa: E402
 
 # An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
-hypothesis.settings.register_profile("masksafe", deadline=None, derandomize=True, max_examples=10)
+timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("masksafe", derandomize=True, max_examples=10, **timeless)
 hypothesis.settings.load_profile("masksafe")
+
+
+@pytest.fixture(autouse=True)
+def no_program_of_another_form_is_left(monkeypatch):
+    """A test that puts another platform's form in the place of this one's leaves no program of it to the next test."""
+    form = platforms.on_cpu_or_elsewhere
+    yield
+    if platforms.on_cpu_or_elsewhere is not form:
+        jax.clear_caches()
+
 
 # The search for doctests would import each conftest.py once more, under a name that they share.
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]

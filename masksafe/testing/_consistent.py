@@ -11,7 +11,17 @@ import numpy as np
 from masksafe._core.arguments import message
 from masksafe._core.sharding import is_random_key
 from masksafe.testing._modes import MODES, Derive, Function
-from masksafe.testing._trees import bits, check_addressable, generator, is_float, random_like, weighted_sum
+from masksafe.testing._trees import (
+    bits,
+    check_addressable,
+    check_tolerances,
+    generator,
+    is_float,
+    random_like,
+    weighted_sum,
+)
+
+_OP = "assert_consistent"
 
 CONSISTENCY_MODES = tuple(MODES)
 """The names of all modes in which `assert_consistent` can run a function."""
@@ -75,14 +85,16 @@ def assert_consistent(
         roundings of the largest number among arguments and results, since a result near 0 is often a difference.
       grad: compare gradients too. If False, the function is not differentiated at all: "value_and_grad" and "jvp" are
         left out.
-      modes: the modes to try, some of `masksafe.testing.CONSISTENCY_MODES`.
+      modes: the modes to try, two or more of `masksafe.testing.CONSISTENCY_MODES`; "devices" and "sharded" run the
+        function in several ways and may stand alone.
       seed: the seed of the random weights of the outputs.
 
     Raises:
       AssertionError: if two modes disagree, or if one mode raises an error and another does not. The text lists every
         pair that disagrees, with its largest absolute and relative error, and the index of the worst element with both
         values. Modes with the same bits share a line.
-      ValueError: if a mode does not exist, or if other processes hold a part of an argument.
+      ValueError: if a mode does not exist, if `modes`, a tolerance or a function without outputs would let everything
+        pass, or if other processes hold a part of an argument.
 
     Example:
       A layer norm over axis 1 whose hand-written rule was made for the last axis. It passes every test of the forward
@@ -112,8 +124,11 @@ def assert_consistent(
     """
     __tracebackhide__ = True
     if not set(modes) <= set(MODES):
-        raise ValueError(message("assert_consistent", "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
-    check_addressable("assert_consistent", args=args)
+        raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
+    if len(set(modes)) < 2 and not any(MODES[m].has_many_ways for m in modes):
+        raise ValueError(message(_OP, "modes", f"{list(modes)}", "two or more, which can be compared"))
+    check_tolerances(_OP, rtol=rtol, atol=atol)
+    check_addressable(_OP, args=args)
     flat = _flatten(fn, args)
     runs = {"value": _run_modes(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
     if grad and flat.floats:
@@ -122,6 +137,8 @@ def assert_consistent(
     errors = [error for run in runs.values() for error in run.errors.values()]
     if errors and not runs["value"].results:
         raise errors[0]
+    if not runs["value"].results:
+        raise ValueError(message(_OP, "fn", "no output in these modes", "an array or a pytree of arrays"))
     lines = [line for derivative, run in runs.items() for line in _report(run, flat, derivative, rtol, atol)]
     if lines:
         raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from next(

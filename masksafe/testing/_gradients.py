@@ -10,7 +10,14 @@ from jax.test_util import check_grads
 
 from masksafe._core.arguments import message
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import check_addressable, generator, only_floats, random_like, replace_floats
+from masksafe.testing._trees import (
+    check_addressable,
+    check_tolerances,
+    generator,
+    only_floats,
+    random_like,
+    replace_floats,
+)
 
 _OP = "assert_gradients"
 _MODES = ("fwd", "rev")
@@ -41,7 +48,7 @@ def assert_gradients(
       fn: any JAX function of `args` that returns an array or a pytree of arrays. Arrays that it closes over or converts
         to float32 are not widened: pass those that the precision of the result depends on as arguments.
       *args: arrays or pytrees of arrays at which `fn` is smooth. Derivatives are taken with respect to their floats.
-      order: the highest derivative to check.
+      order: the highest derivative to check, 1 or more.
       modes: "fwd", "rev" or both. A `jax.custom_vjp` function of another library has reverse mode only.
       rtol: allowed relative error against finite differences; by default that of `jax.test_util.check_grads`.
       atol: allowed absolute error; by default the same.
@@ -49,8 +56,8 @@ def assert_gradients(
 
     Raises:
       AssertionError: if a derivative is wrong.
-      ValueError: if a mode does not exist, if no argument or no output is a float array, or if other processes hold a
-        part of an argument.
+      ValueError: if a mode does not exist, if `modes`, `order` or a tolerance would let everything pass, if no argument
+        or no output is a float array, or if other processes hold a part of an argument.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -71,6 +78,9 @@ def assert_gradients(
     __tracebackhide__ = True
     if not modes or not set(modes) <= set(_MODES):
         raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {_MODES}"))
+    if order < 1:
+        raise ValueError(message(_OP, "order", f"value {order}", "1 or more"))
+    check_tolerances(_OP, rtol=rtol, atol=atol)
     if not jax.tree.leaves(only_floats(args)):
         raise ValueError(message(_OP, "args", "no floats", "an array to differentiate with respect to"))
     check_addressable(_OP, args=args)

@@ -25,7 +25,7 @@ from masksafe.testing._trees import (
 )
 
 _OP = "assert_mask_safe"
-_TRANSFORMS = ("eager", "jit", "vmap")
+_TRANSFORMS = ("eager", "jit", "vmap", "disable_jit")
 _PRODUCT = "Hessian-vector product"
 _RANDOM = "random numbers"
 _MIXTURE = "a mixture of all kinds"
@@ -55,6 +55,12 @@ def assert_mask_safe(
     Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
     masked or not, so a leak into another argument is found as well.
 
+    XLA turns the product of a number and a boolean into a selection, within a program and so also within a function of
+    `jax.numpy` that is called eagerly: `jnp.sum(x * mask) / jnp.sum(mask)` is right there, and NaN where the mask is of
+    integers, or where XLA sees the product and the boolean apart. Hence the last transform, "disable_jit", in which
+    every operation is a program of its own. As hundreds of them may have to be compiled, it looks at values and
+    gradients only, with one garbage in all arguments at once, the first of `garbage` (NaN, for integers the lowest).
+
     Arguments that are sharded stay so, but for those with masked elements, which are copied to be filled. If the axes
     of their mesh are explicit, `jax.set_mesh` has to be around the call. No process but this one may hold a part of an
     array.
@@ -71,16 +77,18 @@ def assert_mask_safe(
       garbage: the values to fill with. By default NaN, both infinities, the extremes of the dtype, 0, random numbers
         and a mixture of all these; for integers the extremes, -1, -100, 0, random numbers and a mixture. A value that
         an argument's dtype cannot hold is skipped for that argument.
-      transforms: any of "eager", "jit" and "vmap" (a batch of two copies).
+      transforms: any of "eager", "jit", "vmap" (a batch of two copies) and "disable_jit" (operation by operation).
       seed: the seed of all random numbers.
-      empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite.
+      empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and those
+        arguments that have masked elements must influence nothing there.
 
     Raises:
       AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
         derivative and the first index that differs, with both values.
       TypeError: if `masked` is not a mapping.
-      ValueError: if `masked` names no argument or masks nothing, if a mask, `order` or `transforms` is invalid, or if
-        other processes hold a part of an array.
+      ValueError: if `masked` names no argument or masks nothing, if a mask, `order` or `transforms` is invalid, if
+        nothing would be compared (no transform, no garbage that an argument can hold, no output), or if other processes
+        hold a part of an array.
 
     Example:
       `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
@@ -122,25 +130,26 @@ def assert_mask_safe(
         1 of 1 masked elements have a gradient that is not 0, the first at index (0, 2): nan
     """
     __tracebackhide__ = True
-    _check_arguments(args, masked, order, transforms)
+    _check_arguments(args, masked, order, transforms, empty)
     check_addressable(_OP, args=args, masked=dict(masked), empty=empty)
     rng = generator(seed)
     masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
     harmless = replace_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
+    _check_garbage(harmless, masks, garbage)
     probe = _probe(fn, harmless, output_mask, order, rng)
+    short_probe = _probe(fn, harmless, output_mask, min(order, 1), rng)
 
     for transform in transforms:
-        run = _transformed(probe, transform)
+        by_operation = transform == "disable_jit"
+        run = _transformed(short_probe if by_operation else probe, transform)
         expected = run(harmless)
-        for i, name, filled in _fillings(harmless, masks, garbage, rng):
-            case = _Case(harmless, masks, i, name, transform)
-            for quantity, actual in run(filled).items():
-                _assert_zero_under_mask(quantity, actual, case)
-                _assert_same_bits(quantity, actual, expected[quantity], case)
+        fillings = _fillings(harmless, masks, garbage, rng)
+        for i, name, filled in [_worst_filling(harmless, masks, garbage)] if by_operation else fillings:
+            _assert_gone(run(filled), expected, _Case(harmless, masks, i, name, transform))
     if empty is not None:
-        _assert_finite(_transformed(_probe(fn, empty, output_mask, min(order, 1), rng), "jit")(empty))
+        _assert_nothing_is_left(fn, empty, masks, output_mask, min(order, 1), garbage, rng)
 
 
 # The quantities to compare: the value, and each derivative with respect to each argument.
@@ -163,6 +172,8 @@ def _probe(
 ) -> Callable[..., Quantities]:
     """A function of `args` that returns every quantity to compare."""
     outputs = jax.eval_shape(fn, *args)
+    if not jax.tree.leaves(outputs):
+        raise ValueError(message(_OP, "fn", "no output", "an array or a pytree of arrays"))
     kept = _kept_outputs(outputs, output_mask)
     weights = random_like(outputs, rng)
     floats = [i for i, arg in enumerate(args) if jax.tree.leaves(only_floats(arg))]
@@ -200,7 +211,10 @@ def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
         output_mask = np.False_
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(output_mask)):
         output_mask = jax.tree.map(lambda _: output_mask, outputs)
-    return jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
+    kept = jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
+    if all(mask.size and not mask.any() for mask in jax.tree.leaves(kept)):
+        raise ValueError(message(_OP, "output_mask", "nothing that is False", "False where the output is compared"))
+    return kept
 
 
 def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[Tree]) -> Quantities:
@@ -213,7 +227,16 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
     def run_twice(*args: Any) -> Quantities:
         return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
 
-    ways: dict[str, Callable[..., Quantities]] = {"eager": probe, "jit": jax.jit(probe), "vmap": jax.jit(run_twice)}
+    def run_by_operation(*args: Any) -> Quantities:
+        with jax.disable_jit():
+            return probe(*args)
+
+    ways: dict[str, Callable[..., Quantities]] = {
+        "eager": probe,
+        "jit": jax.jit(probe),
+        "vmap": jax.jit(run_twice),
+        "disable_jit": run_by_operation,
+    }
     return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
@@ -258,6 +281,24 @@ def _fillings(
             yield i, name, replace_arguments(args, {i: filled})
     fill = functools.partial(_fill, name=_MIXTURE, garbage=garbage, rng=rng)
     yield None, _MIXTURE, replace_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+
+
+def _worst_filling(
+    args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None
+) -> tuple[None, str, tuple[Any, ...]]:
+    """As one of `_fillings`: all masks filled with the first garbage of each dtype."""
+    names: dict[str, None] = {}
+
+    def fill(leaf: Any, mask: np.ndarray) -> Any:
+        kinds = _garbage_of(leaf, garbage)
+        if not kinds or not mask.any():
+            return leaf
+        name, value = next(iter(kinds.items()))
+        names[name] = None
+        return np.where(mask, value, leaf)
+
+    filled = replace_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+    return None, ", ".join(names), filled
 
 
 def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
@@ -315,6 +356,36 @@ class _Case(NamedTuple):
     argument: int | None  # None means all masked arguments at once
     garbage: str
     transform: str
+
+
+def _assert_gone(actual: Quantities, expected: Quantities, case: _Case) -> None:
+    __tracebackhide__ = True
+    for quantity, tree in actual.items():
+        _assert_zero_under_mask(quantity, tree, case)
+        _assert_same_bits(quantity, tree, expected[quantity], case)
+
+
+def _assert_nothing_is_left(
+    fn: Callable[..., Tree],
+    empty: tuple[Any, ...],
+    masks: Mapping[int, Tree],
+    output_mask: Tree,
+    order: int,
+    garbage: Sequence[float] | None,
+    rng: np.random.Generator,
+) -> None:
+    """Of `empty`, where every element is masked of those arrays that have masked elements elsewhere."""
+    __tracebackhide__ = True
+    run = _transformed(_probe(fn, empty, output_mask, order, rng), "jit")
+    expected = run(empty)
+    _assert_finite(expected)
+    everything = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], masks[i]) for i in masks}
+    arrays = replace_arguments(empty, {i: jax.tree.map(np.asarray, empty[i]) for i in masks})
+    _, name, filled = _worst_filling(arrays, everything, garbage)
+    try:
+        _assert_gone(run(filled), expected, _Case(arrays, everything, None, name, "jit"))
+    except AssertionError as error:
+        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
 
 
 def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> None:
@@ -386,14 +457,30 @@ def _describe(i: int, arg: Tree, mask: Tree) -> str:
     return f"{i}, {leaves}, {masked} of {total} elements masked"
 
 
-def _check_arguments(args: tuple[Any, ...], masked: Mapping[int, Any], order: int, transforms: Sequence[str]) -> None:
+def _check_arguments(
+    args: tuple[Any, ...],
+    masked: Mapping[int, Any],
+    order: int,
+    transforms: Sequence[str],
+    empty: tuple[Any, ...] | None,
+) -> None:
     if not isinstance(masked, Mapping):
         found, expected = f"type {type(masked).__name__}", "a mapping from positions of arguments to masks"
         raise TypeError(message(_OP, "masked", found, expected, "For a mask of the first argument write {0: mask}."))
     if order not in (0, 1, 2):
         raise ValueError(message(_OP, "order", f"value {order}", "0, 1 or 2"))
-    if not set(transforms) <= set(_TRANSFORMS):
+    if not transforms or not set(transforms) <= set(_TRANSFORMS):
         raise ValueError(message(_OP, "transforms", f"{list(transforms)}", f"some of {_TRANSFORMS}"))
     if not masked or not set(masked) <= set(range(len(args))):
         expected = f"positions of arguments, in [0, {len(args)})"
         raise ValueError(message(_OP, "masked", f"keys {sorted(masked)}", expected))
+    if empty is not None and len(empty) != len(args):
+        raise ValueError(message(_OP, "empty", f"{len(empty)} arguments", f"{len(args)}, those of a call"))
+
+
+def _check_garbage(args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None) -> None:
+    leaves = jax.tree.leaves({i: args[i] for i in masks})
+    masked = [leaf for leaf, mask in zip(leaves, jax.tree.leaves(dict(masks)), strict=True) if mask.any()]
+    if not any(_garbage_of(leaf, garbage) for leaf in masked):
+        dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in masked))
+        raise ValueError(message(_OP, "garbage", f"{list(garbage or ())}", f"numbers that {dtypes} can hold"))

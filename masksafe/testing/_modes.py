@@ -26,6 +26,7 @@ Results = Iterator[tuple[str, dict[str, Any]]]
 class Mode(NamedTuple):
     run: Callable[[Function, list[Any], Derive], Results]
     is_derived: bool = False  # whether it differentiates the function
+    has_many_ways: bool = False  # whether one mode alone may yield results to compare
 
 
 def _op_by_op(fn: Function, arrays: list[Any], derive: Derive) -> Results:
@@ -197,7 +198,7 @@ MODES = {
     "strided": Mode(_strided),
     "donated": Mode(_donated),
     "disk": Mode(_disk),
-    "devices": Mode(_devices),
-    "sharded": Mode(_sharded),
+    "devices": Mode(_devices, has_many_ways=True),
+    "sharded": Mode(_sharded, has_many_ways=True),
     "float64": Mode(_float64),
 }

@@ -27,6 +27,13 @@ def check_addressable(op: str, **arguments: Tree) -> None:
             raise ValueError(message(op, name, found, "an array on devices of this process", hint))
 
 
+def check_tolerances(op: str, **tolerances: float | None) -> None:
+    """Refuses those with which everything or nothing would pass."""
+    for name, value in tolerances.items():
+        if value is not None and not 0 <= value < np.inf:
+            raise ValueError(message(op, name, f"value {value}", "a finite number, 0 or more"))
+
+
 def is_float(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
 

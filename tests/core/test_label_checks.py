@@ -474,7 +474,7 @@ def test_both_of_two_processes_tell_of_an_error_once():
         for i in range(2)
     ]
     for process in processes:
-        told, errors = process.communicate(timeout=120)
+        told, errors = process.communicate(timeout=600)
         assert told.count("1 of 8 labels are outside [0, 7); first at (7,): 7") == 1
         assert "labels" not in errors
         assert process.returncode == 0

@@ -27,16 +27,14 @@ def trainer():
 
 @pytest.fixture(scope="module")
 def batch(trainer):
-    batch = trainer.draw(trainer.start, np.random.default_rng(1))
-    batch.mask[: CONFIG.samples] = 0  # at least one group without a reward
-    return batch
+    return example.without_reward(trainer.draw(trainer.start, np.random.default_rng(1)), CONFIG.samples)
 
 
 @pytest.fixture(scope="module")
 def inputs(trainer, batch):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(*batch.mask.shape, MODEL.width)).astype(np.float32)
-    old = batch.old_log_probs + 0.1 * rng.normal(size=batch.mask.shape).astype(np.float32) * batch.mask
+    old = np.float32(batch.old_log_probs + 0.1 * rng.normal(size=batch.mask.shape) * batch.mask)
     return features, trainer.start["logits"], batch._replace(old_log_probs=old)
 
 
@@ -64,6 +62,15 @@ def test_names_have_different_lengths_and_one_padded_batch(trainer, batch):
     assert len(set(lengths)) > 2
     assert (np.diff(batch.mask, axis=1) <= 0).all()  # the padding is behind
     assert (np.asarray(batch.old_log_probs) == np.asarray(batch.ref_log_probs)).all()
+
+
+def test_a_batch_is_finished_when_it_is_drawn(trainer):
+    """No call still reads its arrays, nor computes one of them."""
+    batch = trainer.draw(trainer.start, np.random.default_rng(1))
+    assert {type(x) for x in batch} == {np.ndarray}
+    without = example.without_reward(batch, CONFIG.samples)
+    assert not np.shares_memory(without.mask, batch.mask)
+    np.testing.assert_array_equal(without.mask[CONFIG.samples :], batch.mask[CONFIG.samples :])
 
 
 def test_both_formulas_are_the_same_on_clean_padding(inputs):

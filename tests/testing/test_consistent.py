@@ -366,6 +366,16 @@ def test_modes_that_disagree_are_found():
     [
         (lambda: assert_gradients(jnp.sin, X, modes=("backward",)), "assert_gradients: modes: got .'backward'."),
         (lambda: assert_gradients(jnp.sin, X, modes=()), "assert_gradients: modes: got "),
+        (lambda: assert_gradients(jnp.sin, X, order=0), "assert_gradients: order: got value 0; expected 1 or more"),
+        (lambda: assert_consistent(jnp.sin, X, modes=()), r"modes: got \[\]; expected two or more"),
+        (lambda: assert_consistent(jnp.sin, X, modes=["jit", "jit"]), "modes: got .*; expected two or more"),
+        (lambda: assert_consistent(lambda x: None, X, modes=TRACED), "assert_consistent: fn: got no output"),
+        *(
+            (functools.partial(check, jnp.sin, X, **{name: value}), f"{check.__name__}: {name}: got value {value}")
+            for check in (assert_consistent, assert_gradients)
+            for name in ("rtol", "atol")
+            for value in (np.nan, np.inf, -1e-3)
+        ),
         (lambda: assert_gradients(lambda x: x, jnp.arange(3)), "assert_gradients: args: got no floats"),
         (lambda: assert_gradients(jnp.fft.fft, X), "assert_gradients: fn: got no output of floats"),
     ],

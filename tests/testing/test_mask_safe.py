@@ -95,6 +95,38 @@ def test_leak_under_one_transform_is_found_there():
         assert_mask_safe(fn, X, masked={0: MASK}, order=0)
 
 
+MULTIPLIED = {
+    "value": lambda x, mask: jnp.sum(x * mask) / jnp.sum(mask),
+    "a rule that multiplies": jax.custom_vjp(lambda x, mask: jnp.sum(jnp.where(mask, x**2, 0))),
+}
+MULTIPLIED["a rule that multiplies"].defvjp(
+    lambda x, mask: (jnp.sum(jnp.where(mask, x**2, 0)), (x, mask)), lambda res, d: (2 * d * res[0] * res[1], None)
+)
+
+
+@pytest.mark.parametrize(("name", "derivative"), [("value", "value"), ("a rule that multiplies", "gradient")])
+def test_product_with_a_mask_that_xla_makes_a_selection_is_found(name, derivative):
+    fn, args, masked = MULTIPLIED[name], (X, jnp.asarray(~MASK)), {0: MASK}
+    assert_mask_safe(fn, *args, masked=masked, transforms=("eager", "jit", "vmap"), order=1)
+    with pytest.raises(AssertionError, match=rf"garbage: +nan\n +transform: +disable_jit\n +derivative: {derivative}"):
+        assert_mask_safe(fn, *args, masked=masked)
+
+
+def test_operation_by_operation_all_masks_are_filled_at_once():
+    seen = []
+
+    def fn(x, index, where):
+        seen.append((x, index))
+        return jnp.where(MASK, 0, x) + jnp.where(MASK, 0, index)
+
+    assert_mask_safe(
+        fn, X, jnp.ones((2, 3), int), ~MASK, masked={0: MASK, 1: MASK}, transforms=("disable_jit",), order=0
+    )
+    filled = seen[-1]
+    np.testing.assert_array_equal(np.isnan(filled[0]), MASK)
+    np.testing.assert_array_equal(filled[1] == jnp.iinfo(filled[1].dtype).min, MASK)
+
+
 def test_leak_into_another_arguments_gradient_is_found():
     def fn(x, scale):
         return jnp.where(MASK, 0.0, x * scale)
@@ -156,6 +188,16 @@ def test_empty_must_be_finite():
     )
     with pytest.raises(AssertionError, match="With everything masked, a result is not finite"):
         assert_mask_safe_compiled(mean, x, where, masked={0: MASK}, empty=(x, nothing), garbage=[1.0])
+
+
+@pytest.mark.parametrize("where", [~MASK, np.ones((2, 3), bool)], ids=["as before", "all"])
+def test_empty_must_mask_everything(where):
+    def mean(x, where):
+        return masksafe.mean(x, where=where)
+
+    text = r"In the call of `empty`, which should mask everything: .*\n +argument: +0, .* 6 of 6 elements masked"
+    with pytest.raises(AssertionError, match=text):
+        assert_mask_safe_compiled(mean, X, jnp.asarray(~MASK), masked={0: MASK}, empty=(X, where))
 
 
 def test_pytrees_of_arguments_and_outputs():
@@ -224,12 +266,26 @@ def test_the_peers_cases_of_its_documentation_are_found_in_value_and_gradient():
         ({"masked": {0: np.zeros_like(MASK)}}, "masked: got nothing that is True"),
         ({"masked": {0: MASK}, "order": 3}, "order: got value 3"),
         ({"masked": {0: MASK}, "transforms": ["pmap"]}, "transforms: got"),
+        ({"masked": {0: MASK}, "transforms": []}, "transforms: got"),
+        ({"masked": {0: MASK}, "garbage": []}, r"garbage: got \[\]; expected numbers that float32 can hold"),
+        ({"masked": {0: MASK}, "output_mask": True}, "output_mask: got nothing that is False"),
+        ({"masked": {0: MASK}, "empty": ()}, "empty: got 0 arguments; expected 1"),
         ({"masked": {0: MASK}, "output_mask": MASK[:1, :2]}, "output_mask: got shape"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(kwargs, text):
     with pytest.raises(ValueError, match=text):
         assert_mask_safe(clean, X, **kwargs)
+
+
+def test_garbage_that_no_argument_can_hold_is_refused():
+    with pytest.raises(ValueError, match=r"garbage: got \[nan, 0.5\]; expected numbers that int32 can hold"):
+        assert_mask_safe(clean, jnp.ones((2, 3), "int32"), masked={0: MASK}, garbage=[np.nan, 0.5])
+
+
+def test_function_that_returns_nothing_is_refused():
+    with pytest.raises(ValueError, match="fn: got no output; expected an array"):
+        assert_mask_safe(lambda x: None, X, masked={0: MASK})
 
 
 def test_a_mask_that_belongs_to_no_argument_is_refused():

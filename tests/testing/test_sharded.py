@@ -99,7 +99,7 @@ def test_arrays_of_several_processes_are_refused():
     command = [sys.executable, "-c", TWO_PROCESSES, coordinator]
     processes = [subprocess.Popen([*command, str(i)], env=environment, stdout=-1, text=True) for i in range(2)]
     try:
-        _, told = (process.communicate(timeout=60)[0] for process in processes)
+        _, told = (process.communicate(timeout=600)[0] for process in processes)
     finally:
         for process in processes:
             process.kill()
