@@ -20,6 +20,7 @@ from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of, sum_of
 
 
 @overload
@@ -337,7 +338,7 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
     """`reduced` for live rows (with an unmasked element), `otherwise` for the rest."""
     if where is None:
         return reduced
-    return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
+    return jnp.where(any_of(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
 
 
 def _as_kept(axes: Axes, residual: Array) -> Array:
@@ -351,7 +352,7 @@ def _as_kept(axes: Axes, residual: Array) -> Array:
 
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
     """The sum over `axes`, which are kept."""
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
+    total = functools.partial(sum_of, axis=axes, keepdims=True)
     if not may_loop(x):
         return total(x)
     # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row

@@ -34,6 +34,7 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, gathered_along, of_all_devices, size_over_devices, sums_over_devices
 from masksafe._core.typing import Array, Axes
+from masksafe._core.unfolded import unknown
 
 # Exchanged at once these are some 256 KiB, which take about as long as another exchange of almost nothing.
 MOST_NUMBERS_OF_ONE_EXCHANGE = 2**16
@@ -214,6 +215,6 @@ def _average_of_centres(centres: Array, weights: Array, weight: Array) -> Array:
     """The weighted average; exactly the value of equal centres, so that a constant row has no deviations."""
     shares = weights / or_one(weight)
     average = jnp.sum(shares * centres, 0, keepdims=True)
-    some = jnp.take_along_axis(centres, jnp.argmax(weights != 0, 0, keepdims=True), 0)
+    some = jnp.take_along_axis(centres, jnp.argmax(unknown(weights != 0), 0, keepdims=True), 0)
     difference = jnp.sum(shares * (centres - some), 0, keepdims=True)
     return jnp.where(jnp.isfinite(average), some + difference, average)

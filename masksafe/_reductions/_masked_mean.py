@@ -15,6 +15,7 @@ from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.unfolded import number_of, sum_of
 from masksafe._reductions._arguments import Reduction, read_arguments
 
 
@@ -121,5 +122,6 @@ def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Arr
     where, weights = weighting_of(x, where, weights)
     is_float = weights is not None or jnp.issubdtype(x.dtype, jnp.inexact)
     total = jnp.sum(weighted(widened(selected(x, where)), weights) if is_float else selected(x, where), how.axes)
-    of_each = where if weights is None else weights
-    return total, jnp.sum(jnp.broadcast_to(True if of_each is None else of_each, x.shape), how.axes)
+    if weights is not None:
+        return total, sum_of(jnp.broadcast_to(weights, x.shape), how.axes)
+    return total, number_of(jnp.broadcast_to(True if where is None else where, x.shape), how.axes)

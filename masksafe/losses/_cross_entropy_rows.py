@@ -36,6 +36,7 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 from masksafe.losses._row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
 
 
@@ -117,7 +118,7 @@ def _row_values(axis_name: str | None, by_arithmetic: bool, x: Array, labels: Ar
 
 def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
-    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1))
+    live_rows = None if where is None else sharding.any_over_devices(axis_name, any_of(where, -1))
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
 
