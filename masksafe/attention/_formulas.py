@@ -34,7 +34,7 @@ from masksafe._core.sharding import vary_with
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of, largest_of, unknown
+from masksafe._core.unfolded import any_of, largest_of
 from masksafe.attention._mask import Pairs, add_to_block, cut, indices, once_if
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
 from masksafe.attention._products import keys_first, queries_first
@@ -213,13 +213,18 @@ def finite_or_zero(x: Array, where: Array | bool = True) -> Array:
 
 def has_bad(x: Array, axis: int | None = None) -> Array:
     """Whether any element is bad, along an axis or of all; by numbers, which a CPU reduces faster than booleans."""
-    return jnp.max(jnp.where(jnp.isfinite(x), 0, unknown(1, jnp.uint8)), axis, initial=0) > 0
+    return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), axis, initial=0) > 0
 
 
-def if_bad(x: Array, look: Callable[[], Array]) -> Array:
+def has_bad_cotangent(d_out: Array) -> Array:
+    """`has_bad` of cotangents, which may be constant."""
+    return ~jnp.isfinite(largest_of(jnp.abs(d_out)))
+
+
+def if_bad(x: Array, look: Callable[[], Array], has_any: Callable[[Array], Array] = has_bad) -> Array:
     """The booleans of `look()` if any element of `x` is bad, else all False."""
     # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
-    marks: Array = lax.cond(has_bad(x), look, lambda: zeros_of(look, x))
+    marks: Array = lax.cond(has_any(x), look, lambda: zeros_of(look, x))
     return marks
 
 

@@ -228,7 +228,7 @@ class _Packed(NamedTuple):
         """Tokens that stay where they are, with the first that is left in the place of each dead one."""
         length = -(-live.size // size) * size
         live = jnp.pad(live, (0, length - live.size))
-        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(live).astype(jnp.int32))
+        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))
         return cls(order, None, live[:, None], length // size, size, length)
 
     def take(self, x: Array) -> Array:
