@@ -352,11 +352,11 @@ def _as_kept(axes: Axes, residual: Array) -> Array:
 
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
     """The sum over `axes`, which are kept."""
-    total = functools.partial(sum_of, axis=axes, keepdims=True)
     if not may_loop(x):
-        return total(x)
+        return sum_of(x, axes, keepdims=True)
     # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
     # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
-    on_cpu = lambda x: jnp.broadcast_to(total(x), x.shape)  # noqa: E731
-    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, lambda x: 0 * x + total(x), x)
+    on_cpu = lambda x: jnp.broadcast_to(sum_of(x, axes, keepdims=True), x.shape)  # noqa: E731
+    elsewhere = lambda x: 0 * x + jnp.sum(x, axes, keepdims=True)  # noqa: E731
+    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x)
     return spread

@@ -21,8 +21,13 @@ MASK, SOME_ROWS = _RNG.random((ROWS, CLASSES)) < 0.5, _RNG.random(ROWS) < 0.5
 
 # What in a program is constant, as XLA's folding of constants sees it.
 
+_NOT, _ALIKE, _ARRAY = 0, 1, 2  # all elements of a constant are alike, as in a cotangent of ones, or they differ
 _REDUCTIONS = {"reduce", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "argmax", "argmin", "cumsum", "sort"}
 _MANY = 2**12  # elements: what has fewer is folded at once
+
+
+def _kind(x):
+    return _ARRAY if np.ndim(x) else _ALIKE
 
 
 def _subprograms(equation):
@@ -34,34 +39,37 @@ def _subprograms(equation):
 
 def _find(program, consts, arguments, found):
     """Which results are constant, from which arguments are; and in `found` the reductions of many constants."""
-    known = dict(zip(program.constvars, [True] * len(consts), strict=True))
+    known = dict(zip(program.constvars, map(_kind, consts), strict=True))
     known |= dict(zip(program.invars, arguments, strict=True))
+
+    def kinds(variables):
+        return [_kind(x.val) if isinstance(x, core.Literal) else known.get(x, _NOT) for x in variables]
+
+    of_platform = {x for e in program.eqns if e.primitive.name == "platform_index" for x in e.outvars}
     for equation in program.eqns:
-        name = equation.primitive.name
-        constant = [isinstance(x, core.Literal) or known.get(x, False) for x in equation.invars]
-        size = max((x.aval.size for x in equation.invars), default=0)
-        is_constant = all(constant) and name not in ("iota", "optimization_barrier")
-        if name in _REDUCTIONS:
-            found += [str(equation)] * (is_constant and size >= _MANY)
+        name, of_arguments = equation.primitive.name, kinds(equation.invars)
+        kind = max(of_arguments, default=_ALIKE) if all(of_arguments) else _NOT
+        results = [_NOT if name in ("iota", "optimization_barrier") else kind] * len(equation.outvars)
+        is_sum = name == "reduce_sum" and kind == _ARRAY  # that of equal elements is a product
+        if name in _REDUCTIONS or is_sum:
+            size = max(x.aval.size for x in equation.invars)
+            found += [str(equation)] * (kind != _NOT and size >= _MANY)
+        elif name in ("scan", "while"):  # what a loop takes a part of, or carries, is not constant in it
+            results = [_NOT] * len(equation.outvars)
         elif not name.startswith(("scatter", "reduce")):
-            inner = list(_subprograms(equation))
-            if name in ("scan", "while"):  # what a loop takes a part of, or carries, is not constant in it
-                inner, is_constant = [], False
-            for part, of_part in inner:
-                last = constant[len(constant) - len(part.invars) :] if len(part.invars) <= len(constant) else None
-                if last is not None:
-                    results = _find(part, of_part, last, found)
-            if inner:
-                known |= dict(zip(equation.outvars, results, strict=False))
-                continue
-        known |= dict.fromkeys(equation.outvars, is_constant)
-    return [isinstance(x, core.Literal) or known.get(x, False) for x in program.outvars]
+            # Of the forms for platforms the first is that for a CPU.
+            number = 1 if name == "cond" and equation.invars[0] in of_platform else None
+            for part, of_part in list(_subprograms(equation))[:number]:
+                if len(part.invars) <= len(of_arguments):
+                    results = _find(part, of_part, of_arguments[len(of_arguments) - len(part.invars) :], found)
+        known |= dict(zip(equation.outvars, results, strict=False))
+    return kinds(program.outvars)
 
 
 def reductions_of_constants(fn, *args):
     """The reductions of many constants in the value of `fn` and its gradient."""
     program, found = jax.make_jaxpr(jax.value_and_grad(fn))(*args), []
-    _find(program.jaxpr, program.consts, [False] * len(program.jaxpr.invars), found)
+    _find(program.jaxpr, program.consts, [_NOT] * len(program.jaxpr.invars), found)
     return found
 
 
