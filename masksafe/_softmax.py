@@ -21,6 +21,7 @@ from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of, sum_of
 
 
 @overload
@@ -341,7 +342,7 @@ def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: flo
     """`reduced` for live rows (with an unmasked element), `otherwise` for the rest."""
     if where is None:
         return reduced
-    return jnp.where(jnp.any(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
+    return jnp.where(any_of(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
 
 
 def _as_kept(axes: Axes, residual: Array) -> Array:
@@ -355,11 +356,11 @@ def _as_kept(axes: Axes, residual: Array) -> Array:
 
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
     """The sum over `axes`, which are kept."""
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if not are_whole(x):
-        return total(x)
+        return sum_of(x, axes, keepdims=True)
     # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
     # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
-    on_cpu = lambda x: jnp.broadcast_to(total(x), x.shape)  # noqa: E731
-    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, lambda x: 0 * x + total(x), x)
+    on_cpu = lambda x: jnp.broadcast_to(sum_of(x, axes, keepdims=True), x.shape)  # noqa: E731
+    elsewhere = lambda x: 0 * x + jnp.sum(x, axes, keepdims=True)  # noqa: E731
+    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x)
     return spread

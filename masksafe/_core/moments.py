@@ -34,6 +34,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
+from masksafe._core.unfolded import number_of, sum_of
 
 
 class Mean(NamedTuple):
@@ -50,12 +51,12 @@ def count(x: Array, axes: Axes, where: Array | None) -> Array:
         return jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), dtype)
     # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
     repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-    return jnp.sum(where, axes, keepdims=True).astype(dtype) * repeats
+    return number_of(where, axes, keepdims=True).astype(dtype) * repeats
 
 
 def average(x: Array, axes: Axes, where: Array | None) -> Array:
     """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return jnp.sum(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
+    return sum_of(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
 
 
 def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:

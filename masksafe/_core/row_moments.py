@@ -34,6 +34,7 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.sharding import AxisName, gathered_along, of_all_devices, size_over_devices, sums_over_devices
 from masksafe._core.typing import Array, Axes
+from masksafe._core.unfolded import sum_of, unknown
 
 # Exchanged at once these are some 256 KiB, which take about as long as another exchange of almost nothing.
 MOST_NUMBERS_OF_ONE_EXCHANGE = 2**16
@@ -97,7 +98,7 @@ def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
     if weighting.weights is None:
         weight = moments.count(x, axes, weighting.where)
     else:
-        weight = jnp.sum(weighting.weights, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype)
+        weight = sum_of(weighting.weights, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype)
     return jnp.broadcast_to(weight, [1 if a in axes else n for a, n in enumerate(x.shape)])
 
 
@@ -214,6 +215,6 @@ def _average_of_centres(centres: Array, weights: Array, weight: Array) -> Array:
     """The weighted average; exactly the value of equal centres, so that a constant row has no deviations."""
     shares = weights / or_one(weight)
     average = jnp.sum(shares * centres, 0, keepdims=True)
-    some = jnp.take_along_axis(centres, jnp.argmax(weights != 0, 0, keepdims=True), 0)
+    some = jnp.take_along_axis(centres, jnp.argmax(unknown(weights != 0), 0, keepdims=True), 0)
     difference = jnp.sum(shares * (centres - some), 0, keepdims=True)
     return jnp.where(jnp.isfinite(average), some + difference, average)

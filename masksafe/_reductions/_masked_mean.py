@@ -19,6 +19,7 @@ from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
 from masksafe._core.sharding import AxisName, as_axis_name, zeros_of_types
 from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.unfolded import number_of, sum_of
 from masksafe._reductions._arguments import Call, prepared
 
 
@@ -292,7 +293,9 @@ def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array |
     where, weights = weighting_of(x, where, weights)
     x = selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else weighted(widened(x), weights)
-    of_each = where if weights is None else weights
     total = jnp.sum(elements, how.axes)
-    count = jnp.sum(jnp.broadcast_to(True if of_each is None else of_each, x.shape), how.axes)
+    if weights is not None:
+        count = sum_of(jnp.broadcast_to(weights, x.shape), how.axes)
+    else:
+        count = number_of(jnp.broadcast_to(True if where is None else where, x.shape), how.axes)
     return _as_sum(total), _as_sum(count)

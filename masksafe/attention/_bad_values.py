@@ -16,6 +16,7 @@ from masksafe._core import platforms
 from masksafe._core.sharding import has_symbolic_size
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 from masksafe.attention._heads import keys_by_problem, keys_by_user, queries_by_problem, queries_by_user
 from masksafe.attention._mask import Pairs, unmasked
 
@@ -27,7 +28,7 @@ def see_bad_values(q: Array, v: Array, pairs: Pairs) -> Array:
     like = queries_by_problem(jnp.zeros_like(q[..., :1], jnp.bool_), v.shape[2])  # [B, K, G, T, 1]
     if _all_see_up_to_an_end(pairs):
         if pairs.end_key is None:
-            return queries_by_user(like | jnp.any(bad, 2)[:, :, None, None])
+            return queries_by_user(like | any_of(bad, 2)[:, :, None, None])
         index = lax.broadcasted_iota(jnp.int32, bad.shape, 2)
         first_bad = jnp.min(jnp.where(bad, index, num_keys), 2)
         return queries_by_user(like | (first_bad[:, :, None, None] < _ends(pairs, num_keys)))
@@ -49,7 +50,7 @@ def seen_by_bad_cotangents(d_out: Array, v: Array, pairs: Pairs) -> Array:
     like = keys_by_problem(jnp.zeros_like(v[..., :1], jnp.bool_))  # [B, K, S, 1]
     if _all_see_up_to_an_end(pairs):
         if pairs.end_key is None:
-            return keys_by_user(like | jnp.any(bad, (2, 3))[:, :, None])
+            return keys_by_user(like | any_of(bad, (2, 3))[:, :, None])
         last_end = jnp.max(jnp.where(bad, _ends(pairs, num_keys), 0), (2, 3))
         index = lax.broadcasted_iota(jnp.int32, like.shape, 2)
         return keys_by_user(like | (index < last_end[:, :, None]))
@@ -85,7 +86,7 @@ def _if_any(bad: Array, unite: Callable[[Array], Array], none: Array, number: in
     if has_symbolic_size(none) or none.size * number <= platforms.UNCHECKED_LOOK_UPS:
         return unite(none)
     # Not a loop, as in `once_if`: under vmap the words are united always, as few are.
-    marks: Array = lax.cond(jnp.any(bad), unite, lambda none: none, none)
+    marks: Array = lax.cond(any_of(bad), unite, lambda none: none, none)
     return marks
 
 

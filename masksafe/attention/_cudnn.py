@@ -34,6 +34,7 @@ from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import Tiles
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 from masksafe.attention._batch import attend_over_batch
 from masksafe.attention._formulas import Config as BlockConfig
 from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
@@ -405,7 +406,7 @@ def _for_kernel(operands: Operands, masks: Masks) -> tuple[Operands, Masks]:
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
         if bias is not None:
             shared = [axis for axis in (0, 1) if bias.shape[axis] == 1]
-            bias = jnp.where(jnp.any(mask, shared, keepdims=True), bias, 0)
+            bias = jnp.where(any_of(mask, shared, keepdims=True), bias, 0)
     return Operands(q, k, v, bias), masks._replace(mask=mask)
 
 
@@ -499,7 +500,7 @@ def _queries_that_see_any(config: Config, operands: Operands, masks: Masks) -> A
     """`[B or 1, T, N or 1]`; None if every query sees a key, as with no mask but the causal one or a window."""
     if _has_arrays(operands, masks):
         q, k = operands[:2]
-        sees_any = jnp.any(_unmasked_pairs(config, operands, masks), -1)[..., None]
+        sees_any = any_of(_unmasked_pairs(config, operands, masks), -1)[..., None]
         sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], 1))
         return queries_by_user(sees_any)[..., 0]
     first, end = _intervals(config, operands, masks)[:2]
@@ -512,7 +513,7 @@ def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Arr
     """`[B or 1, S, K or 1]`; None if every key is."""
     q, k = operands[:2]
     if _has_arrays(operands, masks):
-        return keys_by_user(jnp.any(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
+        return keys_by_user(any_of(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
     first, end = _intervals(config, operands, masks)[:2]
     if end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
         return None
@@ -531,7 +532,7 @@ def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradien
         pairs = _unmasked_pairs(config, operands, masks)
         pairs = pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:])
         shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
-        d_bias = jnp.where(jnp.any(pairs, shared, keepdims=True), d_bias, 0)
+        d_bias = jnp.where(any_of(pairs, shared, keepdims=True), d_bias, 0)
     return Operands(selected(sees_any, d_q), selected(is_seen, d_k), selected(is_seen, d_v), d_bias)
 
 

@@ -34,6 +34,7 @@ from masksafe._core.sharding import vary_with
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of, largest_of
 from masksafe.attention._mask import Pairs, add_to_block, cut, indices, once_if
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
 from masksafe.attention._products import keys_first, queries_first
@@ -195,7 +196,7 @@ def find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, 
     wide = jnp.promote_types(out.dtype, d_lse.dtype)
     # Columns with cotangent 0 do not count: they may hold a NaN.
     delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
-    return (jnp.max(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0), delta + 0 * delta
+    return (largest_of(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0), delta + 0 * delta
 
 
 # Scale, bad elements, dropout.
@@ -215,10 +216,15 @@ def has_bad(x: Array, axis: int | None = None) -> Array:
     return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), axis, initial=0) > 0
 
 
-def if_bad(x: Array, look: Callable[[], Array]) -> Array:
+def has_bad_cotangent(d_out: Array) -> Array:
+    """`has_bad` of cotangents, which may be constant."""
+    return ~jnp.isfinite(largest_of(jnp.abs(d_out)))
+
+
+def if_bad(x: Array, look: Callable[[], Array], has_any: Callable[[Array], Array] = has_bad) -> Array:
     """The booleans of `look()` if any element of `x` is bad, else all False."""
     # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
-    marks: Array = lax.cond(has_bad(x), look, lambda: zeros_of(look, x))
+    marks: Array = lax.cond(has_any(x), look, lambda: zeros_of(look, x))
     return marks
 
 
@@ -233,7 +239,7 @@ def zeros_of(fn: Callable[[], Array], x: Array) -> Array:
 
 def is_bad(x: Array) -> Array:
     """Where any element along the last axis is bad, `[..., 1]`."""
-    return jnp.any(~jnp.isfinite(x), -1, keepdims=True)
+    return any_of(~jnp.isfinite(x), -1, keepdims=True)
 
 
 def draw_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:

@@ -17,6 +17,7 @@ from jax import lax
 
 from masksafe._core.tiles import Tile, Tiles, take
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of, unknown
 from masksafe.attention._mods import Indices, Mod, mask_of
 
 
@@ -248,7 +249,7 @@ def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
 def has_live_block(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """Whether any block is live; None means that all are."""
     live = _find_live_blocks(pairs, queries, keys)
-    return None if live is None else jnp.any(live)
+    return None if live is None else any_of(live)
 
 
 def _find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
@@ -282,12 +283,12 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
     sees_tile = _conjunction(conditions)
     if sees_tile is None:
         return None
-    return jnp.any(_by_tile(jnp.any(sees_tile, 0).T, queries), -1).T
+    return any_of(_by_tile(any_of(sees_tile, 0).T, queries), -1).T
 
 
 def _range_of_tiles(x: Array, keys: Tiles) -> tuple[Array, Array]:
     """The lowest and the highest number of each tile of an array over keys, `[B, 1, keys.number]`."""
-    by_tile = _by_tile(x, keys)
+    by_tile = _by_tile(unknown(x), keys)
     return by_tile.min(-1)[:, None], by_tile.max(-1)[:, None]
 
 
@@ -305,7 +306,7 @@ def _live_by_pairs(live_of: Callable[[Tile, Tile], Array], shape: Sequence[int],
     all_keys = Tiles(keys.length, keys.length).tile(0)
 
     def any_in_query_tile(i: Array) -> Array:
-        return jnp.any(live_of(queries.tile(i), all_keys), (0, 1, 2, 3))
+        return any_of(live_of(queries.tile(i), all_keys), (0, 1, 2, 3))
 
     count = 1 if shape[0] == 1 else queries.number
     by_key = (
@@ -313,7 +314,7 @@ def _live_by_pairs(live_of: Callable[[Tile, Tile], Array], shape: Sequence[int],
         if count > 1
         else any_in_query_tile(jnp.zeros((), jnp.int32))[None]
     )
-    by_block = by_key if by_key.shape[-1] == 1 else jnp.any(_by_tile(by_key, keys), -1)
+    by_block = by_key if by_key.shape[-1] == 1 else any_of(_by_tile(by_key, keys), -1)
     return jnp.broadcast_to(by_block, (queries.number, keys.number))
 
 

@@ -12,6 +12,7 @@ from masksafe._core.arguments import as_float_array, message
 from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.unfolded import any_of
 
 _OP = "merge_attention"
 
@@ -114,7 +115,7 @@ def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
 def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
     (outs, lses, out), (d_out, d_lse) = residuals, cotangents
     # A query without cotangents takes no part, as in the reverse pass of attention: it may be full of NaN.
-    is_wanted = jnp.any(d_out != 0, -1) | (d_lse != 0)
+    is_wanted = any_of(d_out != 0, -1) | (d_lse != 0)
     live_lses = tuple(jnp.where(is_wanted, lse, -jnp.inf) for lse in lses)
     largest, weights, _ = _softmax(live_lses)
 

@@ -36,6 +36,7 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of, sum_of
 from masksafe.losses._row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
 
 
@@ -117,7 +118,7 @@ def _row_values(axis_name: str | None, by_arithmetic: bool, x: Array, labels: Ar
 
 def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
-    live_rows = None if where is None else sharding.any_over_devices(axis_name, jnp.any(where, -1))
+    live_rows = None if where is None else sharding.any_over_devices(axis_name, any_of(where, -1))
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
 
@@ -139,7 +140,7 @@ def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, 
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
-    log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of_row(t)
+    log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of(t, -1, keepdims=True)
     products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
     return Rows(total * log_sum - sum_of_row(products), shift, log_sum, total, None)
 

@@ -16,6 +16,7 @@ from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import wide_selected
 
@@ -219,7 +220,7 @@ def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: 
 
     log_p, t = broadcast_alike((log_p, t), config.shape)
     loss: Array = by_row_blocks(of_rows, leading_axes(config.axes), log_p, t, mask)[0]
-    return nan_where_bad(loss.astype(dtype), None if bad is None else jnp.any(bad, config.axes))
+    return nan_where_bad(loss.astype(dtype), None if bad is None else any_of(bad, config.axes))
 
 
 def _read_layout(

@@ -14,6 +14,7 @@ from masksafe._core.labels import is_soft
 from masksafe._core.masks import as_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.unfolded import any_of
 
 
 def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
@@ -74,7 +75,7 @@ def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def find_live_rows(where: Array | None, axes: Axes) -> Array | None:
     """Which rows have an unmasked element; None means all."""
-    return None if where is None else jnp.any(where, axes)
+    return None if where is None else any_of(where, axes)
 
 
 def wide_selected(x: Array, where: Array | None) -> Array:

@@ -18,6 +18,7 @@ from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import or_one
 from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._linear import _arguments as arguments
 from masksafe.losses._linear._cross_entropy import CrossEntropy
 from masksafe.losses._linear._rules import Options, token_outputs, weighted_sum
@@ -210,7 +211,7 @@ def linear_softmax_cross_entropy(
         total = _total_weight(dtype, labels, where, of_labels)
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
-        bad_rows = jnp.any(bad_rows)
+        bad_rows = any_of(bad_rows)
     cross_entropy = nan_where_bad(results[0], bad_rows)
     return (cross_entropy, results[1]) if with_components else cross_entropy
 
@@ -313,4 +314,4 @@ def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Arr
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
         return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else jnp.sum(where), 1).astype(dtype)
+    return jnp.maximum(jnp.asarray(labels.size) if where is None else number_of(where), 1).astype(dtype)

@@ -14,6 +14,7 @@ from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._linear import _arguments as arguments
 from masksafe.losses._linear._divergence_blocks import Linear, TopK, is_repeated
 from masksafe.losses._linear._divergence_rules import Options, summed_loss, token_losses
@@ -230,7 +231,7 @@ def linear_kl_divergence_with_top_k_targets(
     bad_rows = _check_top_k(targets, live, classes, class_mask)
     student = _without_masked_classes(student, class_mask)
     losses = _reduced(options, reduction, student, targets, live, _with_any_class(live, tokens, class_mask))
-    return nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else jnp.any(bad_rows))
+    return nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
 # The arguments.
@@ -293,7 +294,7 @@ def _with_any_class(live: Array | None, tokens: tuple[int, ...], class_mask: Arr
     """Which tokens are unmasked: none if no class is."""
     if class_mask is None:
         return live
-    any_class = jnp.any(class_mask)
+    any_class = any_of(class_mask)
     return jnp.broadcast_to(any_class, tokens) if live is None else live & any_class
 
 
@@ -321,7 +322,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     ]
     if class_mask is not None:
         found.append(check_classes(is_valid=is_unmasked, otherwise="at a masked class"))
-    bad = [jnp.any(x, -1) for x in found if x is not None]
+    bad = [any_of(x, -1) for x in found if x is not None]
     return functools.reduce(jnp.logical_or, bad) if bad else None
 
 
@@ -339,5 +340,5 @@ def _reduced(
     total = summed_loss(options, student, targets, live)
     if reduction == "sum":
         return total
-    count = jnp.asarray(math.prod(student.features.shape[:-1])) if where is None else jnp.sum(where)
+    count = jnp.asarray(math.prod(student.features.shape[:-1])) if where is None else number_of(where)
     return total / jnp.maximum(count, 1).astype(total.dtype)

@@ -18,6 +18,7 @@ from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import below_infinity, label_here, value_at_label
 from masksafe.losses._layout import (
     as_mask_of_classes_or_rows,
@@ -231,7 +232,7 @@ def _(config: _Config, results_alone: bool, primals: tuple[Any, ...], tangents: 
 def _row_values(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
     label, is_empty = label_here(None, labels, x.shape[-1]), x.shape[-1] == 0
     where = jnp.zeros(x.shape, bool) if is_empty else where
-    live = None if where is None else jnp.any(where, -1)
+    live = None if where is None else any_of(where, -1)
     log_prob, shift, log_sum, gap = (_zeros if is_empty else _log_prob_and_sums)(config, x, label, where, live)
     # In a row with nothing left the label does not matter.
     valid = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype), live, 1)

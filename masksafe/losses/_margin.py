@@ -18,6 +18,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.unfolded import any_of
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
@@ -356,7 +357,7 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
     """Whether a row has a label in range and no NaN, or is empty; XLA's maximum of a NaN may be another number."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
     is_sound = is_class(labels, scores.shape[-1]) & ~has_nan
-    return is_sound if mask is None else is_sound | ~jnp.any(mask, -1, keepdims=True)
+    return is_sound if mask is None else is_sound | ~any_of(mask, -1, keepdims=True)
 
 
 def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | None, is_sound: Array) -> Array:
@@ -364,10 +365,10 @@ def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | N
     score = _sum(jnp.where(is_label, x, 0))
     is_ruled_out = score == -jnp.inf
     if mask is not None and mask.shape[-1] > 1:
-        is_ruled_out |= jnp.any(is_label & ~mask, -1, keepdims=True)
+        is_ruled_out |= any_of(is_label & ~mask, -1, keepdims=True)
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(score == -jnp.inf, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(x.dtype)
-    return selected(losses * nan_unless(is_sound, x.dtype), None if mask is None else jnp.any(mask, -1, keepdims=True))
+    return selected(losses * nan_unless(is_sound, x.dtype), None if mask is None else any_of(mask, -1, keepdims=True))
 
 
 def _sparsemax_of_rows(scores: Array, labels: Array, mask: Array | None) -> Array:

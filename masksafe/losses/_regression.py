@@ -23,6 +23,7 @@ from masksafe._core.label_checks import Range
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of, sum_of
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -343,7 +344,7 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
     # All three sums read the vectors at once; dividing the vectors by their norms first would take a second pass.
     def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[tuple[Array, ...], tuple[()]]:
         a, b = wide_selected(a, where), wide_selected(b, where)
-        return tuple(jnp.sum(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b))), ()
+        return tuple(sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b))), ()
 
     a, b = broadcast_alike((a, b), config.shape)
     live_rows = None
@@ -351,7 +352,7 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
         (similarity, *squares), _ = sums_of_rows(a, b, None)
     else:
         (similarity, *squares), _ = by_row_blocks(sums_of_rows, leading_axes(axes), a, b, where)
-        live_rows = jnp.any(where, axes, keepdims=True)
+        live_rows = any_of(where, axes, keepdims=True)
         epsilon = jnp.where(live_rows, epsilon, 1)  # in a row with nothing left, epsilon must have no effect either
     for square in squares:
         similarity = _divided_by_norm(similarity, square, jnp.asarray(epsilon, square.dtype))

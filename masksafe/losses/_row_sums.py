@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 
 _CLASSES_AS_FLOATS = 2**24  # float32 tells so many integers apart
 
@@ -28,7 +29,7 @@ def log_sum_exp(z: Array, where: Array | None = None, *, by_arithmetic: bool = F
     others = sum_of_row(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
     number = sum_of_row(selected(z == 0, where, False)).astype(z.dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
-    fewest = -1 if where is None else -jnp.any(where, -1, keepdims=True).astype(z.dtype)
+    fewest = -1 if where is None else -any_of(where, -1, keepdims=True).astype(z.dtype)
     return jnp.log1p(others + jnp.maximum(number - 1, fewest))
 
 

@@ -12,6 +12,7 @@ from masksafe._core.arguments import as_array, as_float_array, canonical_axes, m
 from masksafe._core.label_checks import check_probabilities, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of, number_of, sum_of
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -165,10 +166,10 @@ def multiclass_generalized_dice_loss(
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     losses, live_rows = _class_losses(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
-    frequencies = jnp.sum(wide_selected(t, mask), range(p.ndim - 1))
-    is_present = jnp.any(live_rows, range(live_rows.ndim - 1))
+    frequencies = sum_of(wide_selected(t, mask), range(p.ndim - 1))
+    is_present = any_of(live_rows, range(live_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
-    number = jnp.sum(is_present).astype(weights.dtype)
+    number = number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, live_rows)
     losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
@@ -265,7 +266,7 @@ def _class_losses(
     bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
     config = _ClassLosses(axes, apply_softmax)
     losses, live_rows = _evaluate(config, p, t, mask, smooth, alpha, beta)
-    bad = None if bad_pixels is None else jnp.any(bad_pixels, axes)[..., None]
+    bad = None if bad_pixels is None else any_of(bad_pixels, axes)[..., None]
     return selected(nan_where_bad(losses, bad), live_rows), live_rows
 
 
@@ -290,10 +291,10 @@ def _evaluate(
     if config.apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
     p = selected(p, mask)
-    overlap, sum_p, sum_t = (jnp.sum(x, config.axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (sum_of(x, config.axes) for x in (p * t, p, t))
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    live_rows = jnp.ones((), bool) if mask is None else jnp.any(mask, config.axes)
+    live_rows = jnp.ones((), bool) if mask is None else any_of(mask, config.axes)
     live_rows = jnp.broadcast_to(live_rows, union.shape)
     return 1 - (overlap + smooth) / jnp.where(live_rows, union, 1), live_rows
 
@@ -303,7 +304,7 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
     if mask is None or mask.shape[-1] == 1:
         return softmax(p, -1)
     # A pixel with nothing left is computed as one of zeros.
-    live = mask | ~jnp.any(mask, -1, keepdims=True)
+    live = mask | ~any_of(mask, -1, keepdims=True)
     return softmax(jnp.where(live, p, -jnp.inf), -1)
 
 

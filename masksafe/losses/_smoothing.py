@@ -14,6 +14,7 @@ from masksafe._core.label_checks import Range, check_numbers, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import number_of
 from masksafe.losses._elementwise import as_promoted
 from masksafe.losses._layout import wide_selected
 
@@ -73,7 +74,7 @@ def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Ar
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
-        number = jnp.sum(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
+        number = number_of(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, wide_alpha = wide_selected(labels, mask), widened(alpha)
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
     return as_promoted([labels, alpha / 1], nan_where_bad(selected(smoothed, mask), bad))

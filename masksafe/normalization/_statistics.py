@@ -21,6 +21,7 @@ from masksafe._core.precision import widened
 from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
 from masksafe._core.sharding import AxisName, varying_over
 from masksafe._core.typing import Array, Axes
+from masksafe._core.unfolded import sum_of
 
 
 class How(NamedTuple):
@@ -153,4 +154,4 @@ def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
 
 def _sum_to(like: Array, x: Array) -> Array:
     """The sum of `x` over the axes along which `like` repeats."""
-    return jnp.sum(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)
+    return sum_of(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)

@@ -21,6 +21,7 @@ from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, vary_with
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 from masksafe.losses._linear._divergence_blocks import (
     Config,
     GradientsOfBoth,
@@ -123,7 +124,7 @@ def _summed_loss_forward(config: Config, *args: Any) -> tuple[Array, Any]:
 def _summed_loss_reverse(config: Config, residuals: Any, d_total: Array) -> tuple[Any, ...]:
     (student, targets, live), gradients = residuals
     d_total = d_total / _cotangent_scale(config, student, targets)
-    live_tokens, any_live = (None, None) if live is None else (live[..., None], jnp.any(live))
+    live_tokens, any_live = (None, None) if live is None else (live[..., None], any_of(live))
 
     def multiplied(gradient: Array | None, like: Array, where: Array | None) -> Array | None:
         # Selected after the product, since the cotangent may be infinite, as for sqrt(0).

@@ -23,6 +23,7 @@ from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
 from masksafe.losses._linear._blocks import Config, outputs_and_gradients
 from masksafe.losses._linear._formula import Formula, Layer, Part, Tokens
 from masksafe.losses._linear._layer import Gradients, Sizes, default_class_tile, default_token_block
@@ -456,7 +457,7 @@ def _multiplied(args: Any, weights: Outputs, saved: _Saved, d_total: Array) -> G
         # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
         return selected(times(d_total, gradient), where).astype(like.dtype)
 
-    live_tokens, any_live = (None, None) if live is None else (live[..., None], jnp.any(live))
+    live_tokens, any_live = (None, None) if live is None else (live[..., None], any_of(live))
     of_features, of_kernel, of_bias = saved.gradients
     return Gradients(
         multiplied(of_features, features, live_tokens),

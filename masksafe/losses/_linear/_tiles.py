@@ -27,6 +27,7 @@ from masksafe._core.masks import both, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import varying_zero
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of, unknown
 from masksafe.losses._linear._blocks import Config, logits_of
 from masksafe.losses._linear._formula import Formula, Layer, Part, Tokens
 from masksafe.losses._linear._layer import Gradients, Sizes, matmul
@@ -101,7 +102,7 @@ def gradients(
     rows_of_all = formula.row_cotangents(rows, tokens.labels[:, None], config.classes(layer), d_rows)
     operands = features, labels, _without_dead(jax.tree.map(packed.take, rows_of_all), packed.live)
     first = packed.block(operands, 0)  # outside of the loop over the tiles, since they are the same for each
-    any_live = factor != 0 if live is None else (factor != 0) & jnp.any(live)
+    any_live = factor != 0 if live is None else (factor != 0) & any_of(live)
 
     def finished(gradient: Array, dtype: Any) -> Array:
         return selected((gradient * factor.astype(gradient.dtype)).astype(dtype), any_live)
@@ -213,7 +214,7 @@ class _Packed(NamedTuple):
             order = None if length == number else jnp.minimum(position, number - 1)
             live = None if length == number else position[:, None] < number
             return cls(order, None, live, length // size, size, length)
-        place = jnp.cumsum(tokens.live, dtype=jnp.int32) - 1
+        place = jnp.cumsum(unknown(tokens.live), dtype=jnp.int32) - 1
         count = place[-1] + 1
         order = (
             jnp.zeros(length, jnp.int32).at[jnp.where(tokens.live, place, length)].set(position[:number], mode="drop")
@@ -227,7 +228,7 @@ class _Packed(NamedTuple):
         """Tokens that stay where they are, with the first that is left in the place of each dead one."""
         length = -(-live.size // size) * size
         live = jnp.pad(live, (0, length - live.size))
-        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(live).astype(jnp.int32))
+        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))
         return cls(order, None, live[:, None], length // size, size, length)
 
     def take(self, x: Array) -> Array:

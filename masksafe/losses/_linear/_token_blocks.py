@@ -9,6 +9,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
+from masksafe._core.unfolded import unknown
 
 State = TypeVar("State")
 
@@ -46,6 +47,7 @@ class TokenBlocks(NamedTuple):
         if live is None:
             order = jnp.arange(number, dtype=jnp.int32)
             return cls(jnp.pad(order, (0, length - number)), order, None, number, sizes)
+        live = unknown(live)
         order = jnp.argsort(~live, stable=True).astype(jnp.int32)
         place = jnp.maximum(jnp.cumsum(live, dtype=jnp.int32) - 1, 0)
         return cls(jnp.pad(order, (0, length - number)), place, live, jnp.sum(live, dtype=jnp.int32), sizes)

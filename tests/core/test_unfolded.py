@@ -1,0 +1,178 @@
+"""No op reduces what is constant in the program, which XLA would do while it compiles: on one thread, with an alarm."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+import masksafe
+from masksafe import losses
+from masksafe._core.unfolded import all_of, any_of, largest_of, number_of, sum_of
+
+ROWS, CLASSES = 4096, 64
+_RNG = np.random.default_rng(0)
+X = jax.ShapeDtypeStruct((ROWS, CLASSES), "float32")
+LABELS, SOFT = np.zeros(ROWS, np.int32), np.full((ROWS, CLASSES), 1 / CLASSES, np.float32)
+MASK, SOME_ROWS = _RNG.random((ROWS, CLASSES)) < 0.5, _RNG.random(ROWS) < 0.5
+
+
+# What in a program is constant, as XLA's folding of constants sees it.
+
+_NOT, _ALIKE, _ARRAY = 0, 1, 2  # all elements of a constant are alike, as in a cotangent of ones, or they differ
+_REDUCTIONS = {"reduce", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "argmax", "argmin", "cumsum", "sort"}
+_MANY = 2**12  # elements: what has fewer is folded at once
+
+
+def _kind(x):
+    return _ARRAY if np.ndim(x) else _ALIKE
+
+
+def _subprograms(equation):
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else [value]:
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield getattr(part, "jaxpr", part), getattr(part, "consts", ())
+
+
+def _find(program, consts, arguments, found):
+    """Which results are constant, from which arguments are; and in `found` the reductions of many constants."""
+    known = dict(zip(program.constvars, map(_kind, consts), strict=True))
+    known |= dict(zip(program.invars, arguments, strict=True))
+
+    def kinds(variables):
+        return [_kind(x.val) if isinstance(x, core.Literal) else known.get(x, _NOT) for x in variables]
+
+    of_platform = {x for e in program.eqns if e.primitive.name == "platform_index" for x in e.outvars}
+    for equation in program.eqns:
+        name, of_arguments = equation.primitive.name, kinds(equation.invars)
+        kind = max(of_arguments, default=_ALIKE) if all(of_arguments) else _NOT
+        results = [_NOT if name in ("iota", "optimization_barrier") else kind] * len(equation.outvars)
+        is_sum = name == "reduce_sum" and kind == _ARRAY  # that of equal elements is a product
+        if name in _REDUCTIONS or is_sum:
+            size = max(x.aval.size for x in equation.invars)
+            found += [str(equation)] * (kind != _NOT and size >= _MANY)
+        elif name in ("scan", "while"):  # what a loop takes a part of, or carries, is not constant in it
+            results = [_NOT] * len(equation.outvars)
+        elif not name.startswith(("scatter", "reduce")):
+            # Of the forms for platforms the first is that for a CPU.
+            number = 1 if name == "cond" and equation.invars[0] in of_platform else None
+            for part, of_part in list(_subprograms(equation))[:number]:
+                if len(part.invars) <= len(of_arguments):
+                    results = _find(part, of_part, of_arguments[len(of_arguments) - len(part.invars) :], found)
+        known |= dict(zip(equation.outvars, results, strict=False))
+    return kinds(program.outvars)
+
+
+def reductions_of_constants(fn, *args):
+    """The reductions of many constants in the value of `fn` and its gradient."""
+    program, found = jax.make_jaxpr(jax.value_and_grad(fn))(*args), []
+    _find(program.jaxpr, program.consts, [_NOT] * len(program.jaxpr.invars), found)
+    return found
+
+
+OPS = {
+    "logsumexp": lambda x: masksafe.logsumexp(x, -1, where=MASK),
+    "softmax": lambda x: masksafe.softmax(x, where=MASK),
+    "log_softmax": lambda x: masksafe.log_softmax(x, where=MASK),
+    "softmax_cross_entropy": lambda x: losses.softmax_cross_entropy(x, SOFT, where=MASK),
+    "integer labels": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, LABELS, where=MASK),
+    "log_probs": lambda x: losses.log_probs(x, LABELS, where=MASK),
+    "kl_divergence": lambda x: losses.kl_divergence(x, SOFT, where=MASK),
+    "cosine_distance": lambda x: losses.cosine_distance(x, SOFT, where=MASK),
+    "multiclass_hinge_loss": lambda x: losses.multiclass_hinge_loss(x, LABELS, where=MASK),
+    "ranking_softmax_loss": lambda x: losses.ranking_softmax_loss(x, SOFT, where=MASK),
+    "dice_loss": lambda x: losses.dice_loss(x, SOFT, where=SOME_ROWS[:, None]),
+    "linear": lambda x: losses.linear_softmax_cross_entropy(x, np.ones((CLASSES, 8), "f4"), LABELS, where=SOME_ROWS),
+    "layer_norm": lambda x: masksafe.layer_norm(x, where=MASK),
+    "standardize": lambda x: masksafe.standardize(x, where=MASK),
+    "batch_norm": lambda x: masksafe.batch_norm(x, where=MASK)[0],
+    "group_norm": lambda x: masksafe.group_norm(x, 8, where=MASK),
+    "mean": lambda x: masksafe.mean(x, where=MASK),
+    "var": lambda x: masksafe.var(x, -1, where=MASK),
+    "MaskedMean": lambda x: masksafe.MaskedMean.of(x, where=MASK).value,
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_mask_that_is_closed_over_is_not_reduced_by_the_compiler(name):
+    assert not reductions_of_constants(lambda x: OPS[name](x).sum(), X)
+
+
+LENGTHS, SEGMENTS = np.full(8, 100, np.int32), np.sort(_RNG.integers(0, 4, (8, 128)), 1).astype(np.int32)
+ATTENTION = {
+    "nothing": {},
+    "causal": {"is_causal": True},
+    "window": {"is_causal": True, "local_window_size": (32, 0)},
+    "lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+    "segments": {"query_segment_ids": SEGMENTS, "key_value_segment_ids": SEGMENTS},
+    "mask": {"mask": _RNG.random((8, 1, 128, 128)) < 0.5},
+    "positions": {"is_causal": True, "query_positions": np.arange(128)[None], "key_positions": np.arange(128)[None]},
+}
+
+
+@pytest.mark.parametrize("masked", ATTENTION)
+def test_the_cotangent_of_a_sum_is_not_reduced_by_the_compiler(masked):
+    attention = functools.partial(masksafe.dot_product_attention, **ATTENTION[masked])
+    q = jax.ShapeDtypeStruct((8, 128, 4, 16), "float32")
+    assert not reductions_of_constants(lambda qkv: attention(*qkv).sum(), (q, q, q))
+
+
+def test_long_attention_and_merged_attention_neither():
+    q = jax.ShapeDtypeStruct((1, 2048, 1, 16), "float32")
+    assert not reductions_of_constants(
+        lambda qkv: masksafe.dot_product_attention(*qkv, is_causal=True).sum(), (q, q, q)
+    )
+    parts = jax.ShapeDtypeStruct((2, 1, 2048, 1, 16), "float32"), jax.ShapeDtypeStruct((2, 1, 2048, 1), "float32")
+    assert not reductions_of_constants(lambda parts: masksafe.merge_attention(*parts)[0].sum(), parts)
+
+
+@pytest.fixture
+def optimised():
+    """The other tests switch XLA's optimisations off, and with them its folding of constants."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+def test_xla_prints_no_alarm(optimised, capfd):
+    q = jax.ShapeDtypeStruct((32, 512, 16, 64), "float32")  # for a minute, if it was folded
+    gradient = jax.grad(lambda q: masksafe.dot_product_attention(q, q, q).sum())
+    jax.jit(gradient).lower(q).compile()
+    mask = _RNG.random((32, 128, 4096)) < 0.5
+    x = jax.ShapeDtypeStruct(mask.shape, "float32")
+    jax.jit(jax.grad(lambda x: masksafe.logsumexp(x, -1, where=mask).sum())).lower(x).compile()
+    assert "Constant folding" not in capfd.readouterr().err
+
+
+# The reductions are those of jax.numpy.
+
+
+@pytest.mark.parametrize("axis", [None, 1, (0, -1), ()])
+@pytest.mark.parametrize("keepdims", [False, True])
+def test_reductions_are_those_of_jax_numpy(axis, keepdims):
+    x = _RNG.normal(size=(3, 4, 5)).astype(np.float32)
+    for ours, theirs, array in (
+        (any_of, jnp.any, x > 1.5),
+        (all_of, jnp.all, x < 1.5),
+        (largest_of, jnp.max, np.abs(x)),
+        (number_of, jnp.sum, x > 0),
+        (sum_of, jnp.sum, x),
+    ):
+        found, expected = ours(jnp.asarray(array), axis, keepdims=keepdims), theirs(array, axis, keepdims=keepdims)
+        assert found.dtype == expected.dtype
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_a_sum_has_derivatives_of_any_order():
+    def cubed(x):
+        return sum_of(sum_of(x, 1) ** 3)
+
+    x = jnp.asarray(_RNG.normal(size=(2, 3)), jnp.float32)
+    np.testing.assert_allclose(
+        jax.grad(cubed)(x), jnp.broadcast_to(3 * x.sum(1, keepdims=True) ** 2, x.shape), rtol=1e-5
+    )
+    np.testing.assert_allclose(jax.hessian(cubed)(x)[0, 0, 0], [6 * x[0].sum()] * 3, rtol=1e-5)
