@@ -90,13 +90,36 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
 
 def as_number(op: str, argument: str, value: Any) -> float:
     """`value` as a number known at trace time."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(message(op, argument, "a traced array", "a number known while tracing", _MAKE_IT_STATIC))
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
         return float(value)
-    except (TypeError, ValueError) as error:  # JAX raises a TypeError for a traced value
-        found = _describe_type(value)
-        raise TypeError(message(op, argument, found, "a concrete number, not a traced array")) from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
+
+
+def as_bool(op: str, argument: str, value: Any) -> bool:
+    """`value` as True or False, known at trace time."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(message(op, argument, "a traced array", "a bool known while tracing", _MAKE_IT_STATIC))
+    if np.ndim(value):
+        raise TypeError(message(op, argument, f"an array of shape {np.shape(value)}", "True or False"))
+    return bool(value)
+
+
+_MAKE_IT_STATIC = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
+
+
+def is_staged(*arrays: Array) -> bool:
+    """Whether a call with these arrays is being traced for a compiled program, not run at once.
+
+    In eager code, also in that which `jax.grad` or `jax.vmap` transforms, a static number makes a new program for each
+    of its values.
+    """
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
+    return is_traced and isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
