@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core.arguments import as_integer_array, message
+from masksafe._core.arguments import as_integer_array, check_is_known, message
 from masksafe._core.typing import Array, ArrayLike
 
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
@@ -187,9 +187,10 @@ def window(left: int, right: int = 0) -> AttentionMask:
 
 def as_window(op: str, argument: str, window: Sequence[Any]) -> tuple[int, int]:
     """How far a query sees to the left and to the right, of which one may be negative."""
+    for n in window:
+        check_is_known(op, argument, n, "an int or a tuple of two ints")
     if len(window) != 2 or any(not isinstance(n, numbers.Integral) or isinstance(n, bool) for n in window):
-        found = "a traced array" if any(isinstance(n, jax.core.Tracer) for n in window) else f"value {window!r}"
-        raise TypeError(message(op, argument, found, "an int or a tuple of two ints"))
+        raise TypeError(message(op, argument, f"value {window!r}", "an int or a tuple of two ints"))
     left, right = map(int, window)
     if left + right < 0:
         hint = "-1 does not mean a window without an end; a number as large as the longest sequence does."

@@ -90,8 +90,7 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
 
 def as_number(op: str, argument: str, value: Any) -> float:
     """`value` as a number known at trace time."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(message(op, argument, "a traced array", "a number known while tracing", _MAKE_IT_STATIC))
+    check_is_known(op, argument, value, "a number")
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
@@ -102,14 +101,17 @@ def as_number(op: str, argument: str, value: Any) -> float:
 
 def as_bool(op: str, argument: str, value: Any) -> bool:
     """`value` as True or False, known at trace time."""
-    if isinstance(value, jax.core.Tracer):
-        raise TypeError(message(op, argument, "a traced array", "a bool known while tracing", _MAKE_IT_STATIC))
+    check_is_known(op, argument, value, "a bool")
     if np.ndim(value):
         raise TypeError(message(op, argument, f"an array of shape {np.shape(value)}", "True or False"))
     return bool(value)
 
 
-_MAKE_IT_STATIC = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
+def check_is_known(op: str, argument: str, value: Any, expected: str) -> None:
+    """Refuses a traced value where a program is made for a known one."""
+    if isinstance(value, jax.core.Tracer):
+        hint = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
+        raise TypeError(message(op, argument, "a traced array", f"{expected} that is known while tracing", hint))
 
 
 def is_staged(*arrays: Array) -> bool:
