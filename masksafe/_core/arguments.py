@@ -139,6 +139,8 @@ def _describe_type(value: Any) -> str:
 
 
 def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
+    if np.ndim(axis) == 0:
+        check_is_known(op, "axis", axis, "an int or a tuple of ints")
     try:
         index = operator.index(axis)
     except TypeError as error:

@@ -59,7 +59,7 @@ def sum(  # noqa: A001
     """
     how, x, where, weights = read_arguments("sum", x, axis, where, weights, axis_name, keepdims)
     if weights is None and axis_name is None:
-        return jnp.sum(selected(x, where), how.axes, keepdims=keepdims)
+        return jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims)
     total: Array = _weighted_sum(how, x, where, weights)
     return total
 

@@ -119,6 +119,36 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    logit_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    sinks: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    axis_name: str | None = None,
+) -> Array | tuple[Array, Array]: ...
+
+
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

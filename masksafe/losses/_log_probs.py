@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import platforms, sharding
-from masksafe._core.arguments import as_float_array, as_label_array, canonical_axes, message
+from masksafe._core.arguments import as_bool, as_float_array, as_label_array, canonical_axes, message
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
@@ -53,6 +53,18 @@ def log_probs(
     temperature: float = 1.0,
     with_entropy: Literal[True],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool,
+) -> Array | tuple[Array, Array]: ...
 
 
 def log_probs(
@@ -140,7 +152,7 @@ def log_probs(
     shape = shape_with_classes(axes, rows, logits.shape)
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, rows)
-    config = _Config(axes, read_temperature(op, temperature), bool(with_entropy))
+    config = _Config(axes, read_temperature(op, temperature), as_bool(op, "with_entropy", with_entropy))
     bad_rows = check_integer_labels(op, labels, where, axes, shape, None)
     log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where)
     log_p = nan_where_bad(log_p, bad_rows)

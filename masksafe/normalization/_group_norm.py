@@ -7,7 +7,7 @@ import numbers
 
 import jax
 
-from masksafe._core.arguments import as_float_array, canonical_axes, message
+from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.row_moments import Groups
@@ -84,6 +84,7 @@ def group_norm(
     x = as_float_array(_OP, "x", x, of_any_width=True)
     (channels,) = canonical_axes(_OP, (axis,), x.ndim)
     number = x.shape[channels]
+    check_is_known(_OP, "num_groups", num_groups, "an int")
     if not isinstance(num_groups, numbers.Integral):
         raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
     if int(num_groups) < 1 or number % int(num_groups):
