@@ -79,6 +79,10 @@ NUMBERS = {
     "scale": lambda x, n: attend(x, scale=n / 10),
     "causal offset": lambda x, n: attend(x, is_causal=True, causal_offset=n),
     "window at an offset": lambda x, n: attend(x, local_window_size=1, causal_offset=-n),
+    "temperature": lambda x, n: losses.log_probs(x, jnp.zeros(x.shape[:-1], int), temperature=n / 10),
+    "gradient at a temperature": lambda x, n: jax.grad(
+        lambda x: losses.log_probs(x, jnp.zeros(x.shape[:-1], int), temperature=n / 10, with_entropy=True)[1].sum()
+    )(x),
     "prefix": lambda x, n: attend(x, mask_mod=masksafe.attention_masks.prefix(n)),
 }
 

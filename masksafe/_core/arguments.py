@@ -124,6 +124,14 @@ def is_staged(*arrays: Array) -> bool:
     return is_traced and isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
+def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:
+    """A number as a constant of the program that is being traced, or in eager code as an array.
+
+    The program of an eager call is then found again for another number.
+    """
+    return (value, None) if is_staged(*arrays) else (None, np.float64(value))
+
+
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
     """`axis` as a tuple of distinct axes in [0, ndim), in the order given; None means every axis."""
     if axis is None:
