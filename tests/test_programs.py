@@ -83,6 +83,13 @@ NUMBERS = {
     "gradient at a temperature": lambda x, n: jax.grad(
         lambda x: losses.log_probs(x, jnp.zeros(x.shape[:-1], int), temperature=n / 10, with_entropy=True)[1].sum()
     )(x),
+    "epsilon of layer norm": lambda x, n: masksafe.layer_norm(x, epsilon=n / 10),
+    "gradient of layer norm": lambda x, n: jax.grad(
+        lambda x: jnp.sum(jnp.square(masksafe.layer_norm(x, jnp.ones(8), where=x < 2, epsilon=n / 10)))
+    )(x),
+    "epsilon of rms norm": lambda x, n: masksafe.rms_norm(x, epsilon=n / 10),
+    "epsilon of batch norm": lambda x, n: masksafe.batch_norm(x, epsilon=n / 10)[0],
+    "epsilon of group norm": lambda x, n: masksafe.group_norm(x, 2, epsilon=n / 10),
     "prefix": lambda x, n: attend(x, mask_mod=masksafe.attention_masks.prefix(n)),
 }
 

@@ -120,8 +120,9 @@ def is_staged(*arrays: Array) -> bool:
     In eager code, also in that which `jax.grad` or `jax.vmap` transforms, a static number makes a new program for each
     of its values.
     """
-    is_traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
-    return is_traced and isinstance(jnp.asarray(0), jax.core.Tracer)
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
 def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:

@@ -13,7 +13,7 @@ from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.row_moments import Groups
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
 from masksafe.normalization._statistics import How, normalize
 
 _OP = "group_norm"
@@ -93,14 +93,15 @@ def group_norm(
     where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
     groups = Groups(channels, int(num_groups))
-    how = How(positions, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name), groups=groups)
-    y: Array = _normalize(how, x, where, weights, *parameters)
+    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
+    how = How(positions, static, as_axis_name(_OP, axis_name), groups=groups)
+    y: Array = _normalize(how, array, x, where, weights, *parameters)
     return y
 
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
-def _normalize(how: How, x: Array, *others: Array | None) -> Array:
+def _normalize(how: How, epsilon: Array | None, x: Array, *others: Array | None) -> Array:
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
-    y, _ = normalize(how, x, *others)
+    y, _ = normalize(how.with_epsilon(epsilon), x, *others)
     return y
