@@ -80,7 +80,8 @@ def label_checks(mode: str) -> Iterator[None]:
     Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
     or not finite, and a row of such labels that sums to neither 1 nor 0; a binary label that is neither of its two
     values, or outside [0, 1]; a target of a divergence that is negative or not finite; and predictions passed to a Dice
-    loss as probabilities that are not probabilities. Masked labels are never reported.
+    loss as probabilities that are not probabilities. Masked labels are never reported. Of attention, lengths outside
+    of 0 to the number of queries or keys are reported; ids of segments are not, since padding may have its own.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
     the line that called the op. There is one error, however many devices there are. The index refers to the labels of
