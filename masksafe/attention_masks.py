@@ -231,7 +231,8 @@ def prefix(length: ArrayLike) -> AttentionMask:
       [True, True, True, False, False]
     """
     op = "attention_masks.prefix"
-    lengths = as_integer_array(op, "length", length)
+    # A copy: JAX may read an array of NumPy where it lies, and the mask is used later.
+    lengths = as_integer_array(op, "length", np.array(length) if isinstance(length, np.ndarray) else length)
     if lengths.ndim > 1:
         raise ValueError(message(op, "length", f"shape {lengths.shape}", "an integer, or integers [batch]"))
     if not isinstance(length, jax.Array) and np.min(length, initial=0) < 0:
