@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.arguments import as_array, as_promoted_float_array, broadcast_shapes, canonical_axes
+from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
 from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
@@ -45,6 +45,18 @@ def logsumexp(
     return_sign: Literal[True],
     where: ArrayLike | None = None,
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def logsumexp(
+    a: ArrayLike,
+    axis: Axis | None = None,
+    b: ArrayLike | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: bool,
+    where: ArrayLike | None = None,
+) -> Array | tuple[Array, Array]: ...
 
 
 @explains_keywords
@@ -94,6 +106,7 @@ def logsumexp(
     a, b = _as_numbers(op, "a", a), None if b is None else _as_numbers(op, "b", b)
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
     axes, where = canonical_axes(op, axis, len(shape)), as_mask_of(op, where, shape, "a")
+    keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
     result: Array | tuple[Array, Array] = _reduce_exps((axes, keepdims, return_sign), a, b, where)
     return result
 

@@ -38,7 +38,7 @@ def flax_attention(
       mask: booleans, or as flax makes them floats, that broadcast to the same; 0 is masked.
       is_causal: query t sees the keys up to t. A single query with a mask is taken for decoding, where flax's mask says
         what it sees of the cache; some versions ask for a causal mask on top, which would hide all keys but the first.
-      dropout_rng: the random key for dropout.
+      dropout_rng: the random key for dropout; without one, dropout is refused as by flax.
       dropout_rate: probability that a weight becomes 0.
       deterministic: no dropout.
       broadcast_dropout: without effect: dropout draws every weight by itself.
@@ -52,7 +52,8 @@ def flax_attention(
 
     Raises:
       TypeError: for an argument that neither knows.
-      ValueError: if flax asks to store the weights (`sow_weights`), or as `dot_product_attention` does.
+      ValueError: if flax asks to store the weights (`sow_weights`), or for dropout without a key; or as
+        `dot_product_attention` does.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, masksafe
@@ -74,6 +75,10 @@ def flax_attention(
         raise ValueError(message("flax_attention", "module", type(module).__name__, "None", hint))
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
+    has_dropout = dropout_rate != 0 and not deterministic
+    if has_dropout and dropout_rng is None:
+        hint = "Or deterministic=True, which is without dropout."
+        raise ValueError(message("flax_attention", "dropout_rng", "None", "a random key for dropout_rate", hint))
     is_decoding = mask is not None and query.shape[-3] == 1
     out: Array = dot_product_attention(
         query,
@@ -82,8 +87,8 @@ def flax_attention(
         bias,
         None if mask is None else mask != 0,
         is_causal=is_causal and not is_decoding,
-        dropout_rate=0.0 if deterministic or dropout_rng is None else dropout_rate,
-        dropout_key=dropout_rng,
+        dropout_rate=dropout_rate if has_dropout else 0.0,
+        dropout_key=dropout_rng if has_dropout else None,
         **arguments,
     )
     return out

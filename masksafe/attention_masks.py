@@ -1,25 +1,31 @@
 """Masks of attention that are functions of positions, for the argument `mask_mod` of `dot_product_attention`.
 
 Each is called with the indices of a sample and a query head and the positions of a query and a key. `a & b`, `a | b`
-and `~a` are masks again, and a function of one's own becomes one with `AttentionMask(function)`.
+and `~a` are masks again, and a function of one's own becomes one with `AttentionMask(function)`. Python's `and`, `or`
+and `not` are refused: they would take one of the two masks for the other.
+
+Masks can be compared and hashed, by what they hold, and pickled if their functions can. They are pytrees, whose leaves
+are their arrays and functions of one's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from masksafe._core.arguments import as_integer_array, message
-from masksafe._core.typing import ArrayLike
+from masksafe._core.arguments import as_integer_array, check_is_known, message
+from masksafe._core.typing import Array, ArrayLike
 
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
     """A function `(batch, head, query_position, key_position) -> bool` that can be joined with others.
 
@@ -45,35 +51,151 @@ class AttentionMask:
     def __and__(self, other: Callable[..., Any]) -> AttentionMask:
         if not callable(other):
             return NotImplemented
-        return AttentionMask(lambda *pair: jnp.logical_and(self(*pair), other(*pair)))
+        return AttentionMask(_Both(self, other))
 
     def __or__(self, other: Callable[..., Any]) -> AttentionMask:
         if not callable(other):
             return NotImplemented
-        return AttentionMask(lambda *pair: jnp.logical_or(self(*pair), other(*pair)))
+        return AttentionMask(_Either(self, other))
 
     def __invert__(self) -> AttentionMask:
-        return AttentionMask(lambda *pair: jnp.logical_not(self(*pair)))
+        return AttentionMask(_Not(self))
 
     __rand__, __ror__ = __and__, __or__
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError("AttentionMask: a mask is neither true nor false. Use | and & and ~ in place of or, and, not.")
 
-causal = AttentionMask(lambda batch, head, query, key: key <= query)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AttentionMask) and self._content() == other._content()
+
+    def __hash__(self) -> int:
+        return hash(self._content())
+
+    def _content(self) -> Hashable:
+        leaves, kind = jax.tree.flatten(self)
+        return kind, *map(_content_of_leaf, leaves)
+
+
+def _content_of_leaf(x: Any) -> Hashable:
+    """What makes a leaf equal to another one: of an array its numbers, unless it is traced."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return x.dtype.name, x.shape, np.asarray(x).tobytes()
+    return id(x) if isinstance(x, jax.core.Tracer) or not isinstance(x, Hashable) else x
+
+
+def _from_leaves(_: None, children: tuple[Any]) -> AttentionMask:
+    mask = object.__new__(AttentionMask)  # JAX may put anything in the place of a function
+    object.__setattr__(mask, "allows", children[0])
+    return mask
+
+
+jax.tree_util.register_pytree_node(AttentionMask, lambda mask: ((mask.allows,), None), _from_leaves)
+
+
+# The functions are objects, since functions within functions can be neither compared nor pickled. What is static is a
+# number of the compiled program; arrays are its arguments.
+
+
+def _static() -> Any:
+    return dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Both:
+    one: Callable[..., Any]
+    other: Callable[..., Any]
+
+    def __call__(self, *pair: Any) -> Any:
+        return jnp.logical_and(self.one(*pair), self.other(*pair))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Either:
+    one: Callable[..., Any]
+    other: Callable[..., Any]
+
+    def __call__(self, *pair: Any) -> Any:
+        return jnp.logical_or(self.one(*pair), self.other(*pair))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Not:
+    one: Callable[..., Any]
+
+    def __call__(self, *pair: Any) -> Any:
+        return jnp.logical_not(self.one(*pair))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Causal:
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key <= query
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Window:
+    left: int = _static()
+    right: int = _static()
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return (query - key <= self.left) & (key - query <= self.right)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Chunked:
+    size: Array
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return query // self.size == key // self.size
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prefix:
+    """The function of a `prefix` mask."""
+
+    length: Array
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key < (self.length if self.length.ndim == 0 else self.length[batch])
+
+
+causal = AttentionMask(_Causal())
 """A query sees the keys at its own position and before."""
 
 
 def window(left: int, right: int = 0) -> AttentionMask:
     """A query sees the keys up to `left` positions before its own and up to `right` after it.
 
+    Either may be negative, but not so that no key is left: -1 does not mean a window without an end, as it does for
+    FlashAttention; that is a number as large as the longest sequence.
+
     Example:
       >>> from masksafe.attention_masks import window
       >>> print([bool(window(2)(0, 0, 5, key)) for key in range(8)])
       [False, False, False, True, True, True, False, False]
     """
-    for argument, width in (("left", left), ("right", right)):
-        if not isinstance(width, numbers.Integral):
-            raise TypeError(message("attention_masks.window", argument, f"value {width!r}", "an int"))
-    return AttentionMask(lambda batch, head, query, key: (query - key <= left) & (key - query <= right))
+    return AttentionMask(_Window(*as_window("attention_masks.window", "left and right", (left, right))))
+
+
+def as_window(op: str, argument: str, window: Sequence[Any]) -> tuple[int, int]:
+    """How far a query sees to the left and to the right, of which one may be negative."""
+    for n in window:
+        check_is_known(op, argument, n, "an int or a tuple of two ints")
+    if len(window) != 2 or any(not isinstance(n, numbers.Integral) or isinstance(n, bool) for n in window):
+        raise TypeError(message(op, argument, f"value {window!r}", "an int or a tuple of two ints"))
+    left, right = map(int, window)
+    if left + right < 0:
+        hint = "-1 does not mean a window without an end; a number as large as the longest sequence does."
+        raise ValueError(message(op, argument, f"value {(left, right)}", "a window that some key can be in", hint))
+    return left, right
 
 
 def chunked(size: ArrayLike) -> AttentionMask:
@@ -84,10 +206,13 @@ def chunked(size: ArrayLike) -> AttentionMask:
       >>> print([bool((causal & chunked(4))(0, 0, 6, key)) for key in range(8)])
       [False, False, False, False, True, True, True, False]
     """
-    positions = as_integer_array("attention_masks.chunked", "size", size)
-    if isinstance(size, numbers.Integral) and size < 1:
-        raise ValueError(message("attention_masks.chunked", "size", f"value {size}", "a positive integer"))
-    return AttentionMask(lambda batch, head, query, key: query // positions == key // positions)
+    op = "attention_masks.chunked"
+    positions = as_integer_array(op, "size", size)
+    if positions.ndim:
+        raise ValueError(message(op, "size", f"shape {positions.shape}", "one integer for all samples"))
+    if not isinstance(size, jax.Array) and np.min(size) < 1:  # of an array of JAX that would wait for its computation
+        raise ValueError(message(op, "size", f"value {size}", "a positive integer"))
+    return AttentionMask(_Chunked(positions))
 
 
 def prefix(length: ArrayLike) -> AttentionMask:
@@ -95,10 +220,30 @@ def prefix(length: ArrayLike) -> AttentionMask:
 
     With `causal |` it is the mask of a prefix language model: a prompt that sees itself as a whole.
 
+    As many integers as there are samples are expected in the call of `dot_product_attention`, all batch dimensions
+    together; it refuses others. Inside of `jax.vmap` these are the samples of one element of the axis over which it
+    maps, and inside of `jax.shard_map` those of one device: lengths are to be mapped or split like the queries, and
+    where one element is one sample without a batch dimension, its length is one integer.
+
     Example:
       >>> from masksafe.attention_masks import causal, prefix
       >>> print([bool((causal | prefix(3))(0, 0, 1, key)) for key in range(5)])
       [True, True, True, False, False]
     """
-    lengths = as_integer_array("attention_masks.prefix", "length", length)
-    return AttentionMask(lambda batch, head, query, key: key < (lengths if lengths.ndim == 0 else lengths[batch]))
+    op = "attention_masks.prefix"
+    # A copy: JAX may read an array of NumPy where it lies, and the mask is used later.
+    lengths = as_integer_array(op, "length", np.array(length) if isinstance(length, np.ndarray) else length)
+    if lengths.ndim > 1:
+        raise ValueError(message(op, "length", f"shape {lengths.shape}", "an integer, or integers [batch]"))
+    if not isinstance(length, jax.Array) and np.min(length, initial=0) < 0:
+        raise ValueError(message(op, "length", f"value {length}", "no negative integer"))
+    return AttentionMask(Prefix(lengths))
+
+
+def check_samples(op: str, argument: str, mask: AttentionMask, samples: int) -> None:
+    """Refuses a mask that holds lengths of another number of samples."""
+    for part in jax.tree.leaves(mask, is_leaf=lambda x: isinstance(x, Prefix)):
+        if isinstance(part, Prefix) and part.length.shape not in ((), (samples,)):
+            found, expected = f"a prefix mask of lengths {part.length.shape}", f"one length, or {(samples,)} of them"
+            hint = "Inside of jax.vmap and jax.shard_map these are the samples of one element or device."
+            raise ValueError(message(op, argument, found, expected, hint))

@@ -43,6 +43,82 @@ def test_an_eager_call_is_one_program(name):
     assert [str(step.primitive) for step in steps] == ["jit"]
 
 
+HEADS = np.random.default_rng(0).normal(size=(2, 4, 1, 8)).astype(np.float32)
+IDS, LENGTHS = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
+MASKS = {
+    "causal": {"is_causal": True},
+    "causal with an offset": {"is_causal": True, "causal_offset": 1},
+    "window": {"local_window_size": 1},
+    "lengths": {"query_seq_lengths": LENGTHS, "key_value_seq_lengths": LENGTHS},
+    "segments": {"query_segment_ids": IDS, "key_value_segment_ids": IDS},
+    "positions": {"is_causal": True, "query_positions": IDS, "key_positions": IDS},
+    "mask of keys": {"mask": np.ones((2, 1, 1, 4), bool)},
+    "mask of pairs": {"mask": np.ones((4, 4), bool)},
+    "bias, scale and sinks": {"bias": np.zeros((4, 4), np.float32), "scale": 0.5, "sinks": np.zeros(1, np.float32)},
+    "ready-made mask": {"mask_mod": masksafe.attention_masks.causal},
+    "functions": {"score_mod": lambda x, b, h, q, k: x - q, "mask_mod": lambda b, h, q, k: k <= q},
+    "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_an_eager_call_of_attention_is_one_program(name):
+    is_array = lambda x: isinstance(x, (np.ndarray, jax.Array))  # noqa: E731
+    arrays = {argument: jnp.asarray(x) for argument, x in MASKS[name].items() if is_array(x)}
+    rest = {argument: x for argument, x in MASKS[name].items() if not is_array(x)}
+    fn = lambda q, arrays: masksafe.dot_product_attention(q, q, q, **arrays, **rest)  # noqa: E731
+    assert [str(step.primitive) for step in jax.make_jaxpr(fn)(jnp.asarray(HEADS), arrays).eqns] == ["jit"]
+
+
+def attend(q, **arguments):
+    return masksafe.dot_product_attention(q, q, q, **arguments)
+
+
+# Functions of an array and a number, which eager code may change in each call.
+NUMBERS = {
+    "scale": lambda x, n: attend(x, scale=n / 10),
+    "causal offset": lambda x, n: attend(x, is_causal=True, causal_offset=n),
+    "window at an offset": lambda x, n: attend(x, local_window_size=1, causal_offset=-n),
+    "temperature": lambda x, n: losses.log_probs(x, jnp.zeros(x.shape[:-1], int), temperature=n / 10),
+    "gradient at a temperature": lambda x, n: jax.grad(
+        lambda x: losses.log_probs(x, jnp.zeros(x.shape[:-1], int), temperature=n / 10, with_entropy=True)[1].sum()
+    )(x),
+    "epsilon of layer norm": lambda x, n: masksafe.layer_norm(x, epsilon=n / 10),
+    "gradient of layer norm": lambda x, n: jax.grad(
+        lambda x: jnp.sum(jnp.square(masksafe.layer_norm(x, jnp.ones(8), where=x < 2, epsilon=n / 10)))
+    )(x),
+    "epsilon of rms norm": lambda x, n: masksafe.rms_norm(x, epsilon=n / 10),
+    "epsilon of batch norm": lambda x, n: masksafe.batch_norm(x, epsilon=n / 10)[0],
+    "epsilon of group norm": lambda x, n: masksafe.group_norm(x, 2, epsilon=n / 10),
+    "prefix": lambda x, n: attend(x, mask_mod=masksafe.attention_masks.prefix(n)),
+}
+
+
+@pytest.fixture
+def compilations():
+    """The programs that are compiled, as a list to which each adds an element."""
+    found = []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
+    fn, x = NUMBERS[name], jnp.asarray(HEADS)
+    results = [jax.block_until_ready(fn(x, n)) for n in (1, 2)]
+    compilations.clear()
+    results += [fn(x, n) for n in (3, 5, 1)]
+    assert not compilations
+    assert jnp.any(results[0] != results[1])
+    np.testing.assert_allclose(results[1], jax.jit(fn, static_argnums=1)(x, 2), rtol=1e-6, atol=1e-6)
+
+
 def temporary_bytes(fn, *shapes):
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes

@@ -111,13 +111,47 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
 
 def as_number(op: str, argument: str, value: Any) -> float:
     """`value` as a number known at trace time."""
+    check_is_known(op, argument, value, "a number")
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
         return float(value)
-    except (TypeError, ValueError) as error:  # JAX raises a TypeError for a traced value
-        found = _describe_type(value)
-        raise TypeError(message(op, argument, found, "a concrete number, not a traced array")) from error
+    except (TypeError, ValueError) as error:
+        raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
+
+
+def as_bool(op: str, argument: str, value: Any) -> bool:
+    """`value` as True or False, known at trace time."""
+    check_is_known(op, argument, value, "a bool")
+    if np.ndim(value):
+        raise TypeError(message(op, argument, f"an array of shape {np.shape(value)}", "True or False"))
+    return bool(value)
+
+
+def check_is_known(op: str, argument: str, value: Any, expected: str) -> None:
+    """Refuses a traced value where a program is made for a known one."""
+    if isinstance(value, jax.core.Tracer):
+        hint = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
+        raise TypeError(message(op, argument, "a traced array", f"{expected} that is known while tracing", hint))
+
+
+def is_staged(*arrays: Array) -> bool:
+    """Whether a call with these arrays is being traced for a compiled program, not run at once.
+
+    In eager code, also in that which `jax.grad` or `jax.vmap` transforms, a static number makes a new program for each
+    of its values.
+    """
+    if not any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return False
+    return bool(jax.sharding.get_abstract_mesh().manual_axes) or isinstance(jnp.asarray(0), jax.core.Tracer)
+
+
+def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:
+    """A number as a constant of the program that is being traced, or in eager code as an array.
+
+    The program of an eager call is then found again for another number.
+    """
+    return (value, None) if is_staged(*arrays) else (None, np.float64(value))
 
 
 def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
@@ -135,6 +169,8 @@ def _describe_type(value: Any) -> str:
 
 
 def _canonical_axis(op: str, axis: Any, ndim: int) -> int:
+    if np.ndim(axis) == 0:
+        check_is_known(op, "axis", axis, "an int or a tuple of ints")
     try:
         index = operator.index(axis)
     except TypeError as error:

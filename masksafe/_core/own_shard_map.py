@@ -68,7 +68,7 @@ def split_of(args: Any, names: Any) -> Split | None:
     """
     arrays = jax.tree.leaves(args)
     mesh = next((jax.typeof(x).sharding.mesh for x in arrays if is_sharded(x)), None)
-    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or _is_checkified():
+    if mesh is None or jax.sharding.get_abstract_mesh().manual_axes or is_checkified():
         return None
     if any(has_symbolic_size(x) or x.size == 0 for x in arrays):
         return None
@@ -134,7 +134,7 @@ def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, 
     return mapped(*jax.tree.map(parts, args, names))
 
 
-def _is_checkified() -> bool:
+def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
     if label_check_mode() == "checkify":
         return True

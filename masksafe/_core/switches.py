@@ -127,7 +127,8 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
     values, or outside [0, 1]; a target of a divergence that is negative or not finite; predictions passed to a Dice
     loss as probabilities that are not probabilities; paddings of `ctc_loss` with a live label on the right of a padded
     one; and an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode). Masked
-    labels are never reported.
+    labels are never reported. Of attention, lengths outside of 0 to the number of queries or keys are reported; ids of
+    segments are not, since padding may have its own.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
     the line that called the op. There is one error, however many devices there are. The index refers to the labels of

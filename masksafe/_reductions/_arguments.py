@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_array, canonical_axes
+from masksafe._core.arguments import as_array, as_bool, canonical_axes
 from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -45,7 +45,7 @@ def prepared(
     weights = None if weights is None else as_array(op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
     axis_name = None if axis_name is None else as_axis_name(op, axis_name)
-    return Call(op, axis, axis_name, bool(keepdims)), x, where, weights
+    return Call(op, axis, axis_name, as_bool(op, "keepdims", keepdims)), x, where, weights
 
 
 def read_arguments(
@@ -53,5 +53,5 @@ def read_arguments(
 ) -> tuple[Reduction, Array, Array | None, Array | None]:
     """What is reduced, the array, and its mask and weights at its rank."""
     x = as_array(op, "x", x)
-    how = Reduction(canonical_axes(op, axis, x.ndim), bool(keepdims), as_axis_name(op, axis_name))
+    how = Reduction(canonical_axes(op, axis, x.ndim), as_bool(op, "keepdims", keepdims), as_axis_name(op, axis_name))
     return how, x, as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)

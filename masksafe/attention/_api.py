@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
@@ -12,8 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core import platforms
-from masksafe._core.arguments import as_float_array, as_integer_array, as_promoted_float_array, at_rank_of, message
+from masksafe._core.arguments import (
+    as_array,
+    as_bool,
+    as_float_array,
+    as_integer_array,
+    as_number,
+    as_promoted_float_array,
+    check_broadcasts_to,
+    is_staged,
+    message,
+)
+from masksafe._core.derivatives import explains_forward_mode
+from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask
+from masksafe._core.own_shard_map import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import (
     AxisName,
@@ -31,6 +45,7 @@ from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_keys, seen_positions
 from masksafe.attention._mods import Mods, trace
 from masksafe.attention._ring import ring_of
+from masksafe.attention_masks import AttentionMask, as_window, check_samples
 
 _OP = "dot_product_attention"
 
@@ -104,6 +119,36 @@ def dot_product_attention(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+    return_residual: bool,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    causal_offset: ArrayLike = 0,
+    logit_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: Array | None = None,
+    sinks: ArrayLike | None = None,
+    query_positions: ArrayLike | None = None,
+    key_positions: ArrayLike | None = None,
+    score_mod: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    axis_name: str | None = None,
+) -> Array | tuple[Array, Array]: ...
+
+
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,
@@ -152,17 +197,18 @@ def dot_product_attention(
         (grouped-query attention; multi-query attention if K = 1).
       value: floats `[B, S, K, width]`; the width may differ from H.
       bias: floats added to the logits, which broadcast to `[B, N, T, S]`. -inf masks; a large negative number does
-        not. Integers and booleans become floats, as in `jax.nn`: a boolean mask passed here by mistake adds 1 where
-        it is True.
+        not. Integers become floats, as in `jax.nn`; booleans are refused, since a mask is passed as `mask`.
       mask: booleans that broadcast to `[B, N, T, S]`; False is masked. Write a mask of each sample's keys, `[B, S]`,
         as `mask[:, None, None, :]`.
       scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array gets a
         gradient.
       is_causal: query t sees the keys up to t + `causal_offset`; with positions, those at its own position or before.
-      query_seq_lengths: integers `[B]`; queries from this index on are masked.
-      key_value_seq_lengths: integers `[B]`; keys from this index on are masked.
+      query_seq_lengths: integers `[B]`; queries from this index on are masked. Lengths below 0 count as 0, and those
+        above T as T; within `masksafe.label_checks` they are reported, and give NaN in their sample.
+      key_value_seq_lengths: integers `[B]`; keys from this index on are masked. The same holds of S.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
-        t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own.
+        t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
+        of the two may be negative, if they are not so together: -1 is not a window without an end.
       implementation: None, the default, takes cuDNN's kernel in programs for CUDA if it can run, and the form in blocks
         everywhere else. "xla" is the form in blocks on every platform. "cudnn" is cuDNN's kernel or an error that says
         why not. See the notes on cuDNN below.
@@ -251,7 +297,8 @@ def dot_product_attention(
     * `jax.export` refuses programs with it, as it gives no guarantee for later versions; export those of "xla".
 
     Raises:
-      TypeError: if an array has the wrong dtype, or `local_window_size` is not one or two integers.
+      TypeError: if an array has the wrong dtype, `local_window_size` is not one or two integers, `dropout_key` is no
+        random key, or an argument that a program is made for, such as `is_causal`, is traced.
       ValueError: if a shape does not fit, an argument that another one requires is missing, there is no axis
         `axis_name`, or "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
 
@@ -294,68 +341,168 @@ def dot_product_attention(
       <https://arxiv.org/abs/2412.05496>`_. Time over devices: `Liu, Zaharia and Abbeel, Ring Attention with Blockwise
       Transformers for Near-Infinite Context, 2023 <https://arxiv.org/abs/2310.01889>`_.
     """
-    axis_name = as_axis_name(_OP, axis_name)
-    q, k, v = (gathered_along(x, -3) for x in _operands(query, key, value))
-    q, batch, keys_in_all = varying_over(axis_name, q), q.shape[:-3], size_over_devices(axis_name, k.shape[-3])
-    static_scale, scale = _as_scale(scale, q)
-    bias = (
-        None
-        if bias is None
-        else _broadcast_to_pairs("bias", as_promoted_float_array(_OP, "bias", bias), q, k, keys_in_all)
+    is_causal, return_residual = as_bool(_OP, "is_causal", is_causal), as_bool(_OP, "return_residual", return_residual)
+    soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
+    axis_name, window = as_axis_name(_OP, axis_name), _as_window(local_window_size)
+    q, k, v = _operands(query, key, value)
+    sizes = [size_over_devices(axis_name, x.shape[-3]) for x in (q, k)]
+    knows_numbers = axis_name is not None or is_staged(q, k, v)
+    static_scale, scale = _as_scale(scale, q, knows_numbers)
+    arrays = _Arrays(
+        q,
+        k,
+        v,
+        scale=scale,
+        bias=_over_pairs("bias", bias, _as_bias, q, k, sizes[1]),
+        mask=_over_pairs("mask", mask, functools.partial(as_mask, _OP, "mask"), q, k, sizes[1]),
+        query_lengths=_per_sample("query_seq_lengths", query_seq_lengths, q),
+        key_lengths=_per_sample("key_value_seq_lengths", key_value_seq_lengths, q),
+        offset=_as_offset(causal_offset, query_positions, key_positions, q),
+        query_positions=_per_time("query_positions", query_positions, q),
+        key_positions=_per_time("key_positions", key_positions, k),
+        **_as_segments(query_segment_ids, key_value_segment_ids, q, k),
+        sinks=None if sinks is None else _as_sinks(sinks, q),
+        dropout_key=_as_dropout_key(dropout_key, dropout_rate),
+        mods=_trace_mods(score_mod, mask_mod, q),
     )
-    mask = None if mask is None else _broadcast_to_pairs("mask", as_mask(_OP, "mask", mask), q, k, keys_in_all)
-    window = _as_window(local_window_size)
-    has_positions = query_positions is not None or key_positions is not None
-    positions = _as_positions(query_positions, key_positions, causal_offset, q, k, axis_name)
-    query_lengths = _per_sample("query_seq_lengths", query_seq_lengths, batch)
-    key_lengths = _per_sample("key_value_seq_lengths", key_value_seq_lengths, batch)
-    segments = _as_segments(query_segment_ids, key_value_segment_ids, q, k)
-    sinks = None if sinks is None else _as_sinks(sinks, q)
-    mods = _trace_mods(score_mod, mask_mod, q)
-    _check_numbers(logit_soft_cap, dropout_rate, dropout_key)
-    pairs = _structure(positions, is_causal, window, query_lengths, key_lengths, axis_name)
-    pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
-    can_skip = bool(jax.tree.leaves((pairs, mask, bias))) or mods.mask is not None
-    if mods.score is not None or mods.mask is not None:
-        pairs = _with_indices(pairs, positions, q, k)
-    if dropout_key is not None and dropout_rate > 0:
-        pairs = pairs._replace(head_keys=jax.random.split(dropout_key, (*batch, k.shape[-2])))
+    bad_samples = _check_lengths(arrays, sizes)
 
-    band = None if has_positions else _static_band(is_causal, window, causal_offset)
-    config = _configure(q, k, static_scale, logit_soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
+    has_positions = query_positions is not None or key_positions is not None
+    is_known = not has_positions and (arrays.offset is None or knows_numbers)
+    band = _static_band(is_causal, window, causal_offset) if is_known else None
+    can_skip = is_causal or window is not None or arrays.mask_pairs()
+    config = _configure(q, k, static_scale, soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
     config = config._replace(ring=ring_of(axis_name, band, q.shape[-3], k.shape[-3]))
     if implementation in (None, "cudnn"):
-        operands = _cudnn.Operands(q, k, v, bias)
         reason = _cudnn.reason_against(
-            operands,
-            mask,
-            pairs,
+            _cudnn.Operands(q, k, v, arrays.bias),
+            arrays.mask,
             by_name=implementation == "cudnn",
             is_causal=is_causal,
             window=window,
-            has_lengths=query_lengths is not None or key_lengths is not None,
-            has_offset=not (isinstance(causal_offset, int) and causal_offset == 0),
+            has_lengths=arrays.query_lengths is not None or arrays.key_lengths is not None,
+            has_offset=arrays.offset is not None,
             has_positions=has_positions,
+            has_segments=arrays.query_segments is not None,
             has_sinks=sinks is not None,
             has_mods=score_mod is not None or mask_mod is not None,
             has_array_scale=scale is not None,
-            soft_cap=logit_soft_cap,
+            has_dropout=arrays.dropout_key is not None,
+            soft_cap=soft_cap,
             return_residual=return_residual,
             has_axis_name=axis_name is not None,
         )
-        if reason is None:
-            left = None if window is None else window[0]
-            cudnn_config = _cudnn.Config(static_scale, is_causal or window is not None, left, config)
-            masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
-            elsewhere = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-            output: Array = _cudnn.attention(cudnn_config, elsewhere, operands, masks)
-            return output
-        if implementation == "cudnn":
+        if reason is not None and implementation == "cudnn":
             raise ValueError(_refusal_of_cudnn(reason))
-    elif implementation != "xla":
+    elif implementation == "xla":
+        reason = "another one is asked for"
+    else:
         raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    out, lse = attend(config, q, k, v, scale, bias, mask, pairs, mods, sinks)
+    by_cudnn = None
+    if reason is None:
+        elsewhere = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
+        left = None if window is None else window[0]
+        by_cudnn = _cudnn.Config(static_scale, is_causal or window is not None, left, config), elsewhere
+    out, lse = _attend(_Call(config, is_causal, window, axis_name, by_cudnn, is_checkified()), arrays)
+    if bad_samples is not None:
+        out, lse = (
+            nan_where_bad(x, bad_samples.reshape(bad_samples.shape + (1,) * n)) for x, n in ((out, 3), (lse, 2))
+        )
     return (out, lse) if return_residual else out
+
+
+class _Call(NamedTuple):
+    """What a program depends on besides the types of its arrays."""
+
+    config: Config
+    is_causal: bool
+    window: tuple[int, int] | None
+    axis_name: AxisName
+    by_cudnn: tuple[_cudnn.Config, str | None] | None
+    is_checkified: bool
+
+
+class _Arrays(NamedTuple):
+    """The arrays, checked and as the user gave them, since an operation on them costs an eager call a program.
+
+    Their ranks may be lower than those of the comments: they broadcast to these.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    scale: Any  # []
+    bias: Array | None  # [*batch, N, T, S]
+    mask: Array | None  # [*batch, N, T, S]
+    query_lengths: Any  # [*batch]
+    key_lengths: Any  # [*batch]
+    offset: Any  # [*batch]
+    query_positions: Any  # [*batch, T]
+    key_positions: Any  # [*batch, S]
+    query_segments: Array | None  # [*batch, T]
+    key_segments: Array | None  # [*batch, S]
+    sinks: Array | None  # [N]
+    dropout_key: Array | None
+    mods: Mods
+
+    def mask_pairs(self) -> bool:
+        """Whether an array or a function masks pairs, or might."""
+        masking = self.bias, self.mask, self.query_lengths, self.key_lengths, self.query_segments, self.mods.mask
+        return any(x is not None for x in masking)
+
+
+@explains_forward_mode
+@functools.partial(jax.jit, static_argnums=0)
+def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
+    """The output, and the logsumexp, but not from cuDNN: one program for an eager call."""
+    q, k, v = (gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
+    batch, rank = q.shape[:-3], q.ndim
+    bias, mask = (None if x is None else gathered_along(_at_rank(x, rank), -2, -1) for x in (arrays.bias, arrays.mask))
+    query_lengths, key_lengths, offset = (
+        None if x is None else _clipped(_at_rank(x, rank - 3))[..., None]
+        for x in (arrays.query_lengths, arrays.key_lengths, arrays.offset)
+    )
+    if call.by_cudnn is not None:
+        masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
+        return _cudnn.attention(*call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    q = varying_over(call.axis_name, q)
+    positions = _Positions(
+        _positions_of(q, arrays.query_positions, call.axis_name),
+        _positions_of(k, arrays.key_positions, call.axis_name),
+        arrays.key_positions is not None,
+    )
+    if offset is not None:
+        positions = positions._replace(queries=positions.queries + offset)
+    pairs = _structure(positions, call.is_causal, call.window, query_lengths, key_lengths, call.axis_name)
+    if arrays.query_segments is not None and arrays.key_segments is not None:
+        segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
+        pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
+    if arrays.mods.score is not None or arrays.mods.mask is not None:
+        pairs = _with_indices(pairs, positions, q, k)
+    if arrays.dropout_key is not None:
+        pairs = pairs._replace(head_keys=jax.random.split(arrays.dropout_key, (*batch, k.shape[-2])))
+    return attend(call.config, q, k, v, arrays.scale, bias, mask, pairs, arrays.mods, arrays.sinks)
+
+
+def _at_rank(x: Array, rank: int) -> Array:
+    """`x` with leading axes of size 1 added, or taken away: jax.nn takes a batch of 1 for queries without one."""
+    return x.reshape((1,) * (rank - x.ndim) + x.shape[max(0, x.ndim - rank) :])
+
+
+def _clipped(x: Array) -> Array:
+    """Integers as int32, so that none wraps around."""
+    limits = jnp.iinfo(x.dtype)
+    return jnp.clip(x, max(-_FARTHEST, int(limits.min)), min(_FARTHEST, int(limits.max))).astype(jnp.int32)
+
+
+def _positions_of(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
+    return _index(x, axis_name) if positions is None else _clipped(_over_time(positions, x))
+
+
+def _over_time(x: Array, operand: Array) -> Array:
+    """`[*batch or 1s, time]`, expanded along time so that it can be cut to a tile."""
+    x = gathered_along(_at_rank(x, operand.ndim - 2), -1)
+    return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
 
 
 def _refusal_of_cudnn(reason: str) -> str:
@@ -387,85 +534,144 @@ def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array
     return q, k, v
 
 
-def _as_scale(scale: ArrayLike | None, q: Array) -> tuple[float, Array | None]:
-    """The factor of the logits if it is a number, 1 otherwise; and the array by which to multiply the queries."""
+def _as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[float, Any]:
+    """The factor of the logits if a program should know it, 1 otherwise; and the array by which to multiply queries."""
     if scale is None:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
-        return float(scale), None
+        # Queries of 16 bits would be multiplied in float32, and so would their products with keys.
+        is_static = knows_numbers or q.dtype.itemsize < 4
+        return (float(scale), None) if is_static else (1.0, np.asarray(float(scale), q.dtype))
     scale = as_promoted_float_array(_OP, "scale", scale)
     if scale.size != 1:
         raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar, or an array of one element"))
     return 1.0, scale.reshape(())
 
 
-def _broadcast_to_pairs(argument: str, x: Array, q: Array, k: Array, num_keys: int) -> Array:
-    """`x` as `[*batch, N, T, num_keys]`, of which `k` may have a part, with size 1 where it broadcasts."""
-    target = (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
-    while x.ndim > len(target) and x.shape[0] == 1:  # jax.nn takes a batch of 1 for queries without one
-        x = x[0]
-    hint = ""
-    if x.ndim == 2 and q.ndim == 4 and x.shape == (q.shape[0], k.shape[-3]):
-        hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
-    elif x.shape[-1:] == k.shape[-3:-2] != (num_keys,):
-        hint = f"With axis_name, {argument} is of this device's queries and the keys of all devices."
-    elif x.ndim > 1 and x.shape[-2:] == (q.shape[-2], k.shape[-2]):
-        hint = _HEADS_FIRST
-    return gathered_along(
-        at_rank_of(_OP, argument, x, target, "the logits [batch, heads, queries, keys]", hint), -2, -1
-    )
+def _as_bias(bias: ArrayLike) -> Array:
+    array = as_array(_OP, "bias", bias)
+    if array.dtype == jnp.bool_:
+        raise TypeError(
+            message(_OP, "bias", "dtype bool", "numbers to add to the logits", "A mask is passed as mask=.")
+        )
+    return as_promoted_float_array(_OP, "bias", array)
 
 
-def _per_sample(argument: str, x: ArrayLike | None, batch: tuple[int, ...]) -> Array | None:
-    """Integers `[*batch, 1]`, with size 1 where they broadcast."""
+def _over_pairs(
+    argument: str, x: ArrayLike | None, as_typed: Callable[[Any], Array], q: Array, k: Array, num_keys: int
+) -> Array | None:
+    """An array that broadcasts to `[*batch, N, T, num_keys]`, of which `k` may have a part."""
     if x is None:
         return None
-    x = _as_integers(argument, x, _FARTHEST)
-    if not batch and x.shape == (1,):  # jax.nn takes a batch of 1 for queries without one
-        x = x[0]
-    return at_rank_of(_OP, argument, x, batch, "the batch")[..., None]
+    array, target = as_typed(x), (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
+    shape = _without_ones(array, target)
+    hint = ""
+    if len(shape) == 2 and q.ndim == 4 and shape == (q.shape[0], k.shape[-3]):
+        hint = f"For a mask of the keys of every sample write {argument}[:, None, None, :]."
+    elif shape[-1:] == k.shape[-3:-2] != (num_keys,):
+        hint = f"With axis_name, {argument} is of this device's queries and the keys of all devices."
+    elif len(shape) > 1 and shape[-2:] == (q.shape[-2], k.shape[-2]):
+        hint = _HEADS_FIRST
+    check_broadcasts_to(_OP, argument, shape, target, "the logits [batch, heads, queries, keys]", hint)
+    return array
 
 
-def _as_integers(argument: str, x: ArrayLike, limit: int) -> Array:
-    """Integers as int32, clipped to [-limit, limit] so that none wraps around."""
+def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
+    """The shape without the leading 1s by which its rank is above that of the target, as `_at_rank` drops them."""
+    extra = max(0, x.ndim - len(target))
+    return x.shape[extra:] if x.shape[:extra] == (1,) * extra else x.shape
+
+
+def _per_sample(argument: str, x: ArrayLike | None, q: Array) -> Array | None:
+    """Integers that broadcast to the batch."""
+    if x is None:
+        return None
+    integers, batch = _as_integers(argument, x), q.shape[:-3]
+    shape = integers.shape if batch else _without_ones(integers, batch)
+    check_broadcasts_to(_OP, argument, shape, batch, "the batch")
+    return integers
+
+
+def _as_integers(argument: str, x: ArrayLike) -> Array:
+    """Integers, none of which JAX truncates to 32 bits."""
     if isinstance(x, numbers.Integral):
-        x = np.asarray(max(-limit, min(limit, int(x))))
-    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(
-        x.dtype, np.integer
-    ):  # before JAX truncates to 32 bits
-        x = np.clip(x, max(-limit, np.iinfo(x.dtype).min), min(limit, np.iinfo(x.dtype).max))
-    x = as_integer_array(_OP, argument, x)
-    limits = jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(-limit, int(limits.min)), min(limit, int(limits.max))).astype(jnp.int32)
+        x = np.asarray(max(-_FARTHEST, min(_FARTHEST, int(x))))
+    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(x.dtype, np.integer):
+        x = np.clip(x, max(-_FARTHEST, np.iinfo(x.dtype).min), min(_FARTHEST, np.iinfo(x.dtype).max))
+    return as_integer_array(_OP, argument, x)
 
 
 def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if window is None:
         return None
-    left_right = window if isinstance(window, Sequence) else (window, window)
-    if len(left_right) != 2 or not all(isinstance(n, numbers.Integral) for n in left_right):
-        raise TypeError(message(_OP, "local_window_size", f"value {window!r}", "an int or a tuple of two ints"))
-    left, right = (max(-2 * _FARTHEST, min(2 * _FARTHEST, int(n))) for n in left_right)
-    return left, right
+    left, right = as_window(
+        _OP, "local_window_size", tuple(window) if isinstance(window, Sequence) else (window, window)
+    )
+    return max(-2 * _FARTHEST, min(2 * _FARTHEST, left)), max(-2 * _FARTHEST, min(2 * _FARTHEST, right))
 
 
-def _as_segments(
-    query_ids: ArrayLike | None, key_ids: ArrayLike | None, q: Array, k: Array
-) -> tuple[Array | None, Array | None]:
-    if query_ids is None and key_ids is None:
-        return None, None
-    return _as_segment_ids("query_segment_ids", query_ids, q), _as_segment_ids("key_value_segment_ids", key_ids, k)
+def _as_segments(query_ids: ArrayLike | None, key_ids: ArrayLike | None, q: Array, k: Array) -> dict[str, Array | None]:
+    has_segments = query_ids is not None or key_ids is not None
+    return {
+        "query_segments": _as_segment_ids("query_segment_ids", query_ids, q) if has_segments else None,
+        "key_segments": _as_segment_ids("key_value_segment_ids", key_ids, k) if has_segments else None,
+    }
 
 
 def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
-    """Integers `[*batch or 1s, time]`, expanded along time so that they can be cut to a tile."""
     if ids is None:
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given", hint))
-    ids = as_integer_array(_OP, argument, ids)
-    hint = _HEADS_FIRST if ids.shape[-1:] == x.shape[-2:-1] else ""
-    ids = gathered_along(at_rank_of(_OP, argument, ids, x.shape[:-2], "[batch, time]", hint), -1)
-    return jnp.broadcast_to(ids, (*ids.shape[:-1], x.shape[-3]))
+    return _checked_per_time(argument, as_integer_array(_OP, argument, ids), x)
+
+
+def _per_time(argument: str, x: ArrayLike | None, operand: Array) -> Array | None:
+    """Integers that broadcast to `[*batch, time]`, of queries or keys."""
+    return None if x is None else _checked_per_time(argument, _as_integers(argument, x), operand)
+
+
+def _checked_per_time(argument: str, x: Array, operand: Array) -> Array:
+    hint = _HEADS_FIRST if x.shape[-1:] == operand.shape[-2:-1] else ""
+    check_broadcasts_to(_OP, argument, x.shape, operand.shape[:-2], "[batch, time]", hint)
+    return x
+
+
+def _as_offset(
+    offset: ArrayLike, query_positions: ArrayLike | None, key_positions: ArrayLike | None, q: Array
+) -> Array | None:
+    """Integers that broadcast to the batch, or None for 0."""
+    if isinstance(offset, numbers.Integral) and int(offset) == 0:
+        return None
+    if not (query_positions is None and key_positions is None):
+        argument = "query_positions" if key_positions is None else "key_positions"
+        hint = "Add it to the positions of the queries."
+        raise ValueError(message(_OP, "causal_offset", f"an offset and {argument}", "one of them", hint))
+    return _per_sample("causal_offset", offset, q)
+
+
+def _check_lengths(arrays: _Arrays, sizes: Sequence[int]) -> Array | None:
+    """Reports lengths below 0 or above the size, if label checks are on; which samples have some, for `nan_where_bad`.
+
+    Without checks they are what the interval [0, length) of the indices says. Ids of segments are not looked at: one
+    side may have an id that the other one lacks, as padding has.
+    """
+    bad = None
+    for argument, lengths, size in (
+        ("query_seq_lengths", arrays.query_lengths, sizes[0]),
+        ("key_value_seq_lengths", arrays.key_lengths, sizes[1]),
+    ):
+        if lengths is not None:
+            is_valid = functools.partial(_is_length, size)
+            found = check_elements(_OP, lengths, lengths.shape, None, is_valid, f"outside [0, {size}]", argument)
+            bad = found if bad is None or found is None else bad | found
+    return None if bad is None else _at_rank(bad, arrays.q.ndim - 3)
+
+
+def _is_length(size: int, lengths: Array) -> Array:
+    return (lengths >= 0) & (lengths <= size)
+
+
+# Which pairs count.
 
 
 class _Positions(NamedTuple):
@@ -474,28 +680,6 @@ class _Positions(NamedTuple):
     queries: Any
     keys: Any
     are_own: bool
-
-
-def _as_positions(
-    query_positions: ArrayLike | None,
-    key_positions: ArrayLike | None,
-    offset: ArrayLike,
-    q: Array,
-    k: Array,
-    axis_name: AxisName,
-) -> _Positions:
-    has_offset = not (isinstance(offset, numbers.Integral) and int(offset) == 0)
-    if has_offset and not (query_positions is None and key_positions is None):
-        argument = "query_positions" if key_positions is None else "key_positions"
-        hint = "Add it to the positions of the queries."
-        raise ValueError(message(_OP, "causal_offset", f"an offset and {argument}", "one of them", hint))
-    of_queries = _index(q, axis_name)
-    if query_positions is not None:
-        of_queries = _at_times("query_positions", query_positions, q)
-    elif has_offset:
-        of_queries = of_queries + _per_sample("causal_offset", offset, q.shape[:-3])
-    of_keys = _index(k, axis_name) if key_positions is None else _at_times("key_positions", key_positions, k)
-    return _Positions(of_queries, of_keys, key_positions is not None)
 
 
 def _index(x: Array, axis_name: AxisName) -> Any:
@@ -526,6 +710,8 @@ def _structure(
 
 
 def _trace_mods(score_mod: Any, mask_mod: Any, q: Array) -> Mods:
+    if isinstance(mask_mod, AttentionMask):
+        check_samples(_OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
     return Mods(
         None if score_mod is None else trace(_OP, "score_mod", score_mod, of_logits=True, dtype=wide_dtype(q.dtype)),
         None if mask_mod is None else trace(_OP, "mask_mod", mask_mod, of_logits=False, dtype=jnp.bool_),
@@ -541,14 +727,6 @@ def _with_indices(pairs: Pairs, positions: _Positions, q: Array, k: Array) -> Pa
     return pairs._replace(samples=samples, heads=heads, query_positions=positions.queries, key_positions=positions.keys)
 
 
-def _at_times(argument: str, x: ArrayLike, operand: Array) -> Array:
-    """Integers `[*batch or 1s, time]` of queries or keys, clipped to the farthest positions."""
-    x = _as_integers(argument, x, _FARTHEST)
-    hint = _HEADS_FIRST if x.shape[-1:] == operand.shape[-2:-1] else ""
-    x = gathered_along(at_rank_of(_OP, argument, x, operand.shape[:-2], "[batch, time]", hint), -1)
-    return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
-
-
 def _as_sinks(sinks: ArrayLike, q: Array) -> Array:
     sinks = as_promoted_float_array(_OP, "sinks", sinks)
     if sinks.shape != q.shape[-2:-1]:
@@ -556,13 +734,35 @@ def _as_sinks(sinks: ArrayLike, q: Array) -> Array:
     return sinks
 
 
-def _check_numbers(logit_soft_cap: float | None, dropout_rate: float, dropout_key: Array | None) -> None:
-    if logit_soft_cap is not None and not (isinstance(logit_soft_cap, numbers.Real) and logit_soft_cap > 0):
-        raise ValueError(message(_OP, "logit_soft_cap", f"value {logit_soft_cap}", "a positive number or None"))
-    if not (isinstance(dropout_rate, numbers.Real) and 0 <= dropout_rate < 1):
-        raise ValueError(message(_OP, "dropout_rate", f"value {dropout_rate}", "a number in [0, 1)"))
-    if dropout_rate > 0 and dropout_key is None:
+def _as_soft_cap(soft_cap: Any) -> float | None:
+    number = None if soft_cap is None else as_number(_OP, "logit_soft_cap", soft_cap)
+    if number is not None and not number > 0:
+        raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive number or None"))
+    return number
+
+
+def _as_dropout_rate(rate: Any) -> float:
+    number = as_number(_OP, "dropout_rate", rate)
+    if not 0 <= number < 1:
+        raise ValueError(message(_OP, "dropout_rate", f"value {rate}", "a number in [0, 1)"))
+    return number
+
+
+def _as_dropout_key(key: Any, rate: float) -> Array | None:
+    """The random key, if there is dropout."""
+    if rate == 0:
+        return None
+    if key is None:
         raise ValueError(message(_OP, "dropout_key", "value None", "a random key, as dropout_rate is not 0"))
+    hint = "Make one by jax.random.key(seed)."
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(message(_OP, "dropout_key", f"type {type(key).__name__}", "a random key", hint))
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and key.dtype != np.uint32:
+        raise TypeError(message(_OP, "dropout_key", f"dtype {key.dtype}", "a random key", hint))
+    if key.ndim != (0 if is_typed else 1):
+        raise ValueError(message(_OP, "dropout_key", f"shape {key.shape}", "one random key", hint))
+    return jnp.asarray(key)
 
 
 def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:

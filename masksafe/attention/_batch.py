@@ -1,15 +1,10 @@
-"""From any number of batch dimensions to the single one of the core.
+"""From any number of batch dimensions to the single one of the core."""
 
-All of it is jitted, so that a NaN under the mask stays hidden even from jax_debug_nans.
-"""
-
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array
 from masksafe.attention._derivatives import attention
@@ -20,8 +15,6 @@ from masksafe.attention._merge import with_sinks
 from masksafe.attention._mods import Mods
 
 
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
 def attend_over_batch(
     config: Config,
     q: Array,

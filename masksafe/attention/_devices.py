@@ -6,7 +6,6 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.own_shard_map import Split, on_each_device, split_of
 from masksafe._core.typing import Array
 from masksafe.attention._batch import attend_over_batch
@@ -35,8 +34,6 @@ def attend(
     return results
 
 
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _attend_on_each_device(split: Split, config: Config, *args: Any) -> tuple[Array, Array]:
     of_operands, *_ = names = _dimensions(*args)
     on_device = functools.partial(attend_over_batch, config)

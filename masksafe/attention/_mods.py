@@ -5,6 +5,7 @@ that a rule of derivatives may use it, and gives its gradient.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from masksafe._core.arguments import message
 from masksafe._core.masks import first_of
 from masksafe._core.sharding import is_sharded, vary_with
 from masksafe._core.typing import Array
+from masksafe.attention_masks import AttentionMask
 
 Arrays = tuple[Array, ...]
 
@@ -34,6 +36,7 @@ class Program:
     def __init__(self, jaxpr: Jaxpr, is_captured: tuple[bool, ...]) -> None:
         self.jaxpr = jaxpr
         self.is_captured = is_captured  # for each constant whether it gets a gradient; the inputs follow them
+        self._first_input = len(is_captured) - len(jaxpr.constvars)  # of a mask the arrays are inputs of the jaxpr, too
         self._key = str(jaxpr), is_captured, tuple(_hidden(jaxpr))
 
     def __eq__(self, other: object) -> bool:
@@ -46,7 +49,7 @@ class Program:
     def uses(self) -> tuple[bool, ...]:
         """Which of the inputs have an effect."""
         used = {id(v) for equation in self.jaxpr.eqns for v in equation.invars} | set(map(id, self.jaxpr.outvars))
-        return tuple(id(v) in used for v in self.jaxpr.invars)
+        return tuple(id(v) in used for v in self.jaxpr.invars[self._first_input :])
 
 
 def _hidden(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -88,7 +91,8 @@ class Mod:
 def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, constants))(*inputs))
+        number = len(jaxpr.constvars)
+        return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, constants[:number]))(*constants[number:], *inputs))
     # On a mesh the types say how arrays are split, and may be others than where the function was traced. In shard_map,
     # all inputs of an operation have to vary over the same axes.
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
@@ -150,9 +154,18 @@ def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mo
     """The user's function, traced for one pair; `dtype` is that of its result, and of the logit if it gets one."""
     if not callable(fn):
         raise TypeError(message(op, argument, f"type {type(fn).__name__}", "a function, or None"))
-    _check_parameters(op, argument, fn, (["logit"] if of_logits else []) + _INDICES)
     indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    closed, result = jax.make_jaxpr(fn, return_shape=True)(*[jax.ShapeDtypeStruct((), dtype)] * of_logits, *indices)
+    if isinstance(fn, AttentionMask) and not of_logits:
+        arrays = jax.tree.leaves(fn)
+        if all(isinstance(x, jax.Array) for x in arrays):  # no function of the user is in it
+            return Mod((), tuple(arrays), _program_of_mask(_call_mask.trace(fn, *indices).jaxpr))
+    _check_parameters(op, argument, fn, (["logit"] if of_logits else []) + _INDICES)
+    try:
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*[jax.ShapeDtypeStruct((), dtype)] * of_logits, *indices)
+    except jax.errors.TracerBoolConversionError as error:
+        hint = "Write &, | and ~, or jnp.logical_and and its like, and jnp.where in place of if."
+        found = "a function that asks whether a traced value is true, as and, or, not and if do"
+        raise TypeError(message(op, argument, found, "one that computes with arrays alone", hint)) from error
     expected = "one float for each pair" if of_logits else "one boolean for each pair"
     if not isinstance(result, jax.ShapeDtypeStruct):
         raise TypeError(message(op, argument, f"a result of type {type(result).__name__}", expected))
@@ -165,6 +178,17 @@ def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mo
     constants = list(zip(map(jnp.asarray, closed.consts), is_captured, strict=True))
     captured, others = (tuple(x for x, kind in constants if kind == wanted) for wanted in (True, False))
     return Mod(captured, others, Program(closed.jaxpr, is_captured))
+
+
+@jax.jit
+def _call_mask(mask: AttentionMask, *pair: Any) -> Any:
+    return mask(*pair)
+
+
+@functools.lru_cache(maxsize=256)
+def _program_of_mask(traced: ClosedJaxpr) -> Program:
+    """That of a mask without a function of the user, which JAX traces once: its arrays come first."""
+    return Program(traced.jaxpr, (False,) * (len(traced.jaxpr.invars) - len(_INDICES)))
 
 
 _INDICES = ["batch", "head", "query_position", "key_position"]

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core.arguments import as_array, canonical_axes, message
+from masksafe._core.arguments import as_array, canonical_axes, check_is_known, message
 from masksafe._core.sharding import gathered_along
 from masksafe._core.typing import Array, ArrayLike
 
@@ -104,6 +104,7 @@ def _reordered(op: str, x: ArrayLike, shards: int, axis: int, *, undo: bool) -> 
 
 
 def _as_number_of_shards(op: str, shards: Any) -> int:
+    check_is_known(op, "shards", shards, "an int")
     try:
         number = operator.index(shards)
     except TypeError as error:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
+from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, check_is_known, message
 from masksafe._core.label_checks import check_elements, check_integer_labels, nan_where_bad
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
@@ -245,6 +245,7 @@ def _check_shapes(
     ):
         if paddings.shape != shape:
             raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    check_is_known(op, "blank_id", blank_id, "a class")
     if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
         expected = f"a class of logits {logits.shape}"
         raise ValueError(message(op, "blank_id", f"value {blank_id!r}", expected))

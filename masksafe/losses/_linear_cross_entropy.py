@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding
-from masksafe._core.arguments import as_number, message
+from masksafe._core.arguments import as_bool, as_number, message
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
@@ -65,6 +65,26 @@ def linear_softmax_cross_entropy(
     weights: ArrayLike | None = None,
     with_components: Literal[True],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def linear_softmax_cross_entropy(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    reduction: str = "mean",
+    logit_soft_cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+    class_weights: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    with_components: bool,
+) -> Array | tuple[Array, Array]: ...
 
 
 def linear_softmax_cross_entropy(
@@ -199,6 +219,7 @@ def linear_softmax_cross_entropy(
         axis_name,
     )
     args = features, labels, live, kernel, bias, class_weights if formula.of_all_classes else None
+    with_components = as_bool(_OP, "with_components", with_components)
     if with_components or reduction == "none":
         losses = tuple(map(_weighted, token_outputs(options, *args), factors))
         results: tuple[Array, ...] = (

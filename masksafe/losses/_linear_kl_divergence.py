@@ -9,7 +9,7 @@ from typing import cast
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
+from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, selected
@@ -135,6 +135,7 @@ def linear_kl_divergence(
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
     live, class_mask = _read_masks(_OP, tokens, classes, where, class_mask)
+    check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
     options = _read_options(_OP, temperature, direction, beta, True, target_gradients, reduction, block_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, overload
 
 from masksafe._core import sharding
+from masksafe._core.arguments import as_bool
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._linear import _arguments as arguments
@@ -45,6 +46,22 @@ def linear_log_probs(
     axis_name: str | None = None,
     with_entropy: Literal[True],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    bias: ArrayLike | None = None,
+    where: ArrayLike | None = None,
+    temperature: float = 1.0,
+    logit_soft_cap: float | None = None,
+    block_size: int | None = None,
+    axis_name: str | None = None,
+    with_entropy: bool,
+) -> Array | tuple[Array, Array]: ...
 
 
 def linear_log_probs(
@@ -127,6 +144,7 @@ def linear_log_probs(
     labels = arguments.read_labels(_OP, features, labels)
     where = arguments.read_where(_OP, where, labels)
     axis_name = sharding.as_axis_name(_OP, axis_name)
+    with_entropy = as_bool(_OP, "with_entropy", with_entropy)
     formula = LogProbAndEntropy if with_entropy else CrossEntropy
     options = Options(
         formula(arguments.read_soft_cap(_OP, logit_soft_cap), arguments.read_temperature(_OP, temperature)),

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import platforms, sharding
-from masksafe._core.arguments import as_float_array, as_label_array, canonical_axes, message
+from masksafe._core.arguments import (
+    as_bool,
+    as_float_array,
+    as_label_array,
+    as_static_or_array,
+    canonical_axes,
+    message,
+)
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
@@ -54,6 +61,18 @@ def log_probs(
     temperature: float = 1.0,
     with_entropy: Literal[True],
 ) -> tuple[Array, Array]: ...
+
+
+@overload
+def log_probs(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool,
+) -> Array | tuple[Array, Array]: ...
 
 
 def log_probs(
@@ -141,9 +160,11 @@ def log_probs(
     shape = shape_with_classes(axes, rows, logits.shape)
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, rows)
-    config = _Config(axes, read_temperature(op, temperature), bool(with_entropy))
+    temperature = read_temperature(op, temperature)
+    static, array = (1.0, None) if temperature == 1 else as_static_or_array(temperature, logits, labels)
+    config = _Config(axes, static, as_bool(op, "with_entropy", with_entropy))
     bad_rows = check_integer_labels(op, labels, where, axes, shape, None)
-    log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where)
+    log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where, array)
     log_p = nan_where_bad(log_p, bad_rows)
     return log_p if entropy is None else (log_p, entropy)
 
@@ -161,8 +182,17 @@ class _Config(NamedTuple):
     """The static arguments."""
 
     axes: Axes  # of the classes
-    temperature: float
+    temperature: Any  # None where it is an array, which `with_temperature` puts here within a traced function
     with_entropy: bool
+
+    def with_temperature(self, array: Array | None) -> _Config:
+        return self if array is None else self._replace(temperature=array)
+
+    def divided(self, x: Array) -> Array:
+        """`x` divided by the temperature."""
+        temperature = self.temperature
+        quotient: Array = x / (temperature if isinstance(temperature, float) else temperature.astype(x.dtype))
+        return quotient
 
 
 class _Rows(NamedTuple):
@@ -177,21 +207,25 @@ class _Rows(NamedTuple):
 
 
 _Results = tuple[Array, Array | None]
-_Residuals = tuple[Array, Array | None, _Rows]
+_Residuals = tuple[Array, Array | None, Array | None, _Rows]
 
 
-def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[_Results, _Residuals]:
-    rows = _evaluate(config, False, logits, labels, where)
-    return _results(rows), (logits, where, rows)
+def _forward(
+    config: _Config, logits: Array, labels: Array, where: Array | None, temperature: Array | None
+) -> tuple[_Results, _Residuals]:
+    rows = _evaluate(config, False, logits, labels, where, temperature)
+    return _results(rows), (logits, where, temperature, rows)
 
 
-def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tuple[Array, None, None]:
-    return _pull_back(config, *residuals, *d_results), None, None
+def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tuple[Array, None, None, None]:
+    return _pull_back(config, *residuals, *d_results), None, None, None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _of_policy(config: _Config, logits: Array, labels: Array, where: Array | None) -> _Results:
-    return _results(_evaluate(config, True, logits, labels, where))
+def _of_policy(
+    config: _Config, logits: Array, labels: Array, where: Array | None, temperature: Array | None
+) -> _Results:
+    return _results(_evaluate(config, True, logits, labels, where, temperature))
 
 
 def _results(rows: _Rows) -> _Results:
@@ -199,14 +233,23 @@ def _results(rows: _Rows) -> _Results:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(config: _Config, results_alone: bool, logits: Array, labels: Array, where: Array | None) -> _Rows:
-    return _evaluate_rows(config, results_alone, *as_rows(config.axes, logits, labels, where))
+def _evaluate(
+    config: _Config,
+    results_alone: bool,
+    logits: Array,
+    labels: Array,
+    where: Array | None,
+    temperature: Array | None,
+) -> _Rows:
+    return _evaluate_rows(config, results_alone, *as_rows(config.axes, logits, labels, where), temperature)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _evaluate_rows(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
+def _evaluate_rows(
+    config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None, temperature: Array | None
+) -> _Rows:
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
-    row_values = functools.partial(_row_values, config, results_alone)
+    row_values = functools.partial(_row_values, config.with_temperature(temperature), results_alone)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     arithmetic = row_values if where is None and not config.with_entropy else None
     rows: _Rows = map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
@@ -215,9 +258,10 @@ def _evaluate_rows(config: _Config, results_alone: bool, x: Array, labels: Array
 
 @_evaluate_rows.defjvp
 def _(config: _Config, results_alone: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Rows, _Rows]:
-    (x, labels, where), (x_dot, _, _) = primals, tangents
-    rows = _evaluate_rows(config, False, x, labels, where)
-    x_dot = selected(x_dot.astype(rows.log_sum.dtype), where) / config.temperature
+    (x, labels, where, temperature), (x_dot, *_) = primals, tangents
+    rows = _evaluate_rows(config, False, x, labels, where, temperature)
+    config = config.with_temperature(temperature)
+    x_dot = config.divided(selected(x_dot.astype(rows.log_sum.dtype), where))
     p, of_log_prob, of_entropy = _slopes(config, x, where, rows)
     d_log_prob = nan_unless(_has_log_prob(rows), x_dot.dtype) * sum_of_row(of_log_prob * x_dot)
     d_log_sum = sum_of_row(p * x_dot)
@@ -251,8 +295,8 @@ def _log_prob_and_sums(
     dtype, label_x = wide_dtype(x.dtype), value_at_label(None, x, where, label)
     x = lowest_under_mask(x, where)
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
-    z = (x.astype(dtype) - shift) / config.temperature
-    label_z, shift = ((label_x.astype(dtype) - shift) / config.temperature).squeeze(-1), shift.squeeze(-1)
+    z = config.divided(x.astype(dtype) - shift)
+    label_z, shift = config.divided(label_x.astype(dtype) - shift).squeeze(-1), shift.squeeze(-1)
     if config.with_entropy:
         log_sum = log_sum_exp(z, where).squeeze(-1)
         gap = jnp.sum(selected(jnp.exp(z) * _gaps(z), where), -1) * jnp.exp(-log_sum)
@@ -275,8 +319,15 @@ def _gaps(z: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: _Config, logits: Array, where: Array | None, rows: _Rows, d_log_p: Array, d_entropy: Array | None
+    config: _Config,
+    logits: Array,
+    where: Array | None,
+    temperature: Array | None,
+    rows: _Rows,
+    d_log_p: Array,
+    d_entropy: Array | None,
 ) -> Array:
+    config = config.with_temperature(temperature)
     x, _, mask = as_rows(config.axes, logits, rows.label.squeeze(-1), where)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
@@ -285,7 +336,7 @@ def _pull_back(
     d_z = _product_where_used(mask, _has_log_prob(rows), of_log_prob, d_log_p)
     if of_entropy is not None and d_entropy is not None:
         d_z += _product_where_used(mask, _has_entropy(rows), of_entropy, d_entropy)
-    return from_rows(config.axes, logits, d_z / config.temperature)
+    return from_rows(config.axes, logits, config.divided(d_z))
 
 
 def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: Array) -> Array:
@@ -300,7 +351,7 @@ def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: A
 
 def _slopes(config: _Config, x: Array, where: Array | None, rows: _Rows) -> tuple[Array, Array, Array | None]:
     """The probabilities, and the derivatives of log p_y and of H with respect to z, for rows that are sound."""
-    z = (selected(x, where, -jnp.inf).astype(rows.shift.dtype) - rows.shift) / config.temperature
+    z = config.divided(selected(x, where, -jnp.inf).astype(rows.shift.dtype) - rows.shift)
     p: Array = jnp.exp(z) * jnp.exp(-rows.log_sum)
     of_log_prob = jnp.where(class_index(x.shape) == rows.label, -jnp.expm1(rows.log_prob), -p)
     return p, of_log_prob, p * (_gaps(z) - rows.gap) if config.with_entropy else None

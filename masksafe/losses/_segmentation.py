@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_array, as_float_array, canonical_axes, message
+from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.label_checks import check_probabilities, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -96,6 +96,8 @@ def dice_loss(
         raise ValueError(message(op, "reduction", f"value {reduction!r}", "one of mean, sum, none"))
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
+    ignore_background = as_bool(op, "ignore_background", ignore_background)
+    apply_softmax = as_bool(op, "apply_softmax", apply_softmax)
     losses, live_rows = _class_losses(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
 
     if class_weights is not None:
@@ -164,6 +166,8 @@ def multiclass_generalized_dice_loss(
     weight_dtype = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
     dtype = jnp.result_type(p.dtype, weight_dtype, smooth)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
+    ignore_background = as_bool(op, "ignore_background", ignore_background)
+    apply_softmax = as_bool(op, "apply_softmax", apply_softmax)
     losses, live_rows = _class_losses(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
 
     frequencies = sum_of(wide_selected(t, mask), range(p.ndim - 1))
@@ -229,6 +233,7 @@ def binary_dice_loss(
     p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
     mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
+    apply_sigmoid = as_bool(op, "apply_sigmoid", apply_sigmoid)
     losses, _ = _class_losses(op, p, t, mask, axes, smooth, 0.5, 0.5, apply_sigmoid)
     return losses[..., 0].astype(jnp.result_type(p.dtype, _target_dtype(p, t), smooth))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_number, message
+from masksafe._core.arguments import as_float_array, as_number, as_static_or_array, message
 from masksafe._core.typing import Array, ArrayLike, Axes
 
 
@@ -16,6 +16,12 @@ def as_epsilon(op: str, epsilon: Any) -> float:
     if not number >= 0:
         raise ValueError(message(op, "epsilon", f"value {number}", "0 or more"))
     return number
+
+
+def as_static_or_array_epsilon(op: str, epsilon: Any, x: Array) -> tuple[float | None, Any]:
+    """The epsilon as a static number or as an array, by `as_static_or_array`; a program has to know of a tiny one."""
+    number = as_epsilon(op, epsilon)
+    return as_static_or_array(number, x) if number >= jnp.finfo(jnp.float32).tiny else (number, None)
 
 
 def along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes: Axes) -> Array | None:

@@ -16,7 +16,7 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
 from masksafe.normalization._statistics import How, normalize, normalize_by, reciprocal_root
 
 _OP = "batch_norm"
@@ -120,11 +120,12 @@ def batch_norm(
         raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given"))
     where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
     rest = tuple(a for a in range(x.ndim) if a not in features)
-    how = How(rest, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name))
+    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
+    how = How(rest, static, as_axis_name(_OP, axis_name))
     if given_mean is not None:
-        y: Array = _normalize_by(how, x, where, weights, given_mean, given_var, *parameters)
+        y: Array = _normalize_by(how, array, x, where, weights, given_mean, given_var, *parameters)
         return y, jnp.asarray(mean), jnp.asarray(var)
-    normalized: tuple[Array, Array, Array] = _normalize(how, features, x, where, weights, *parameters)
+    normalized: tuple[Array, Array, Array] = _normalize(how, features, array, x, where, weights, *parameters)
     return normalized
 
 
@@ -133,13 +134,14 @@ def batch_norm(
 def _normalize(
     how: How,
     features: tuple[int, ...],
+    epsilon: Array | None,
     x: Array,
     where: Array | None,
     weights: Array | None,
     scale: Array | None,
     bias: Array | None,
 ) -> tuple[Array, Array, Array]:
-    y, (mean, variance) = normalize(how, x, where, weights, scale, bias)
+    y, (mean, variance) = normalize(how.with_epsilon(epsilon), x, where, weights, scale, bias)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
     of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, how.axes), order)  # noqa: E731
     return y, of_features(moments.total(mean)), of_features(variance)
@@ -149,6 +151,7 @@ def _normalize(
 @functools.partial(jax.jit, static_argnums=0)
 def _normalize_by(
     how: How,
+    epsilon: Array | None,
     x: Array,
     where: Array | None,
     weights: Array | None,
@@ -158,6 +161,6 @@ def _normalize_by(
     bias: Array | None,
 ) -> Array:
     mean, variance = (s.astype(wide_dtype(x.dtype)) for s in (mean, variance))
-    root = reciprocal_root(variance, None, how.epsilon)
+    root = reciprocal_root(variance, None, how.with_epsilon(epsilon).epsilon)
     live = weighting_of(x, where, weights).where
     return normalize_by(how, x, live, Mean(jnp.zeros_like(mean), mean), root, scale, bias)

@@ -7,14 +7,14 @@ import numbers
 
 import jax
 
-from masksafe._core.arguments import as_float_array, canonical_axes, message
+from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.row_moments import Groups
 from masksafe._core.sharding import AxisName, are_whole, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
 from masksafe.normalization._statistics import How, normalize
 
 _OP = "group_norm"
@@ -86,6 +86,7 @@ def group_norm(
     x = as_float_array(_OP, "x", x, of_any_width=True)
     (channels,) = canonical_axes(_OP, (axis,), x.ndim)
     number = x.shape[channels]
+    check_is_known(_OP, "num_groups", num_groups, "an int")
     if not isinstance(num_groups, numbers.Integral):
         raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
     if int(num_groups) < 1 or number % int(num_groups):
@@ -94,14 +95,16 @@ def group_norm(
     where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
     groups = Groups(channels, int(num_groups))
-    how = How(positions, as_epsilon(_OP, epsilon), as_axis_name(_OP, axis_name), groups=groups)
-    y: Array = _normalize(how, x, where, weights, *parameters)
+    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
+    how = How(positions, static, as_axis_name(_OP, axis_name), groups=groups)
+    y: Array = _normalize(how, array, x, where, weights, *parameters)
     return y
 
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
-def _normalize(how: How, x: Array, *others: Array | None) -> Array:
+def _normalize(how: How, epsilon: Array | None, x: Array, *others: Array | None) -> Array:
+    how = how.with_epsilon(epsilon)
     if not how.axes and are_whole((x, others)):
         return _normalize_rows_of_channels(how, x, *others)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.

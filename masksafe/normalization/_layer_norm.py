@@ -33,7 +33,7 @@ from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
 from masksafe._core.sharding import AxisName, as_axis_name, is_on_automatic_mesh
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.normalization._arguments import along_axes, as_epsilon
+from masksafe.normalization._arguments import along_axes, as_epsilon, as_static_or_array_epsilon
 from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
 
 
@@ -248,16 +248,16 @@ def _normalize(
 ) -> Array:
     x = as_float_array(op, "x", x, of_any_width=True)
     axes = canonical_axes(op, axis, x.ndim)
-    epsilon = as_epsilon(op, epsilon)
+    static, array = as_static_or_array_epsilon(op, epsilon, x)
     scale = along_axes(op, "scale", scale, x, axes)
     bias = along_axes(op, "bias", bias, x, axes)
     where, weights = as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
-        config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
-        y: Array = _norm(config, x, where, scale, bias)
+        config = _Config(axes_of_row(axes, x.ndim), static, centred, bias is not None)
+        y: Array = _norm(config, x, where, scale, bias, array)
         return y
-    y, _ = normalize(How(axes, epsilon, name, centred), x, where, weights, scale, bias)
+    y, _ = normalize(How(axes, as_epsilon(op, epsilon), name, centred), x, where, weights, scale, bias)
     return y
 
 
@@ -281,9 +281,12 @@ def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> 
 
 class _Config(NamedTuple):
     axes: Axes  # counted from the end
-    epsilon: float
+    epsilon: Any  # None where it is an array, which `with_epsilon` puts here within a traced function
     centred: bool
     has_bias: bool
+
+    def with_epsilon(self, array: Array | None) -> _Config:
+        return self if array is None else self._replace(epsilon=array)
 
 
 class _Statistics(NamedTuple):
@@ -293,30 +296,34 @@ class _Statistics(NamedTuple):
     reciprocal_std: Array
 
 
-_Residuals = tuple[Array, Array | None, Array | None, Array | None, _Statistics | None]
+_Residuals = tuple[Array, Array | None, Array | None, Array | None, Array | None, _Statistics | None]
 
 
 def _norm_forward(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
 ) -> tuple[Array, _Residuals]:
-    y, statistics = _evaluate(config, x, where, scale, bias)
-    return y, (x, where, scale, bias, statistics)
+    y, statistics = _evaluate(config, x, where, scale, bias, epsilon)
+    return y, (x, where, scale, bias, epsilon, statistics)
 
 
-def _norm_reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array, None, Array | None, Array | None]:
+def _norm_reverse(
+    config: _Config, residuals: _Residuals, d_y: Array
+) -> tuple[Array, None, Array | None, Array | None, None]:
     d_x, d_scale, d_bias = _pull_back(config, *residuals, d_y)
-    return d_x, None, d_scale, d_bias
+    return d_x, None, d_scale, d_bias, None
 
 
 @with_reverse_rule(_norm_forward, _norm_reverse, static_argnums=(0,))
-def _norm(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    y: Array = _evaluate(config, x, where, scale, bias)[0]
+def _norm(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
+) -> Array:
+    y: Array = _evaluate(config, x, where, scale, bias, epsilon)[0]
     return y
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
 ) -> tuple[Array, _Statistics | None]:
     """The result, and the statistics if they cost nothing.
 
@@ -326,15 +333,15 @@ def _evaluate(
 
     def on_cpu(*args: Any) -> tuple[Array, _Statistics | None]:
         if _is_fused(x, where):
-            return _evaluate_rows(config, *args)[0], None
-        evaluate_rows = lambda *args: (_evaluate_rows(config, *args), ())  # noqa: E731
+            return _evaluate_rows(config, *(*args, epsilon))[0], None
+        evaluate_rows = lambda *args: (_evaluate_rows(config, *(*args, epsilon)), ())  # noqa: E731
         (y, statistics), _ = by_row_blocks(evaluate_rows, _leading_axes(config, x), *args)
         return y, statistics
 
     def elsewhere(*args: Any) -> tuple[Array, _Statistics | None]:
         if not moments.masks_rows(where, config.axes):
-            return _evaluate_with_statistics(config, *args)
-        return _evaluate_alone(config, *args), None if _is_fused(x, where) else _zero_statistics(config, x)
+            return _evaluate_with_statistics(config, *(*args, epsilon))
+        return _evaluate_alone(config, *(*args, epsilon)), None if _is_fused(x, where) else _zero_statistics(config, x)
 
     if not moments.may_save_passes(config.axes, x, where, scale, bias):
         return on_cpu(x, where, scale, bias)
@@ -349,18 +356,20 @@ def _pull_back(
     where: Array | None,
     scale: Array | None,
     bias: Array | None,
+    epsilon: Array | None,
     statistics: _Statistics | None,
     d_y: Array,
 ) -> tuple[Array, Array | None, Array | None]:
     def on_cpu(*args: Any) -> tuple[Array, tuple[Array | None, Array | None]]:
-        d_x, totals = by_row_blocks(functools.partial(_pull_back_rows, config), _leading_axes(config, x), *args)
+        pull_back_rows = lambda *args: _pull_back_rows(config, *(*args, epsilon))  # noqa: E731
+        d_x, totals = by_row_blocks(pull_back_rows, _leading_axes(config, x), *args)
         return d_x, totals
 
     def elsewhere(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
         are_zeros = moments.masks_rows(where, config.axes)
-        return _pull_back_all_rows(config, x, d_y, where, scale, None if are_zeros else statistics)
+        return _pull_back_all_rows(config, x, d_y, where, scale, None if are_zeros else statistics, epsilon)
 
     args = x, d_y, where, scale, statistics
     if moments.may_save_passes(config.axes, x, d_y, where, scale):
@@ -374,10 +383,10 @@ def _pull_back(
 
 
 def _evaluate_rows(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
 ) -> tuple[Array, _Statistics]:
     wide = selected(widened(x), where)
-    statistics = _compute_statistics(config, wide, where, x.dtype)
+    statistics = _compute_statistics(config.with_epsilon(epsilon), wide, where, x.dtype)
     return _apply(wide, statistics, where, scale, bias).astype(x.dtype), statistics
 
 
@@ -386,10 +395,16 @@ def _apply(wide: Array, statistics: _Statistics, where: Array | None, scale: Arr
 
 
 def _pull_back_rows(
-    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+    config: _Config,
+    x: Array,
+    d_y: Array,
+    where: Array | None,
+    scale: Array | None,
+    statistics: _Statistics | None,
+    epsilon: Array | None,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     wide = selected(widened(x), where)
-    statistics = statistics or _compute_statistics(config, wide, where, x.dtype)
+    statistics = statistics or _compute_statistics(config.with_epsilon(epsilon), wide, where, x.dtype)
     normalized = _standardize(wide, statistics, where)
     d_y = selected(d_y.astype(wide.dtype), where)
     d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
@@ -429,25 +444,28 @@ def _with_rows_merged(config: _Config, x: Array, *arrays: Array | None) -> list[
 
 
 def _evaluate_all_rows(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
 ) -> Array:
-    return _evaluate_rows(config, x, where, scale, bias)[0]
+    return _evaluate_rows(config, x, where, scale, bias, epsilon)[0]
 
 
 @with_derivatives_of(_evaluate_all_rows)
-def _evaluate_alone(config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
+def _evaluate_alone(
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
+) -> Array:
     """The result without the statistics, under a mask of rows."""
     if not platforms.fits_into_a_kernel(config.axes, x.shape):
-        return _evaluate_with_statistics(config, x, where, scale, bias)[0]
+        return _evaluate_with_statistics(config, x, where, scale, bias, epsilon)[0]
     rows, where, scale, bias = _with_rows_merged(config, x, x, where, scale, bias)
-    y, _ = _evaluate_rows(config._replace(axes=(-1,)), selected(rows, where), None, scale, bias)
+    y, _ = _evaluate_rows(config._replace(axes=(-1,)), selected(rows, where), None, scale, bias, epsilon)
     return selected(y, where).reshape(x.shape)
 
 
 @with_derivatives_of(_evaluate_rows)
 def _evaluate_with_statistics(
-    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None
+    config: _Config, x: Array, where: Array | None, scale: Array | None, bias: Array | None, epsilon: Array | None
 ) -> tuple[Array, _Statistics]:
+    config = config.with_epsilon(epsilon)
     if config.centred:
         n = _count(config, x, where)
         statistics = _statistics_of(config, x.dtype, *moments.mean_and_squares(x, config.axes, where), n)
@@ -467,15 +485,22 @@ class _Averages(NamedTuple):
 
 @with_derivatives_of(_pull_back_rows)
 def _pull_back_all_rows(
-    config: _Config, x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+    config: _Config,
+    x: Array,
+    d_y: Array,
+    where: Array | None,
+    scale: Array | None,
+    statistics: _Statistics | None,
+    epsilon: Array | None,
 ) -> tuple[Array, tuple[Array | None, Array | None]]:
     """The cotangents, from statistics unless the mask is one of rows."""
+    config = config.with_epsilon(epsilon)
     if statistics is not None:
         averages = _averages(config, x, d_y, where, scale, statistics)
     elif scale is None and not config.has_bias and platforms.fits_into_a_kernel(config.axes, x.shape):
         rows, d_rows, where = _with_rows_merged(config, x, x, d_y, where)
         rows, d_rows = selected(rows, where), selected(d_rows, where)
-        d_x, totals = _pull_back_rows(config._replace(axes=(-1,)), rows, d_rows, None, None, None)
+        d_x, totals = _pull_back_rows(config._replace(axes=(-1,)), rows, d_rows, None, None, None, None)
         return selected(d_x, where).reshape(x.shape), totals
     else:
         statistics, averages = _statistics_and_averages(config, x, d_y, where, scale)

@@ -8,7 +8,7 @@ The statistics and what follows from them have a reverse rule each. In between, 
 mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,10 +28,13 @@ class How(NamedTuple):
     """It is static."""
 
     axes: Axes  # those of a row
-    epsilon: float
+    epsilon: Any  # None where it is an array, which `with_epsilon` puts here within a traced function
     axis_name: AxisName
     centred: bool = True  # otherwise by the root mean square
     groups: Groups | None = None  # of rows that share their statistics
+
+    def with_epsilon(self, array: Array | None) -> "How":
+        return self if array is None else self._replace(epsilon=array)
 
 
 class Statistics(NamedTuple):
@@ -72,8 +75,10 @@ def normalize_by(
     return y
 
 
-def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float) -> Array:
-    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0."""
+def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float | Array) -> Array:
+    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0. An array as epsilon is not tiny."""
+    if not isinstance(epsilon, float):
+        return lax.rsqrt(variance + epsilon.astype(variance.dtype))
     if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
         return lax.rsqrt(variance + epsilon)
     is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import attention, random_inputs, shrink_blocks
+from jax.experimental import checkify
 
 import masksafe
 
@@ -40,7 +41,6 @@ INTEGERS = {
     ),
     "a list for the window": (dict(local_window_size=[1, 2]), dict(local_window_size=(1, 2))),
     "integer bias": (dict(bias=jnp.arange(7)), dict(bias=jnp.arange(7.0))),
-    "boolean bias": (dict(bias=jnp.arange(7) > 3), dict(bias=jnp.where(jnp.arange(7) > 3, 1.0, 0.0))),
     "integer scale": (dict(scale=jnp.array(2)), dict(scale=jnp.array(2.0))),
     "scale of one element": (dict(scale=jnp.full((1, 1), 0.5)), dict(scale=jnp.array(0.5))),
 }
@@ -107,6 +107,42 @@ BAD_ARGUMENTS = {
     "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
     "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
     "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),
+    "a number for a dropout key": (
+        dict(dropout_rate=0.5, dropout_key=0),
+        TypeError,
+        r"dropout_key: got type int; expected a random key. Make one by jax.random.key\(seed\)",
+    ),
+    "floats for a dropout key": (dict(dropout_rate=0.5, dropout_key=jnp.ones(2)), TypeError, "dropout_key: got dtype"),
+    "two dropout keys": (
+        dict(dropout_rate=0.5, dropout_key=jax.random.split(jax.random.key(0))),
+        ValueError,
+        r"dropout_key: got shape \(2,\); expected one random key",
+    ),
+    "bias: a mask": (dict(bias=jnp.ones((6, 7), bool)), TypeError, "bias: got dtype bool; .* passed as mask="),
+    "a window of FlashAttention": (
+        dict(local_window_size=(-1, 0)),
+        ValueError,
+        "local_window_size: .*-1 does not",
+    ),
+    "a window of no key": (dict(local_window_size=(2, -3)), ValueError, r"local_window_size: got value \(2, -3\)"),
+    "a negative window": (dict(local_window_size=-1), ValueError, r"local_window_size: got value \(-1, -1\)"),
+    "a boolean window": (dict(local_window_size=True), TypeError, "local_window_size: got value"),
+    "is_causal: an array": (dict(is_causal=np.ones(2, bool)), TypeError, r"is_causal: got an array of shape \(2,\)"),
+    "prefixes of another batch": (
+        dict(mask_mod=masksafe.attention_masks.causal | masksafe.attention_masks.prefix(jnp.arange(3))),
+        ValueError,
+        r"mask_mod: got a prefix mask of lengths \(3,\); expected one length, or \(2,\) of them.*vmap",
+    ),
+    "a function with and": (
+        dict(mask_mod=lambda b, h, q, k: k <= q and q > 1),
+        TypeError,
+        "mask_mod: got a function that asks whether a traced value is true, as and.* Write &",
+    ),
+    "a function with if": (
+        dict(score_mod=lambda x, b, h, q, k: x if k > q else -x),
+        TypeError,
+        "score_mod: got a function that asks .*jnp.where in place of if",
+    ),
     "an implementation": (dict(implementation="pallas"), ValueError, "implementation: got value 'pallas'"),
 }
 
@@ -117,6 +153,75 @@ def test_bad_arguments_are_refused(name):
     query, key, value = random_inputs()
     with pytest.raises(error, match=f"^dot_product_attention: .*{text}"):
         attention(**(dict(query=query, key=key, value=value) | changed))
+
+
+TRACED = {
+    "is_causal": True,
+    "return_residual": True,
+    "logit_soft_cap": 2.0,
+    "dropout_rate": 0.5,
+    "local_window_size": 3,
+}
+
+
+@pytest.mark.parametrize("argument", TRACED)
+def test_what_a_program_is_made_for_cannot_be_traced(argument):
+    text = rf"^dot_product_attention: {argument}: got a traced array; expected .* Name its parameter in static_argnames"
+    with pytest.raises(TypeError, match=text):
+        jax.jit(lambda x: attention(*random_inputs(), **{argument: x}))(TRACED[argument])
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(3), jax.random.key(3)], ids=["raw", "typed"])
+def test_both_kinds_of_random_keys_are_taken(key):
+    out = attention(*random_inputs(), dropout_rate=0.5, dropout_key=key)
+    expected = attention(*random_inputs(), dropout_rate=0.5, dropout_key=jax.random.key(3))
+    np.testing.assert_array_equal(out, expected)
+
+
+# Label checks.
+
+REPORT = r"dot_product_attention: 1 of 2 key_value_seq_lengths are outside \[0, 7\]; first at \(1,\): (8|-1) \(called"
+
+
+@pytest.mark.parametrize("length", [8, -1])
+def test_lengths_out_of_range_are_reported(length):
+    lengths = jnp.array([7, length])
+    fn = lambda lengths: attention(*random_inputs(), key_value_seq_lengths=lengths)  # noqa: E731
+    with masksafe.label_checks("raise"):
+        fn(jnp.array([0, 7]))
+        with pytest.raises(ValueError, match=REPORT) as error:
+            fn(lengths)
+        assert f"called at {__file__}:" in str(error.value)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=REPORT):
+            jax.jit(fn)(lengths).block_until_ready()
+    with masksafe.label_checks("checkify"):
+        checked = jax.jit(checkify.checkify(fn))
+        error, out = checked(lengths)
+        with pytest.raises(checkify.JaxRuntimeError, match=REPORT):
+            error.throw()
+        assert np.isnan(out[1]).all()
+        assert np.isfinite(out[0]).all()
+        checked(jnp.array([0, 7]))[0].throw()
+
+
+def test_lengths_of_queries_are_reported_and_the_logsumexp_is_marked():
+    fn = lambda lengths: attention(*random_inputs(), query_seq_lengths=lengths, return_residual=True)  # noqa: E731
+    with masksafe.label_checks("checkify"):
+        error, (out, lse) = checkify.checkify(fn)(jnp.array([7, 6]))
+    assert "1 of 2 query_seq_lengths are outside [0, 6]; first at (0,): 7" in error.get()
+    assert np.isnan(out[0]).all()
+    assert np.isnan(lse[0]).all()
+    assert np.isfinite(lse[1]).all()
+
+
+def test_without_label_checks_a_program_has_no_part_of_them():
+    fn = lambda lengths: attention(*random_inputs(), key_value_seq_lengths=lengths)  # noqa: E731
+    lower = lambda: jax.jit(fn).lower(jnp.array([7, 8])).as_text()  # noqa: E731
+    without = lower()
+    with masksafe.label_checks("raise"):
+        assert lower() != without
+    assert lower() == without
+    np.testing.assert_array_equal(fn(jnp.array([7, 8])), fn(jnp.array([7, 7])))
 
 
 # Where JAX refuses to promote ranks and dtypes by itself.
@@ -167,6 +272,6 @@ def test_nothing_is_promoted_by_itself(arguments, size, dtype, strict, monkeypat
         jax.make_jaxpr(lambda q: jax.jvp(total, (q,), (q,)))(query)
 
 
-def test_integers_and_booleans_are_not_promoted_by_themselves(strict):
-    arguments = dict(scale=jnp.array(2), bias=jnp.ones((6, 7), bool))
+def test_integers_are_not_promoted_by_themselves(strict):
+    arguments = dict(scale=jnp.array(2), bias=jnp.ones((6, 7), int))
     jax.eval_shape(lambda *args: attention(*args, **arguments), *random_inputs())

@@ -142,5 +142,12 @@ def test_what_flax_asks_for_in_vain_is_refused():
         nnx_layer(attention_fn=flax_attention)(X, sow_weights=True)
     with pytest.raises(TypeError, match="einsum"):
         flax_attention(X[:, :, None], X[:, :, None], X[:, :, None], einsum=None)
+    head = X[:, :, None]
+    with pytest.raises(
+        ValueError, match=r"^flax_attention: dropout_rng: got None; expected a random key for dropout_rate"
+    ):
+        flax_attention(head, head, head, dropout_rate=0.9)
+    without = flax_attention(head, head, head)
+    np.testing.assert_array_equal(flax_attention(head, head, head, dropout_rate=0.9, deterministic=True), without)
     half = flax_attention(X[:, :, None], X[:, :, None], X[:, :, None], dtype=jnp.bfloat16)
     assert half.dtype == jnp.bfloat16

@@ -1,6 +1,7 @@
 """The user's functions of a pair: score_mod, mask_mod, and the ready-made masks."""
 
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -173,10 +174,10 @@ def test_a_function_is_traced_once_and_compiled_once():
         return attention(*inputs, score_mod=mod)
 
     first = attend(jnp.array([1.0, 2.0]))
-    before = masksafe.attention._batch.attend_over_batch.__wrapped__._cache_size()
+    before = masksafe.attention._api._attend.__wrapped__._cache_size()
     second = attend(jnp.array([3.0, 4.0]))
     assert calls == [((), jnp.float32, jnp.int32)] * 2
-    assert masksafe.attention._batch.attend_over_batch.__wrapped__._cache_size() == before
+    assert masksafe.attention._api._attend.__wrapped__._cache_size() == before
     assert np.abs(first - second).max() > 1e-3
 
 
@@ -420,11 +421,23 @@ def test_bad_arguments_are_refused(name):
 
 
 BAD_MASKS = {
-    "window": (lambda: attention_masks.window(None), "attention_masks.window: left: got value None"),
+    "window": (lambda: attention_masks.window(None), r"attention_masks.window: left and right: got value \(None, 0\)"),
     "chunked": (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
     "no chunk": (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
     "prefix": (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
     "no function": (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
+    "a boolean window": (lambda: attention_masks.window(True), "attention_masks.window: left and right: got value"),
+    "a window of no key": (
+        lambda: attention_masks.window(-1),
+        r"value \(-1, 0\).* -1 does not mean a window",
+    ),
+    "no chunk of NumPy": (lambda: attention_masks.chunked(np.array(0)), "attention_masks.chunked: size: got value 0"),
+    "chunks of samples": (lambda: attention_masks.chunked(np.ones(2, int)), r"size: got shape \(2,\); expected one"),
+    "a negative prefix": (lambda: attention_masks.prefix(-3), "attention_masks.prefix: length: got value -3"),
+    "negative prefixes": (lambda: attention_masks.prefix(np.array([2, -3])), "prefix: length: got value"),
+    "prefixes of pairs": (lambda: attention_masks.prefix(np.ones((2, 2), int)), r"length: got shape \(2, 2\)"),
+    "or": (lambda: attention_masks.causal or attention_masks.prefix(3), r"Use \| and & and ~ in place of or, and, not"),
+    "not": (lambda: not attention_masks.causal, "AttentionMask: a mask is neither true nor false"),
     "joined with a number": (lambda: attention_masks.causal & 3, "unsupported operand"),
 }
 
@@ -434,3 +447,48 @@ def test_bad_masks_are_refused(name):
     make, text = BAD_MASKS[name]
     with pytest.raises((TypeError, ValueError), match=text):
         make()
+
+
+def even(batch, head, query, key):
+    return key % 2 == 0
+
+
+SAME = {
+    "causal": lambda: attention_masks.causal,
+    "window": lambda: attention_masks.window(3),
+    "chunked": lambda: attention_masks.chunked(3),
+    "prefix": lambda: attention_masks.prefix(3),
+    "prefix of each sample": lambda: attention_masks.prefix(np.array([3, 4])),
+    "not": lambda: ~attention_masks.window(3),
+    "joined": lambda: attention_masks.causal & attention_masks.chunked(2) | attention_masks.prefix(np.array([1, 4])),
+    "a function": lambda: attention_masks.AttentionMask(even) & attention_masks.causal,
+}
+
+
+def test_masks_are_equal_by_what_they_hold_and_can_be_pickled():
+    for make in SAME.values():
+        mask = make()
+        assert mask == make() == pickle.loads(pickle.dumps(mask))
+        assert hash(mask) == hash(make())
+    assert len({make() for make in SAME.values()}) == len(SAME)
+    differing = [attention_masks.window(3, 1), attention_masks.chunked(2), attention_masks.prefix(np.array([3, 5]))]
+    assert not {*differing} & {make() for make in SAME.values()}
+    assert attention_masks.causal != even
+
+
+def test_a_ready_made_mask_is_traced_once_whatever_its_arrays(monkeypatch):
+    inputs, traced = random_inputs(), []
+    attend = lambda lengths: attention(  # noqa: E731
+        *inputs, mask_mod=attention_masks.causal | attention_masks.prefix(lengths)
+    )
+    attend(jnp.array([1, 2]))
+    monkeypatch.setattr(attention_masks.Prefix, "__call__", lambda *args: traced.append(args))
+    expected = exact(*inputs, (KEY <= QUERY) | (np.array([3, 5])[:, None, None, None] > KEY))[0]
+    np.testing.assert_allclose(attend(jnp.array([3, 5])), expected, rtol=2e-5, atol=1e-5)
+    assert not traced
+
+
+def test_a_mask_goes_through_jit():
+    mask = attention_masks.causal | attention_masks.prefix(jnp.array([1, 4]))
+    fn = lambda mask: attention(*random_inputs(), mask_mod=mask)  # noqa: E731
+    assert_close(jax.jit(fn)(mask), fn(mask))

@@ -1,5 +1,6 @@
 """Argument checks: one style of error text, which names op, argument, what was found and what was expected."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -108,3 +109,53 @@ def test_bad_argument_is_refused_by_name(call, error, text):
 def test_numpy_label_beyond_32_bits_stays_out_of_range():
     labels = np.array([2**32, -(2**32), 5], np.int64)
     assert arguments.as_label_array("op", "labels", labels).tolist() == [2**31 - 1, -(2**31), 5]
+
+
+HEADS, IMAGES = jnp.zeros((1, 4, 1, 4)), jnp.zeros((1, 2, 2, 3))
+KERNEL = jnp.zeros((3, 5))
+losses = masksafe.losses
+
+# The op, its arrays, and the arguments for which a program is made.
+STATIC = {
+    "softmax": (masksafe.softmax, [LOGITS], {"axis": 1}),
+    "logsumexp": (masksafe.logsumexp, [LOGITS], {"keepdims": True, "return_sign": True}),
+    "var": (masksafe.var, [LOGITS], {"axis": 1, "keepdims": True, "correction": 1}),
+    "sum": (masksafe.sum, [LOGITS], {"keepdims": False}),
+    "max": (masksafe.max, [LOGITS], {"keepdims": False}),
+    "layer_norm": (masksafe.layer_norm, [LOGITS], {"epsilon": 1e-5}),
+    "group_norm": (masksafe.group_norm, [LOGITS], {"num_groups": 1}),
+    "zigzag": (masksafe.zigzag, [HEADS], {"shards": 1}),
+    "log_probs": (losses.log_probs, [LOGITS, LABELS], {"temperature": 1.0, "with_entropy": True}),
+    "linear_log_probs": (
+        losses.linear_log_probs,
+        [LOGITS, KERNEL, LABELS],
+        {"temperature": 1.0, "with_entropy": True, "logit_soft_cap": 2.0, "block_size": 2},
+    ),
+    "linear_softmax_cross_entropy": (
+        losses.linear_softmax_cross_entropy,
+        [LOGITS, KERNEL, LABELS],
+        {"label_smoothing": 0.1, "z_loss": 0.1, "with_components": True, "block_size": 2},
+    ),
+    "linear_kl_divergence": (
+        losses.linear_kl_divergence,
+        [LOGITS, KERNEL, LOGITS, KERNEL],
+        {"temperature": 1.0, "beta": 0.5, "target_gradients": True, "block_size": 2},
+    ),
+    "dice_loss": (losses.dice_loss, [IMAGES, IMAGES], {"apply_softmax": True, "ignore_background": True}),
+    "binary_dice_loss": (losses.binary_dice_loss, [IMAGES, IMAGES], {"apply_sigmoid": True}),
+    "ctc_loss": (
+        losses.ctc_loss,
+        [jnp.zeros((1, 4, 3)), jnp.zeros((1, 4)), jnp.ones((1, 2), int), jnp.zeros((1, 2))],
+        {"blank_id": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, x) for name, (*_, static) in STATIC.items() for x in static])
+def test_a_traced_value_for_what_a_program_is_made_for(name, argument):
+    op, arrays, static = STATIC[name]
+    text = (
+        rf"^{name}: {argument}: got a traced array; expected .* known while tracing. Name its parameter in static_arg"
+    )
+    with pytest.raises(TypeError, match=text):
+        jax.make_jaxpr(lambda value: op(*arrays, **{argument: value}))(static[argument])

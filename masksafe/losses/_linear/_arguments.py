@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, message
+from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.masks import as_mask_of
 from masksafe._core.typing import Array, ArrayLike
 
@@ -69,6 +69,7 @@ def read_temperature(op: str, temperature: float) -> float:
 def read_block_size(op: str, block_size: Any) -> int | None:
     if block_size is None:
         return None
+    check_is_known(op, "block_size", block_size, "an int")
     if not isinstance(block_size, numbers.Integral) or block_size < 1:
         raise ValueError(message(op, "block_size", f"value {block_size!r}", "a positive int or None"))
     return int(block_size)
