@@ -13,6 +13,7 @@ from jax import lax
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._reductions._arguments import Reduction, read_arguments
@@ -105,7 +106,7 @@ class MaskedMean:
         """The total over the count; 0 of nothing."""
         total, count = jnp.asarray(self.total), jnp.asarray(self.count)
         dtype = float_dtype(total.dtype)
-        return jnp.where(count == 0, 0, total.astype(dtype) / or_one(count).astype(dtype))
+        return jnp.where(count == 0, 0, quotient(total.astype(dtype), or_one(count).astype(dtype)))
 
 
 def as_summand(x: ArrayLike) -> Array:

@@ -30,6 +30,7 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon
@@ -568,7 +569,7 @@ def _standardize_with_given_statistics(
     where = weighting.where
     weight, sample_mean, squares = row_moments(RowConfig(axes), axis_name, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = squares / or_one(weight)
+    sample_variance = quotient(squares, or_one(weight))
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))

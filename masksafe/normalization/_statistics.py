@@ -19,6 +19,7 @@ from masksafe._core.masks import selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, varying_over
 from masksafe._core.typing import Array, Axes
 
@@ -52,7 +53,7 @@ def normalize(
     weighting = weighting_of(x, where, weights)
     config = RowConfig(how.axes, how.centred, how.groups)
     of_rows = row_moments(config, how.axis_name, x, weighting)
-    variance = of_rows.squares / or_one(of_rows.weight)
+    variance = quotient(of_rows.squares, or_one(of_rows.weight))
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
     live = weighting.where
