@@ -368,16 +368,16 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
     def on_cpu(a: Array, b: Array, where: Array | None) -> _CosineSums:
         # Without a mask there is nothing to select, and XLA fuses everything.
         blocks = functools.partial(by_row_blocks, unscaled, leading)
-        sums = platforms.apart((unscaled if where is None else blocks)(a, b, where)[0])
-        limits = jnp.finfo(sums[0].dtype)
-        is_ordinary = [(x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in sums[1:]]
-        is_ordinary_row = is_ordinary[0] & is_ordinary[1]
+        product, *squares = platforms.apart((unscaled if where is None else blocks)(a, b, where)[0])
+        limits = jnp.finfo(product.dtype)
+        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
+        is_ordinary_row = of_a & of_b
         if where is not None:
             is_ordinary_row |= ~jnp.any(where, axes, keepdims=True)
-        one = jnp.ones_like(sums[0])
+        ordinary = _CosineSums(product, squares[0], squares[1], jnp.ones_like(product), jnp.ones_like(product))
         sums_of_rows: _CosineSums = lax.cond(
             jnp.all(is_ordinary_row),
-            lambda *_: _CosineSums(*sums, one, one),
+            lambda *_: ordinary,
             lambda *args: by_row_blocks(exactly, leading, *args)[0],
             *(a, b, where),
         )
