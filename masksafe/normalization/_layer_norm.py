@@ -34,7 +34,13 @@ from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon
-from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
+from masksafe.normalization._statistics import (
+    How,
+    at_ordinary_scale,
+    normalize,
+    reciprocal_root,
+    scaled_and_shifted,
+)
 
 
 def layer_norm(
@@ -252,7 +258,8 @@ def _normalize(
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
         config = _Config(axes_of_row(axes, x.ndim), epsilon, centred, bias is not None)
-        y: Array = _norm(config, x, where, scale, bias)
+        scaled, _ = at_ordinary_scale(How(axes, epsilon, None), x, where)
+        y: Array = _norm(config, scaled, where, scale, bias)
         return y
     y, _ = normalize(How(axes, epsilon, name, centred), x, where, weights, scale, bias)
     return y
