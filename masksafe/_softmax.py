@@ -141,7 +141,8 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
-      gradient with respect to a masked element is exactly 0, whatever its cotangent. A later product with a target of
+      logarithm of a probability close to 1 keeps its digits, and so does its gradient. The gradient with respect to a
+      masked element is exactly 0, whatever its cotangent. A later product with a target of
       0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.mask_where`), or use
       `masksafe.losses`. The unmasked elements of a row are NaN if one of them is NaN or +inf, or if all of them are
       -inf.

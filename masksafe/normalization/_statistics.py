@@ -65,8 +65,9 @@ def normalize(
     y = normalize_by(how, x, live, of_rows.mean, root, scale, bias)
     if unit is None:
         return y, statistics
-    mean = Mean(*(part if part is None else part / unit for part in statistics.mean))
-    return y, Statistics(mean, statistics.variance / unit / unit)
+    centre, remainder = (None if part is None else part / unit for part in statistics.mean)
+    assert centre is not None
+    return y, Statistics(Mean(centre, remainder), statistics.variance / unit / unit)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
