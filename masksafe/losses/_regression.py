@@ -334,7 +334,7 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
     similarity, square_a, square_b, unit_a, unit_b = sums
     live_rows = None if where is None else jnp.any(where, axes, keepdims=True)
     # In a row with nothing left, epsilon must have no effect either.
-    epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1)
+    epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
     for square, unit in ((square_a, unit_a), (square_b, unit_b)):
         similarity = _divided_by_norm(similarity, square, unit, epsilon)
     result = selected(1 - similarity, live_rows) if config.as_distance else similarity

@@ -74,9 +74,9 @@ def normalize(
 def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
     """`x` with each row multiplied by a power of two, and those powers, where the scale has no effect.
 
-    That is without an epsilon: then no square overflows or vanishes. float16 has no such squares in float32.
+    That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32.
     """
-    if how.epsilon >= jnp.finfo(x.dtype).tiny or x.dtype == jnp.float16:
+    if how.epsilon >= jnp.finfo(x.dtype).tiny or jnp.finfo(x.dtype).maxexp < 64:
         return x, None
     x = selected(x, where)
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
