@@ -15,10 +15,11 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
+from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
+from masksafe._core.row_sums import log_sum_exp
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of, sum_of
@@ -158,7 +159,8 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
-      gradient with respect to a masked element is exactly 0, whatever its cotangent. A later product with a target of
+      logarithm of a probability close to 1 keeps its digits, and so does its gradient. The gradient with respect to a
+      masked element is exactly 0, whatever its cotangent. A later product with a target of
       0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.mask_where`), or use
       `masksafe.losses`. The unmasked elements of a row are NaN if one of them is NaN or +inf, or if all of them are
       -inf.
@@ -293,7 +295,7 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    _, exps, total = _relative_exps(axes, x, where)
+    exps, total = _relative_exps(axes, x, where)
     return selected(exps / total, where, 0).astype(x.dtype)
 
 
@@ -305,9 +307,19 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
 @functools.partial(jax.jit, static_argnums=0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
-    probs, d_wide = jnp.exp(widened(_as_kept(axes, log_probs))), selected(widened(d_log_probs), where, 0)
-    d_x = d_wide - probs * _sum_everywhere(axes, d_wide)
+    wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
+    total = _sum_everywhere(axes, d_wide)
+    # d - p total, or (d - total) - (p - 1) total where p is close to 1, since it may be that d is the total.
+    is_certain, p_minus_1 = _expm1_if_small(wide)
+    d_x = jnp.where(is_certain, d_wide - total, d_wide) - jnp.where(is_certain, p_minus_1, jnp.exp(wide)) * total
     return selected(d_x, where, 0).astype(log_probs.dtype), None
+
+
+def _expm1_if_small(x: Array) -> tuple[Array, Array]:
+    """Where exp(x) - 1 loses digits for an x up to 0, and the first terms of its series there: half of its cost."""
+    least = -((120 * float(jnp.finfo(x.dtype).eps)) ** (1 / 5))  # where the next term is no more than the lost digits
+    small = jnp.maximum(x, least)
+    return x > least, small * (1 + small * (1 / 2 + small * (1 / 6 + small * (1 / 24))))
 
 
 @with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
@@ -316,39 +328,70 @@ def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     return result
 
 
+def _log_softmax_by_rules(axes: Axes, x: Array, where: Array | None) -> Array:
+    """The same in a form whose derivatives keep their digits when JAX computes them, to any order.
+
+    The mean of the largest elements is subtracted, with its derivatives, and their exponentials are 1 + expm1(0).
+    """
+    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
+    z = _below_largest_on_cpu(axes, x, where)
+    is_largest = z == 0
+    number = total(is_largest).astype(z.dtype)
+    z -= total(jnp.where(is_largest, z, 0)) / jnp.maximum(number, 1)
+    others = total(jnp.where(is_largest, jnp.expm1(z), jnp.exp(z)))
+    fewest = _select_live(axes, where, jnp.full_like(number, -1), 0)
+    return selected(z - jnp.log1p(others + jnp.maximum(number - 1, fewest)), where, -jnp.inf).astype(x.dtype)
+
+
 @functools.partial(jax.jit, static_argnums=0)
+@with_derivatives_of(_log_softmax_by_rules)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    z, _, total = _relative_exps(axes, x, where)
-    return selected(z - jnp.log(total), where, -jnp.inf).astype(x.dtype)
+    def on_cpu(x: Array, where: Array | None) -> Array:
+        z = _below_largest_on_cpu(axes, x, where)
+        return z - log_sum_exp(z, where, axes=axes, by_arithmetic=True)
+
+    def elsewhere(x: Array, where: Array | None) -> Array:
+        z = _below_largest_elsewhere(axes, x, where)
+        return z - log_sum_exp(z, where, axes=axes)
+
+    both_forms = functools.partial(platforms.on_cpu_or_elsewhere, on_cpu, elsewhere)
+    log_probs: Array = (both_forms if are_whole((x, where)) else on_cpu)(x, where)
+    return selected(log_probs, where, -jnp.inf).astype(x.dtype)
 
 
-def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    """Widened `x` minus its largest unmasked element, the exponentials, 0 under the mask, and their sum; 1 if empty."""
-    on_cpu, elsewhere = (functools.partial(fn, axes) for fn in (_relative_exps_on_cpu, _relative_exps_elsewhere))
-    if where is None:
-        return elsewhere(x, where)
-    if not are_whole((x, where)):
+def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
+    """The exponentials of `x` minus its largest unmasked element, 0 under the mask, and their sum; 1 if empty."""
+
+    def on_cpu(x: Array, where: Array | None) -> tuple[Array, Array]:
+        exps = jnp.exp(_below_largest_on_cpu(axes, x, where))
+        return exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+
+    def elsewhere(x: Array, where: Array | None) -> tuple[Array, Array]:
+        exps = selected(jnp.exp(_below_largest_elsewhere(axes, x, where)), where, 0)
+        return exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+
+    if where is None or not are_whole((x, where)):
         return on_cpu(x, where)
-    z, exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
-    return z, exps, total
+    exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
+    return exps, total
 
 
-def _relative_exps_on_cpu(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
+def _below_largest_on_cpu(axes: Axes, x: Array, where: Array | None) -> Array:
+    """Widened `x` minus its largest unmasked element; -inf under the mask."""
     x = selected(x, where, -jnp.inf)
     largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
-    z = widened(x) - widened(jnp.where(largest == -jnp.inf, jnp.zeros((), x.dtype), largest))
-    exps = jnp.exp(z)
-    return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+    # Finite under a mask, where -inf - -inf would be NaN; by extrema, with which XLA fuses what follows.
+    return widened(x) - widened(largest if where is None else jnp.maximum(largest, jnp.finfo(x.dtype).min))
 
 
-def _relative_exps_elsewhere(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
-    # XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
-    # found, with no selection in between.
+def _below_largest_elsewhere(axes: Axes, x: Array, where: Array | None) -> Array:
+    """The same with anything under the mask.
+
+    XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
+    found, with no selection in between.
+    """
     x = lowest_under_mask(x, where)
-    largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
-    z = widened(x) - widened(largest)
-    exps = selected(jnp.exp(z), where, 0)
-    return z, exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
+    return widened(x) - widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
 
 
 def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: float) -> Array:

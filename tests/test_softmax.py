@@ -103,6 +103,29 @@ def test_value_is_that_of_jax_nn(name, where):
     chex.assert_trees_all_close(value_and_gradient(name)(X, where)[0], theirs, rtol=1e-5, atol=1e-6)
 
 
+CERTAIN = np.array([[15, 0, 0], [30, 0, 0], [40, 0, -3], [3, 3, 0], [1, 1, 1], [0, -0.1, -60], [5, 4.9, -1]])
+
+
+@pytest.mark.parametrize("where", [None, np.ones((7, 3), bool)], ids=["unmasked", "masked"])
+def test_log_softmax_near_certainty_keeps_its_digits_and_so_do_its_derivatives(where):
+    z = CERTAIN - CERTAIN.max(-1, keepdims=True)
+    others = np.exp(z)
+    others[np.arange(7), z.argmax(-1)] = 0
+    expected = z - np.log1p(others.sum(-1, keepdims=True))
+    jacobian = np.where(np.eye(3), -np.expm1(expected)[:, None], -np.exp(expected)[:, None])
+    x = CERTAIN.astype(np.float32)
+    reverse = jax.jacrev(lambda x: masksafe.log_softmax(x, where=where).sum(0))
+    log_probs, of_rows = jax.jit(lambda x: (masksafe.log_softmax(x, where=where), reverse(x)))(x)
+    np.testing.assert_allclose(log_probs, expected, rtol=3e-7)
+    np.testing.assert_allclose(np.moveaxis(of_rows, 1, 0), jacobian, rtol=3e-6)
+    with masksafe.forward_mode():
+        forward = [
+            jax.jvp(lambda x: masksafe.log_softmax(x, where=where), (x,), (np.broadcast_to(e, x.shape),))[1]
+            for e in np.eye(3, dtype=np.float32)
+        ]
+    np.testing.assert_allclose(np.stack(forward, -1), jacobian, rtol=1e-6)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_list_of_axes(name):
     assert jax.eval_shape(lambda x: OPS[name][0](x, [0, 2]), X).shape == ((4,) if name == "logsumexp" else X.shape)

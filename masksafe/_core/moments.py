@@ -32,6 +32,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import number_of, sum_of
@@ -95,7 +96,7 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
 def variance(correction: float, mean: Mean, square_sum: Array, n: Array) -> Array:
     """The variance of `n` elements with this sum of squared deviations; 0 where `n` does not exceed `correction`."""
     degrees_of_freedom = n - correction
-    variance = square_sum / jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1)
+    variance = quotient(square_sum, jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1))
     # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
     return jnp.where((degrees_of_freedom > 0) & ~is_rounding(variance, mean), variance, 0 * variance)
 
@@ -173,7 +174,7 @@ def sums(axes: Axes, where: Array | None, *arrays: Array) -> list[Array]:
 def about_mean(shift: Array, sums_about_shift: list[Array], n: Array | int) -> tuple[Mean, Array]:
     """The mean, and the sum of squares about it, from the sums of `x - shift` and of its square; `n` is not 0."""
     total, square_sum = sums_about_shift
-    remainder = total / n
+    remainder = quotient(total, n) if isinstance(n, jax.Array) else total / n
     excess = remainder * total
     centred = square_sum - excess
     centred = jnp.where(centred <= 8 * jnp.finfo(total.dtype).eps * excess, 0, centred)  # rounding, of equal elements

@@ -143,7 +143,7 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
     It is a sum over empty slices, which XLA removes.
     """
     plain = [jax.random.key_data(x) if is_random_key(x) else x for x in arrays]
-    return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros(()))
+    return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros((), jnp.float32))
 
 
 def is_random_key(x: jax.Array) -> bool:

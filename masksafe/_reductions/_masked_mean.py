@@ -17,6 +17,7 @@ from jax import lax
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name, zeros_of_types
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._core.unfolded import number_of, sum_of
@@ -124,8 +125,8 @@ class MaskedMean:
     @property
     def value(self) -> Array:
         """The total over the count; 0 of nothing."""
-        quotient: Array = _quotient(self._total, self._count)
-        return quotient
+        value: Array = _value(self._total, self._count)
+        return value
 
     def __repr__(self) -> str:
         return f"MaskedMean(total={self.total}, count={self.count})"
@@ -281,10 +282,10 @@ def _number(x: _Sum) -> Array:
 
 
 @jax.jit
-def _quotient(total: _Sum, count: _Sum) -> Array:
+def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
     dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(wide_dtype(dtype))
-    return jnp.where(divisor == 0, 0, dividend / or_one(divisor)).astype(dtype)
+    return jnp.where(divisor == 0, 0, quotient(dividend, or_one(divisor))).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -12,6 +12,7 @@ from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_moments import or_one, total_weight, weighted
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._reductions._arguments import Call, prepared
@@ -135,7 +136,7 @@ def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> A
     weight = total_weight(wide, how.axes, weighting)
     if how.axis_name is not None:
         total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
-    average = total / or_one(weight)
+    average = (jnp.divide if weights is None else quotient)(total, or_one(weight))
     if weights is not None:
         average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
     return how.shaped(average).astype(float_dtype(x.dtype))

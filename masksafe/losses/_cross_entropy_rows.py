@@ -34,10 +34,10 @@ from masksafe._core.labels import class_index, is_class, is_soft, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
+from masksafe._core.row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of, sum_of
-from masksafe.losses._row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
 
 
 class Plan(NamedTuple):

@@ -187,7 +187,7 @@ def _ctc_loss(
         is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
-    return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: len(log_probs)], states.label
+    return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: log_probs.shape[0]], states.label
 
 
 @functools.partial(jax.jit, static_argnums=4)
@@ -211,7 +211,7 @@ def _scan_frames(
         new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
         return new, new
 
-    for_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (len(log_probs), batch, length)), -1)
+    for_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (log_probs.shape[0], batch, length)), -1)
     # Frames that are not live are not used, but their -inf would make derivatives NaN.
     for_labels, for_blank = (selected(x, frames[..., None]) for x in (for_labels, log_probs[..., blank_id, None]))
     nothing = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon

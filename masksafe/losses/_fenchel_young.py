@@ -11,6 +11,7 @@ from masksafe._core.arguments import as_real_array, broadcast_shapes, message
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype
 from masksafe._core.typing import Array, ArrayLike
+from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
 
 
@@ -28,6 +29,8 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
       together; the other arguments are passed to `max_fun`. It returns the losses `[...]`, of the float dtype to which
       JAX promotes scores and targets. A boolean mask `where` of the rank of the input masks elements, one of the rank
       of the loss masks rows. The loss of a row with nothing left is 0, and masked elements have gradients of exactly 0.
+      An offset common to all scores of a row, with targets that add up to 1, cancels only after `max_fun` has rounded
+      it: subtract it first where it is large beside the differences, or use `softmax_cross_entropy`, which does.
 
     Raises:
       TypeError: from the function, if scores or targets are complex or `where` is not boolean.
@@ -66,7 +69,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
             largest = jnp.vectorize(lambda s: max_fun(s, *args, **kwargs), signature="(n)->()")(s)
         else:
             max_of_row = lambda s, w: max_fun(s, *args, where=w, **kwargs)  # noqa: E731
-            largest = jnp.vectorize(max_of_row, signature="(n),(n)->()")(s, jnp.broadcast_to(mask, shape))
+            largest = jnp.vectorize(max_of_row, signature="(n),(n)->()")(*broadcast_alike((s, mask), shape))
         loss = selected(largest - jnp.sum(t * s, -1), find_live_rows(mask, axes))
         return jnp.broadcast_to(loss, shape[:-1]).astype(dtype)
 

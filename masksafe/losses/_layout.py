@@ -101,7 +101,7 @@ def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tu
     """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
     labels = _move_classes_last(axes, labels) if is_soft(labels) else labels[..., None]
     if where is not None:
-        if any(where.shape[a] > 1 for a in axes):
+        if any(where.shape[a] != 1 for a in axes):
             where = jnp.broadcast_to(where, shape_with_classes(axes, shape_without(axes, where.shape), logits.shape))
         where = _move_classes_last(axes, where)
     return _move_classes_last(axes, logits), labels, where

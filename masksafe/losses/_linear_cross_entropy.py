@@ -17,6 +17,7 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import or_one
+from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._linear import _arguments as arguments
@@ -230,7 +231,7 @@ def linear_softmax_cross_entropy(
         results = (weighted_sum(options, *args, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
-        results = tuple(result / total for result in results)
+        results = tuple(quotient(result, total) for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = any_of(bad_rows)
     cross_entropy = nan_where_bad(results[0], bad_rows)

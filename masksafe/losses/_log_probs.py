@@ -24,6 +24,7 @@ from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
+from masksafe._core.row_sums import exps_of_others, log_sum_exp, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import below_infinity, label_here, value_at_label
@@ -36,7 +37,6 @@ from masksafe.losses._layout import (
     shape_with_classes,
 )
 from masksafe.losses._linear._arguments import read_temperature
-from masksafe.losses._row_sums import exps_of_others, log_sum_exp, sum_of_row
 
 
 @overload

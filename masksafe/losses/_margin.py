@@ -364,7 +364,7 @@ def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | N
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
     score = _sum(jnp.where(is_label, x, 0))
     is_ruled_out = score == -jnp.inf
-    if mask is not None and mask.shape[-1] > 1:
+    if mask is not None and mask.shape[-1] != 1:
         is_ruled_out |= any_of(is_label & ~mask, -1, keepdims=True)
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(score == -jnp.inf, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(x.dtype)

@@ -15,6 +15,7 @@ from masksafe._core.label_checks import check_distributions, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
+from masksafe._core.row_sums import log_sum_exp, product_or_zero, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._layout import (
     as_mask_of_classes_or_rows,
@@ -24,7 +25,6 @@ from masksafe.losses._layout import (
     from_rows,
     shape_without,
 )
-from masksafe.losses._row_sums import log_sum_exp, product_or_zero, sum_of_row
 
 
 def poly_loss_cross_entropy(

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import zero_from_primal
 
+from masksafe._core import platforms
 from masksafe._core.arguments import (
     as_float_array,
     as_real_array,
@@ -22,6 +25,8 @@ from masksafe._core.arguments import (
 from masksafe._core.label_checks import Range
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._core.scaling import reciprocal_power_of_two
+from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of, sum_of
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
@@ -188,7 +193,7 @@ def cosine_similarity(
     Args:
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
-      epsilon: the least squared norm.
+      epsilon: the least squared norm. With 0, vectors of any scale have the same result.
       axis: the axis or axes of the vectors; None means all axes.
       where: booleans that broadcast to the common shape of both; False masks an element. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
@@ -231,7 +236,7 @@ def cosine_distance(
     Args:
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
-      epsilon: the least squared norm.
+      epsilon: the least squared norm. With 0, vectors of any scale have the same result.
       axis: the axis or axes of the vectors; None means all axes.
       where: booleans that broadcast to the common shape of both; False masks an element. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
@@ -306,8 +311,10 @@ def _huber(predictions: Array, targets: Array | None = None, *, delta: Array) ->
 
 
 def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
+    # log cosh e = log(1 + 2 sinh(e/2)^2), and beyond 20 it is |e| - log 2, in float64 as well.
     error = _error(predictions, targets)
-    return jnp.logaddexp(error, -error) - jnp.log(2.0)
+    near = jnp.clip(error, -20, 20)
+    return jnp.log1p(2 * jnp.square(jnp.sinh(near / 2))) + jnp.maximum(jnp.abs(error) - 20, 0)
 
 
 def _cosine(
@@ -341,48 +348,96 @@ class _CosineConfig(NamedTuple):
 def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
     axes, row_axes = config.axes, axes_of_row(config.axes, len(config.shape))
 
-    # All three sums read the vectors at once; dividing the vectors by their norms first would take a second pass.
-    def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[tuple[Array, ...], tuple[()]]:
-        a, b = wide_selected(a, where), wide_selected(b, where)
-        return tuple(sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b))), ()
-
-    a, b = broadcast_alike((a, b), config.shape)
-    live_rows = None
-    if where is None:  # nothing to select: XLA fuses everything on a CPU as well
-        (similarity, *squares), _ = sums_of_rows(a, b, None)
-    else:
-        (similarity, *squares), _ = by_row_blocks(sums_of_rows, leading_axes(axes), a, b, where)
-        live_rows = any_of(where, axes, keepdims=True)
-        epsilon = jnp.where(live_rows, epsilon, 1)  # in a row with nothing left, epsilon must have no effect either
-    for square in squares:
-        similarity = _divided_by_norm(similarity, square, jnp.asarray(epsilon, square.dtype))
+    sums = _cosine_sums(row_axes, *broadcast_alike((a, b), config.shape), where)
+    similarity, square_a, square_b, unit_a, unit_b = sums
+    live_rows = None if where is None else any_of(where, axes, keepdims=True)
+    # In a row with nothing left, epsilon must have no effect either.
+    epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
+    for square, unit in ((square_a, unit_a), (square_b, unit_b)):
+        similarity = _divided_by_norm(similarity, square, unit, epsilon)
     result = selected(1 - similarity, live_rows) if config.as_distance else similarity
     return jnp.squeeze(result, axes).astype(config.dtype)
 
 
-def unit_vector(x: Array, axes: Axes, epsilon: ArrayLike = 0.0) -> Array:
+class _CosineSums(NamedTuple):
+    """Of each row, in which the vectors are multiplied by powers of two, so that no square overflows or vanishes."""
+
+    product: Array
+    square_a: Array
+    square_b: Array
+    unit_a: Array
+    unit_b: Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _CosineSums:
+    leading = leading_axes(tuple(axis % a.ndim for axis in axes))
+    total = functools.partial(sum_of, axis=axes, keepdims=True)
+
+    # All three sums read the vectors at once. To find the units first is a further pass, which ordinary rows save.
+    def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Any, tuple[()]]:
+        a, b = (wide_selected(x, where) for x in (a, b))
+        return tuple(map(total, (a * b, jnp.square(a), jnp.square(b)))), ()
+
+    def exactly(a: Array, b: Array, where: Array | None) -> tuple[_CosineSums, tuple[()]]:
+        (a, unit_a), (b, unit_b) = (_scaled(wide_selected(x, where), axes) for x in (a, b))
+        return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b), ()
+
+    def on_cpu(a: Array, b: Array, where: Array | None) -> _CosineSums:
+        # Without a mask there is nothing to select, and XLA fuses everything.
+        blocks = functools.partial(by_row_blocks, unscaled, leading)
+        product, *squares = platforms.apart((unscaled if where is None else blocks)(a, b, where)[0])
+        limits = jnp.finfo(product.dtype)
+        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
+        is_ordinary_row = of_a & of_b
+        if where is not None:
+            is_ordinary_row |= ~any_of(where, axes, keepdims=True)
+        ordinary = _CosineSums(product, squares[0], squares[1], jnp.ones_like(product), jnp.ones_like(product))
+        sums_of_rows: _CosineSums = lax.cond(
+            jnp.all(is_ordinary_row),
+            lambda *_: ordinary,
+            lambda *args: by_row_blocks(exactly, leading, *args)[0],
+            *(a, b, where),
+        )
+        return sums_of_rows
+
+    if not may_loop((a, b, where)):
+        return exactly(a, b, where)[0]
+    of_all: _CosineSums = platforms.on_cpu_or_elsewhere(on_cpu, lambda *args: exactly(*args)[0], a, b, where)
+    return of_all
+
+
+@_cosine_sums.defjvp
+def _(axes: Axes, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_CosineSums, _CosineSums]:
+    (a, b, where), (a_dot, b_dot, _) = primals, tangents
+    sums = _cosine_sums(axes, *primals)
+    a, a_dot = (wide_selected(x, where) * sums.unit_a for x in (a, a_dot))
+    b, b_dot = (wide_selected(x, where) * sums.unit_b for x in (b, b_dot))
+    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
+    of_units = (zero_from_primal(x, symbolic_zeros=False) for x in (sums.unit_a, sums.unit_b))
+    return sums, _CosineSums(total(a_dot * b + a * b_dot), 2 * total(a * a_dot), 2 * total(b * b_dot), *of_units)
+
+
+def unit_vector(x: Array, axes: Axes) -> Array:
     """`x` divided by its norm; 0, with a gradient of 0, where the norm is 0."""
+    x, _ = _scaled(x, axes)
     square = jnp.sum(jnp.square(x), axes, keepdims=True)
-    return x / _norm(square, jnp.asarray(epsilon, x.dtype))
-
-
-@jax.custom_jvp
-def _divided_by_norm(x: Array, square: Array, epsilon: Array) -> Array:
-    """`x`, a scalar product with a vector of the norm; 0, with a gradient of 0, where the norm is 0."""
-    # The product with a vector of zeros is 0, so no case needs to be told apart: XLA's CPU compiler would take the
-    # sums before a selection in passes of their own.
-    least = jnp.maximum(epsilon, jnp.finfo(x.dtype).tiny)
-    return x / jnp.sqrt(jnp.maximum(square, least))
-
-
-@_divided_by_norm.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-    by_cases = lambda x, square, epsilon: x / _norm(square, epsilon)  # noqa: E731
-    return _divided_by_norm(*primals), jax.jvp(by_cases, primals, tangents)[1]
-
-
-def _norm(square: Array, epsilon: Array) -> Array:
-    """The norm, whose square is at least `epsilon`; infinite, with a derivative of 0, where that is 0."""
-    square = jnp.maximum(square, epsilon)
     is_zero = square == 0
-    return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, square)))
+    return x * jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, square)))
+
+
+def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
+    """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
+    unit = reciprocal_power_of_two(jnp.max(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True, initial=0))
+    return x * unit, unit
+
+
+def _divided_by_norm(x: Array, square: Array, unit: Array, epsilon: Array) -> Array:
+    """`x`, a scalar product with a vector, over its norm, the square of which is at least `epsilon`.
+
+    The vector in `x`, and in `square`, is multiplied by `unit`. 0, with a gradient of 0, where the norm is 0.
+    """
+    is_norm = square >= epsilon * unit * unit
+    is_zero = is_norm & (square == 0)
+    root = jnp.sqrt(jnp.where(is_zero, 1, jnp.where(is_norm, square, epsilon)))
+    return jnp.where(is_zero, 0, x / (root * jnp.where(is_norm, 1, unit)))

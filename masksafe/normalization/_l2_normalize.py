@@ -16,6 +16,7 @@ from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
+from masksafe._core.scaling import reciprocal_power_of_two
 from masksafe._core.sharding import is_on_automatic_mesh, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import as_epsilon
@@ -128,20 +129,13 @@ class _Divisor(NamedTuple):
 
 
 def _divisor(config: _Config, wide: Array) -> _Divisor:
-    unit = _reciprocal_power_of_two(jnp.max(jnp.abs(wide), config.axes, keepdims=True, initial=0))
+    largest = jnp.max(jnp.abs(lax.stop_gradient(wide)), config.axes, keepdims=True, initial=0)
+    unit = jnp.where(jnp.isinf(largest), jnp.nan, reciprocal_power_of_two(largest))  # which makes the whole vector NaN
     squares = jnp.sum(jnp.square(wide * unit), config.axes, keepdims=True)
     relative_norm = jnp.sqrt(jnp.where(squares == 0, 1, squares))  # a root of 0 has no derivative
     is_norm = (squares != 0) & ~(relative_norm < config.epsilon * unit)
     of_epsilon = 1 / config.epsilon if config.epsilon > 0 else 0.0
     return _Divisor(jnp.where(is_norm, unit, 1), jnp.where(is_norm, 1 / relative_norm, of_epsilon), is_norm)
-
-
-def _reciprocal_power_of_two(x: Array) -> Array:
-    """A power of two close to 1 / x; NaN for an infinity, which makes the whole vector NaN."""
-    _, exponent = jnp.frexp(lax.stop_gradient(x))
-    most = jnp.finfo(x.dtype).maxexp - 3
-    power = jnp.ldexp(jnp.ones_like(x), -jnp.clip(exponent, -most, most))
-    return jnp.where(jnp.isinf(x), jnp.nan, power)
 
 
 def _divided(wide: Array, divisor: _Divisor, where: Array | None) -> Array:

@@ -31,10 +31,17 @@ from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name, is_on_automatic_mesh
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import along_axes, as_epsilon, as_static_or_array_epsilon
-from masksafe.normalization._statistics import How, normalize, reciprocal_root, scaled_and_shifted
+from masksafe.normalization._statistics import (
+    How,
+    at_ordinary_scale,
+    normalize,
+    reciprocal_root,
+    scaled_and_shifted,
+)
 
 
 @explains_keywords
@@ -255,7 +262,8 @@ def _normalize(
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
         config = _Config(axes_of_row(axes, x.ndim), static, centred, bias is not None)
-        y: Array = _norm(config, x, where, scale, bias, array)
+        scaled = x if static is None else at_ordinary_scale(How(axes, static, None), x, where)[0]
+        y: Array = _norm(config, scaled, where, scale, bias, array)
         return y
     y, _ = normalize(How(axes, as_epsilon(op, epsilon), name, centred), x, where, weights, scale, bias)
     return y
@@ -597,7 +605,7 @@ def _standardize_with_given_statistics(
     where = weighting.where
     weight, sample_mean, squares = row_moments(RowConfig(axes), axis_name, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = squares / or_one(weight)
+    sample_variance = quotient(squares, or_one(weight))
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))

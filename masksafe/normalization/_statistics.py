@@ -8,8 +8,10 @@ The statistics and what follows from them have a reverse rule each. In between, 
 mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,9 +19,10 @@ from masksafe._core import moments
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.moments import Mean
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
-from masksafe._core.sharding import AxisName, varying_over
+from masksafe._core.scaling import quotient, reciprocal_power_of_two
+from masksafe._core.sharding import AxisName, gathered_along, max_over_devices, varying_over
 from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import sum_of
 
@@ -54,15 +57,41 @@ def normalize(
 ) -> tuple[Array, Statistics]:
     """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
     weighting = weighting_of(x, where, weights)
+    # An epsilon that is an array is not tiny.
+    x, unit = at_ordinary_scale(how, x, weighting.where) if isinstance(how.epsilon, float) else (x, None)
     config = RowConfig(how.axes, how.centred, how.groups)
     of_rows = row_moments(config, how.axis_name, x, weighting)
-    variance = of_rows.squares / or_one(of_rows.weight)
+    variance = quotient(of_rows.squares, or_one(of_rows.weight))
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
     live = weighting.where
     if live is not None and weights is not None:
         live &= of_rows.weight != 0
-    return normalize_by(how, x, live, of_rows.mean, root, scale, bias), statistics
+    y = normalize_by(how, x, live, of_rows.mean, root, scale, bias)
+    if unit is None:
+        return y, statistics
+    centre, remainder = (None if part is None else part / unit for part in statistics.mean)
+    assert centre is not None
+    return y, Statistics(Mean(centre, remainder), statistics.variance / unit / unit)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
+def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
+    """`x` with each row multiplied by a power of two, and those powers, where the scale has no effect.
+
+    That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32.
+    """
+    if how.epsilon >= jnp.finfo(x.dtype).tiny or jnp.finfo(x.dtype).maxexp < 64:
+        return x, None
+    x = selected(x, where)
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
+    if how.groups is not None:
+        axis, number = how.groups
+        of_rows = gathered_along(largest, axis)
+        shape = *of_rows.shape[:axis], number, of_rows.shape[axis] // number, *of_rows.shape[axis + 1 :]
+        largest = jnp.repeat(jnp.max(of_rows.reshape(shape), axis + 1), shape[axis + 1], axis)
+    unit = reciprocal_power_of_two(max_over_devices(how.axis_name, largest))
+    return x * unit, unit.astype(wide_dtype(x.dtype))
 
 
 def normalize_by(

@@ -49,3 +49,11 @@ def test_masked_rows_need_nothing_of_the_maximum():
 def test_a_mask_of_another_rank_is_refused():
     with pytest.raises(ValueError, match="fenchel_young_loss: where: got shape"):
         loss(SCORES, TARGETS, where=np.ones(4, bool))
+
+
+def test_scores_split_over_a_mesh_and_a_mask_that_is_not():
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(SCORES, jax.NamedSharding(mesh, jax.P("data")))
+        found = jax.jit(loss)(split, TARGETS, where=ELEMENTS)
+    np.testing.assert_allclose(found, loss(SCORES, TARGETS, where=ELEMENTS), rtol=1e-6)

@@ -680,3 +680,20 @@ def test_bad_input_is_refused(changed, error, text):
     arguments = {"features": FEATURES, "kernel": KERNEL, "labels": LABELS} | changed
     with pytest.raises(error, match=f"linear_softmax_cross_entropy: .*{text}|linear_softmax_cross_entropy: {text}"):
         linear_softmax_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("op", ["linear_softmax_cross_entropy", "linear_log_probs", "linear_kl_divergence"])
+def test_strict_promotion_with_64_bit_types(op, masked):
+    """In several blocks of tokens and tiles of classes."""
+    tokens, width, classes = 3000, 64, 50000
+    fn = getattr(masksafe.losses, op)
+
+    def total(features, kernel, labels, where):
+        last = (features, kernel) if op == "linear_kl_divergence" else (labels,)
+        return jnp.sum(fn(features, kernel, *last, where=where if masked else None))
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        shapes = ((tokens, width), "float32"), ((width, classes), "float32"), ((tokens,), "int32"), ((tokens,), "bool")
+        found = jax.eval_shape(jax.value_and_grad(total), *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+    assert all(x.dtype == jnp.float32 for x in found)

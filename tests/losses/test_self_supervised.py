@@ -36,6 +36,14 @@ def test_a_zero_embedding_has_a_finite_gradient():
     assert np.isfinite(value_and_gradient(np.where(np.arange(6)[:, None] == 1, 0, EMBEDDINGS), LABELS)[1]).all()
 
 
+@pytest.mark.parametrize("dtype", [np.float16, jnp.bfloat16, np.float32])
+@pytest.mark.parametrize("scale", [2.0**-10, 2.0**10])
+def test_the_scale_of_embeddings_has_no_effect(dtype, scale):
+    x = EMBEDDINGS.astype(dtype)
+    losses = jax.jit(lambda x, scaled: (ntxent(x, LABELS), ntxent(scaled, LABELS)))(x, x * dtype(scale))
+    np.testing.assert_allclose(*(np.asarray(loss, np.float32) for loss in losses), rtol=1e-6)
+
+
 def test_masked_rows_need_no_eps():
     mask = np.array([True, False] * 3)
 

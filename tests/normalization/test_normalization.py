@@ -552,3 +552,24 @@ def test_variance_about_a_given_mean_keeps_its_digits():
 def test_bad_arguments_are_refused(call, error, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**60])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", ["layer_norm", "rms_norm", "standardize", "group_norm", "batch_norm", "weights"])
+def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked, scale):
+    x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    where = np.arange(6) < 4 if masked else None
+
+    def norm(x):
+        if name == "weights":
+            return masksafe.layer_norm(x, epsilon=0, where=where, weights=jnp.ones(6))
+        extra = {"num_groups": 2} if name == "group_norm" else {}
+        y = getattr(masksafe, name)(x, epsilon=0, where=where, **extra)
+        return y[0] if name == "batch_norm" else y
+
+    direction = np.cos(np.arange(24)).reshape(4, 6)
+    value_and_gradient = jax.jit(lambda x: (norm(x), jax.grad(lambda x: jnp.sum(norm(x) * direction))(x)))
+    (y, d_x), (of_scaled, d_scaled) = value_and_gradient(x), value_and_gradient(x * np.float32(scale))
+    np.testing.assert_allclose(of_scaled, y, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(d_scaled * np.float32(scale), d_x, rtol=1e-5, atol=1e-5)

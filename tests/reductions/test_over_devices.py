@@ -271,3 +271,29 @@ def test_extrema_of_no_integers(dtype, largest, smallest):
     nothing = np.zeros((0,), dtype)
     assert (masksafe.max(nothing), masksafe.min(nothing)) == (largest, smallest)
     assert masksafe.max(nothing).dtype == dtype
+
+
+OF_WEIGHTS = {name: fn for name, fn in REDUCTIONS.items() if name != "sum"} | {
+    "var": masksafe.var,
+    "MaskedMean": lambda x, axis, where, weights: masksafe.MaskedMean.of(x, where, weights=weights, axis=axis).value,
+    "batch_norm": lambda x, axis, where, weights: masksafe.batch_norm(x, where=where, weights=weights),
+    "group_norm": lambda x, axis, where, weights: masksafe.group_norm(x, 1, where=where, weights=weights),
+    "linear_softmax_cross_entropy": lambda x, axis, where, weights: masksafe.losses.linear_softmax_cross_entropy(
+        x / 100, jnp.eye(3), jnp.arange(16) % 3, where=where[:, 0], weights=weights[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("scale", [2.0**90, 2.0**-90])
+@pytest.mark.parametrize("name", OF_WEIGHTS)
+def test_gradients_by_weights_whose_total_has_no_square(name, scale):
+    """With c times the weights, the gradients by them are those by the weights over c, in second derivatives too."""
+
+    def gradients(weights):
+        first = jax.grad(lambda w: scalar(OF_WEIGHTS[name](X, axis=0, where=WHERE, weights=w)))
+        return first(weights), jax.jvp(first, (weights,), (jnp.cos(WEIGHTS) * weights,))[1]
+
+    at_1, scaled = (jax.jit(gradients)(WEIGHTS * c) for c in (np.float32(1), np.float32(scale)))
+    for a, b in zip(at_1, scaled, strict=True):
+        assert np.any(a)
+        np.testing.assert_allclose(b * scale, a, rtol=1e-5, atol=1e-6)

@@ -107,7 +107,7 @@ def _part(layer: Layer, logits: Array, labels: Array, classes: Tile) -> Part:
     """A tile of the classes."""
     weights = None if layer.class_weights is None else take(layer.class_weights, 0, classes)
     logits = take(logits, 1, classes)
-    index = classes.start + class_index(logits.shape)
+    index = jnp.asarray(classes.start, jnp.int32) + class_index(logits.shape)
     if not classes.is_ragged:
         return Part(logits, index == labels, None, weights)
     live = index >= classes.first

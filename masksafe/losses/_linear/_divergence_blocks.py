@@ -18,7 +18,7 @@ from masksafe._core import platforms
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
-from masksafe._core.sharding import gathered_along, is_sharded, varying_zero
+from masksafe._core.sharding import gathered_along, is_sharded, may_loop, varying_zero
 from masksafe._core.typing import Array
 from masksafe.losses._linear._divergences import (
     Divergence,
@@ -142,7 +142,7 @@ def _at_classes(x: Array, classes: Array) -> Array:
 
 def _with_classes(x: Array, classes: Array, values: Array | float) -> Array:
     """Rows `[..., V]` with other elements at some classes, none of which is repeated."""
-    if is_sharded(x) or is_sharded(classes):
+    if not may_loop((x, classes)):  # symbolic sizes cannot be indices either
         is_at, values = at_label(classes, x.shape[-1]), jnp.broadcast_to(values, classes.shape)
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
     return jnp.put_along_axis(x, classes, values, -1, inplace=False)

@@ -182,7 +182,7 @@ def _sizes(config: Config, tokens: Tokens) -> Sizes:
 
 
 def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
-    return jnp.equal(start + class_index(shape), labels)
+    return jnp.equal(jnp.asarray(start, jnp.int32) + class_index(shape), labels)
 
 
 def _sums_in_one_pass(formula: Formula, part: Part) -> Any:

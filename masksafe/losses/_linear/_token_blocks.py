@@ -65,14 +65,14 @@ class TokenBlocks(NamedTuple):
             number, first = rest // size if size > self.sizes[-1] else -(-rest // size), done
 
             def step(i: Array, state: State, size: int = size, first: Any = first) -> State:
-                return body(self._block(first + i * size, size), state)
+                return body(self._block(first + jnp.asarray(i, jnp.int32) * size, size), state)
 
             state = lax.fori_loop(0, number, step, state)
             done += number * size
         return state
 
     def _block(self, start: Array, size: int) -> Block:
-        live = start + jnp.arange(size) < self.live_tokens
+        live = start + jnp.arange(size, dtype=jnp.int32) < self.live_tokens
         return Block(start, lax.dynamic_slice_in_dim(self.order, start, size), live)
 
     def put_back(self, packed: Array) -> Array:

@@ -4,11 +4,13 @@ Some have two forms. Arithmetic alone is what XLA's CPU compiler fuses with a su
 comparison or a selection to memory; for a GPU, XLA makes one kernel of the form that selects, and several of the other.
 """
 
+import functools
+
 import jax.numpy as jnp
 
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import any_of
 
 _CLASSES_AS_FLOATS = 2**24  # float32 tells so many integers apart
@@ -18,18 +20,23 @@ def sum_of_row(x: Array) -> Array:
     return jnp.sum(x, -1, keepdims=True)
 
 
-def log_sum_exp(z: Array, where: Array | None = None, *, by_arithmetic: bool = False) -> Array:
-    """The logarithm of the sum of the unmasked exp(z), for z of which the largest are 0; by arithmetic without a mask.
+def log_sum_exp(z: Array, where: Array | None = None, *, axes: Axes = (-1,), by_arithmetic: bool = False) -> Array:
+    """The logarithm of the sum of the unmasked exp(z), for z of which the largest are 0.
 
-    These, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
+    These, whose exponential is 1, are counted rather than added to the others, which would lose their digits. In the
+    form by arithmetic masked z have to be -inf.
     """
+    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if by_arithmetic:
-        is_less = jnp.abs(jnp.sign(z))
-        return jnp.log1p(sum_of_row(jnp.exp(z) * is_less) + (sum_of_row(1 - is_less) - 1))
-    others = sum_of_row(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
-    number = sum_of_row(selected(z == 0, where, False)).astype(z.dtype)
+        # A z other than 0 is at least the tiniest normal number in size: smaller ones are flushed to 0. The sums have
+        # nothing in common, not even a constant: XLA's CPU compiler would write it to memory at the size of z.
+        large = 1 / float(jnp.finfo(z.dtype).tiny)
+        others, number = total(jnp.minimum(jnp.exp(z), jnp.abs(z) * large)), total(jnp.maximum(1 - z * -large, 0))
+    else:
+        others = total(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
+        number = total(selected(z == 0, where, False)).astype(z.dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
-    fewest = -1 if where is None else -any_of(where, -1, keepdims=True).astype(z.dtype)
+    fewest = -1 if where is None else -any_of(where, axes, keepdims=True).astype(z.dtype)
     return jnp.log1p(others + jnp.maximum(number - 1, fewest))
 
 
