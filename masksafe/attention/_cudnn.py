@@ -126,7 +126,7 @@ def reason_against(
         "it has no axis_name": has_axis_name,
         "it has no segments": pairs.query_segments is not None,
         "it has no logit_soft_cap": soft_cap is not None,
-        "its dropout takes no key": pairs.head_keys is not None,
+        "its dropout takes no key": pairs.query_words is not None,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
         "its window has a left side only": left < 0 or right < 0 or (right > 0 and not is_causal),
         "its window takes no mask, bias or lengths": window is not None and (has_arrays or has_lengths),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from masksafe._core.precision import widened
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
+from masksafe.attention._dropout import drop, kept
 from masksafe.attention._formulas import (
     Adjustments,
     Config,
@@ -18,8 +19,6 @@ from masksafe.attention._formulas import (
     adjusted,
     adjusted_with_rule,
     capped_logits,
-    draw_dropout,
-    drop,
     finite_or_zero,
     has_bad,
     if_bad,
@@ -37,7 +36,7 @@ def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -
     x = adjusted(config, _capped_products(config, q, k, mask), mask, pairs, *_all_of(q, k))
     exps, largest = _exponentials(x, q, k, mask)
     total = jnp.sum(exps, -1, keepdims=True)
-    weights = drop(config, draw_dropout(config, pairs, 0, 0, exps.shape), exps)
+    weights = drop(config, kept(config, pairs, *_all_of(q, k)), exps)
     if mask is None:
         weighted = dot_values(weights, widened(v))
         weighted = weighted + (weighted - weighted)  # NaN for an infinite value
@@ -64,7 +63,7 @@ def pull_back_densely(
     is_live = live if mask is None else live & mask
     x, pull_back_adjustments = adjusted_with_rule(capped, is_live, pairs, *_all_of(q, k))
     exps, _ = _exponentials(x, q, k, mask, None if config.ring is None else largest)
-    keep = draw_dropout(config, pairs, 0, 0, exps.shape)
+    keep = kept(config, pairs, *_all_of(q, k))
     k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
     clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
 

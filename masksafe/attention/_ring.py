@@ -23,6 +23,7 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
 from masksafe._core.tiles import Tiles, divide
 from masksafe._core.typing import Array
+from masksafe.attention._dropout import from_key
 from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
 from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
 from masksafe.attention._mask import Pairs, has_live_block, once_if
@@ -187,7 +188,7 @@ def _seen_in_step(
         key_positions=moving.positions,
         key_segments=moving.segments,
         allowed=cut(pairs.allowed),
-        head_keys=None if pairs.head_keys is None else _random_keys(ring, pairs.head_keys, first_key),
+        query_words=from_key(pairs.query_words, first_key),
     )
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
     return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
@@ -199,18 +200,6 @@ def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
         return None
     (left, right), behind = ring.band, (ring.first + step) * num_keys
     return (None if left is None else left - behind), right + behind
-
-
-def _random_keys(ring: Ring, head_keys: Array, first_key: Array) -> Array:
-    """Those of dropout `[B, K]`, others for each pair of devices."""
-    numbers = lax.axis_index(ring.axis_name), first_key
-
-    def fold(key: Array) -> Array:
-        for number in numbers:
-            key = jax.random.fold_in(key, number)
-        return key
-
-    return jax.vmap(jax.vmap(fold))(head_keys)
 
 
 def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adjustments:
