@@ -69,10 +69,14 @@ def pull_back_densely(
 
     p = jnp.where(is_live, exps * (1 / total), 0)  # a bad query has NaN at masked keys, too
     d_p = drop(config, keep, dot_keys(clean_d_out, v))
-    # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    has_all_weight = (total == 1) & (p > 0.5)
-    d_x = jnp.where(has_all_weight, d_lse + (delta - delta), p * (d_p - delta))
-    d_x = jnp.where(is_live, d_x, 0)  # the product with a masked value may overflow
+    d_p = jnp.where(is_live, d_p, 0)  # the product with a masked value may overflow
+    if config.ring is None:
+        # The sum has the errors of the terms from which it is subtracted, and is closer than that of outputs.
+        d_x = p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + (d_lse + (delta - delta)))
+    else:
+        # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
+        d_x = jnp.where((total == 1) & (p > 0.5), d_lse + (delta - delta), p * (d_p - delta))
+    d_x = jnp.where(is_live, d_x, 0)
     d_biased, d_captured = pull_back_adjustments(d_x)
     d_dots = pull_back_cap(config, d_biased, is_live, capped)
     d_v = dot_queries_of_rows(drop(config, keep, p), clean_d_out)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
@@ -146,8 +147,19 @@ def _sent(ring: Ring, tree: Any, places: int = 1) -> Any:
     """The arrays that the device so many places before this one has."""
     if places % ring.size == 0:
         return tree
-    way = [(n, (n + places) % ring.size) for n in range(ring.size)]
-    return lax.ppermute(tree, ring.axis_name, way)
+    names, number = _in_order_of_mesh(ring)
+    way = [(number[n], number[(n + places) % ring.size]) for n in range(ring.size)]
+    return lax.ppermute(tree, names, way)
+
+
+def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
+    """The names of the axes in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
+    if isinstance(ring.axis_name, str):
+        return ring.axis_name, list(range(ring.size))
+    of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in ring.axis_name]
+    names = [*of_mesh, *(name for name in ring.axis_name if name not in of_mesh)]  # the others are of `jax.vmap`
+    numbers = np.arange(ring.size).reshape([lax.axis_size(name) for name in names])
+    return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
 def _if_live(

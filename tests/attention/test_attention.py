@@ -412,6 +412,20 @@ def test_extra_batch_dimensions_on_many_blocks(many_blocks):
     test_extra_batch_dimensions((1, 2))
 
 
+def test_heads_of_width_0(one_or_many_blocks):
+    """All logits are 0."""
+    query, key, value = (np.zeros((2, 6, 2, 0), np.float32), np.zeros((2, 7, 1, 0), np.float32), random_inputs()[2])
+    out, gradients = with_gradients(functools.partial(attention, is_causal=True))(
+        (query, key, value), normals(2, 6, 2, 4, seed=6)
+    )
+    expected, of_all = exact(
+        np.zeros((2, 6, 2, 1)), np.zeros((2, 7, 1, 1)), value, causal(6, 7), d_out=normals(2, 6, 2, 4, seed=6)
+    )
+    close(out, expected[0])
+    close(gradients[2], of_all["value"])
+    assert [x.shape for x in gradients[:2]] == [query.shape, key.shape]
+
+
 # Precision.
 
 

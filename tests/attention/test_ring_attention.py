@@ -560,6 +560,19 @@ def test_remat_vmap_and_scan():
     assert_same(results(twice, arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
+def test_axes_in_another_order_than_the_mesh():
+    """The first of the names is the slowest, as in a `PartitionSpec`."""
+    arrays, static = inputs(), dict(is_causal=True, local_window_size=(6, 0))
+    mesh = mesh_of(2, 2, names=("x", "y"))
+
+    def of(names):
+        in_time = P(None, names)
+        fn = lambda arrays: attend(arrays, static, axis_name=names)  # noqa: E731
+        return jax.shard_map(fn, mesh=mesh, in_specs=(in_time,), out_specs=(in_time, in_time))
+
+    assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
+
+
 def test_batch_dimensions():
     q, k, v = (x[:, None] for x in random_inputs(B, T, T, N, K))
     mask = ALLOWED[:, None, :1]
