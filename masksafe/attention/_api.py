@@ -41,6 +41,7 @@ from masksafe._core.sharding import (
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._devices import attend
+from masksafe.attention._dropout import draw_words
 from masksafe.attention._formulas import Band, Config
 from masksafe.attention._mask import Pairs, seen_keys, seen_positions
 from masksafe.attention._mods import Mods, trace
@@ -220,8 +221,9 @@ def dot_product_attention(
         query with the first key, as in `jax.nn`; S - T aligns the last with the last, as decoding needs.
       logit_soft_cap: the c of cap(x) = c tanh(x / c), applied before the bias; None means no cap.
       dropout_rate: probability that a weight becomes 0; the others are divided by 1 - rate.
-      dropout_key: the random key for dropout. The draw depends on the key and the shapes alone, so the reverse pass
-        repeats it instead of storing it.
+      dropout_key: the random key for dropout. Whether a weight is kept depends on the key and the indices of sample,
+        head, query and key alone: not on the shapes, the masks, the platform or the number of devices. The reverse pass
+        repeats the draws instead of storing them.
       sinks: floats `[N]`, for each query head the logit of one more key, which takes weight and gives nothing: the
         output is multiplied by sigmoid(logsumexp - sink). The logsumexp stays that of the keys, so that partial results
         can be merged and the sink applied once, at the end; see `merge_attention`. Sinks get gradients. A query that
@@ -259,7 +261,6 @@ def dot_product_attention(
     * A device skips the steps in which all is masked. So with `is_causal` the first device works on one step, and the
       last on n. The order of `zigzag` gives all of them the same work, on a CPU, where masked blocks of a step are
       skipped as well; elsewhere only a whole step is.
-    * Dropout draws other numbers for each number of devices.
     * Second derivatives are exact as well, and so is forward mode; but second derivatives in reverse mode keep the keys
       and values of all steps, as many as if they were gathered.
     * Outside of `jax.shard_map` arrays that are split along time need no `axis_name`: queries, keys and values are then
@@ -280,8 +281,7 @@ def dot_product_attention(
         own, in a `jax.shard_map` that the op makes; functions of pairs are told the numbers of all samples and heads,
         and dropout draws what one device would. Queries, keys and values that are split unlike each other are made
         alike. Gathered are arrays that are split along the sequence or the width of a head, heads if there are more
-        devices than key heads (but not those of a single key head, unless with dropout), and what functions of pairs
-        close over.
+        devices than key heads (but not those of a single key head), and what functions of pairs close over.
 
     cuDNN's kernel runs with JAX's CUDA plugin on GPUs of compute capability 8.0 or later, for float16 and bfloat16;
     even numbers of queries and keys; one width, a multiple of 8 up to 128 (256 on Hopper); at most one batch
@@ -480,7 +480,8 @@ def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
     if arrays.mods.score is not None or arrays.mods.mask is not None:
         pairs = _with_indices(pairs, positions, q, k)
     if arrays.dropout_key is not None:
-        pairs = pairs._replace(head_keys=jax.random.split(arrays.dropout_key, (*batch, k.shape[-2])))
+        heads, first_query = (k.shape[-2], q.shape[-2] // max(1, k.shape[-2])), first_index(call.axis_name, q.shape[-3])
+        pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
     return attend(call.config, q, k, v, arrays.scale, bias, mask, pairs, arrays.mods, arrays.sinks)
 
 

@@ -29,7 +29,7 @@ def attend_over_batch(
 ) -> tuple[Array, Array]:
     """Output and logsumexp for arrays with any batch dimensions; `bias` and `mask` are `[*batch, N, T, S]`."""
     scaled = q if scale is None else scaled_queries(q, scale)
-    bias, mask = (None if x is None else grouped_heads(x, k.shape[-2]) for x in (bias, mask))
+    mask = None if mask is None else grouped_heads(mask, k.shape[-2])
     out, lse = _attend_flattened(config, mods, scaled, k, v, bias, pairs._replace(allowed=mask))
     out = out if sinks is None else with_sinks(out, lse, sinks)
     return out.astype(q.dtype), lse
@@ -50,6 +50,8 @@ def _attend_flattened(
         dtype = wide_dtype(q.dtype)
         out_dtype = q.dtype if config.rounds else dtype
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), out_dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
+    if q.shape[-1] == 0:  # all products are 0, as those of a column of zeros
+        q, k = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) for x in (q, k))
     leaves, tree = jax.tree.flatten((bias, pairs))
     batch_shapes = [x.shape[: len(batch)] for x in leaves]
     if all(shape in (batch, (1,) * len(batch)) for shape in batch_shapes):

@@ -19,6 +19,7 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
 from masksafe.attention._dense import attend_densely, pull_back_densely
+from masksafe.attention._dropout import drop, kept
 from masksafe.attention._formulas import (
     Adjustments,
     Config,
@@ -27,8 +28,6 @@ from masksafe.attention._formulas import (
     adjusted,
     adjusted_with_rule,
     capped_logits,
-    draw_dropout,
-    drop,
     finite_or_zero,
     has_bad,
     has_bad_cotangent,
@@ -76,7 +75,7 @@ def attend(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[
             mask = unmasked(pairs, query_tile, key_tile)
             x = capped_logits(config, dot_keys(q_i, take(clean_k, 2, key_tile)) * after, mask)
             x = adjusted(config, x, mask, pairs, query_tile, key_tile)
-            keep = draw_dropout(config, pairs, i, j, x.shape)
+            keep = kept(config, pairs, query_tile, key_tile)
             return add_keys(config, state, x, mask, take(clean_v, 2, key_tile), keep)
 
         live_tiles = None if live is None else live[i]
@@ -174,7 +173,7 @@ def pull_back(
             query_tile = queries.tile(i)
             block_queries = jax.tree.map(lambda a: take(a, 3, query_tile), clean_queries)
             weights, d_dots, d_biased, d_captured = _differentiate_block(
-                config, block_queries, k_j, v_j, pairs, (i, query_tile), (j, key_tile)
+                config, block_queries, k_j, v_j, pairs, query_tile, key_tile
             )
             d_v = state.value + dot_pairs_with_queries(weights, block_queries.d_out)
             d_k = state.key + dot_pairs_with_queries(d_dots, block_queries.q)
@@ -216,18 +215,17 @@ def _differentiate_block(
     k: Array,
     v: Array,
     pairs: Pairs,
-    at_queries: tuple[Any, Tile],
-    at_keys: tuple[Any, Tile],
+    query_tile: Tile,
+    key_tile: Tile,
 ) -> tuple[Array, Array, Array, tuple[Array, ...]]:
     """A block's weights, the cotangents of its products q k and of these with the bias, keys first, and of captures."""
-    (i, query_tile), (j, key_tile) = at_queries, at_keys
     dots = dot_queries_as_forward(k, by_query.q) * split_scale(config, by_query.q)[1]
     capped = soft_capped(dots, config.soft_cap)
     mask = unmasked(pairs, query_tile, key_tile)
     assert mask is not None  # live_queries is an array
     mask = keys_first(mask)
     x, pull_back_adjustments = adjusted_with_rule(capped, mask, pairs, query_tile, key_tile, KEYS_FIRST)
-    keep = draw_dropout(config, pairs, i, j, (*by_query.q.shape[:4], key_tile.size))
+    keep = kept(config, pairs, query_tile, key_tile)
     keep = None if keep is None else keys_first(keep)
 
     p = jnp.exp(jnp.where(mask, x - keys_first(by_query.shift), -jnp.inf))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from masksafe._core.precision import widened
 from masksafe._core.tiles import Tile
 from masksafe._core.typing import Array
+from masksafe.attention._dropout import drop, kept
 from masksafe.attention._formulas import (
     Adjustments,
     Config,
@@ -18,8 +19,6 @@ from masksafe.attention._formulas import (
     adjusted,
     adjusted_with_rule,
     capped_logits,
-    draw_dropout,
-    drop,
     finite_or_zero,
     has_bad,
     has_bad_cotangent,
@@ -38,7 +37,7 @@ def attend_densely(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) -
     x = adjusted(config, _capped_products(config, q, k, mask), mask, pairs, *_all_of(q, k))
     exps, largest = _exponentials(x, q, k, mask)
     total = jnp.sum(exps, -1, keepdims=True)
-    weights = drop(config, draw_dropout(config, pairs, 0, 0, exps.shape), exps)
+    weights = drop(config, kept(config, pairs, *_all_of(q, k)), exps)
     if mask is None:
         weighted = dot_values(weights, widened(v))
         weighted = weighted + (weighted - weighted)  # NaN for an infinite value
@@ -65,16 +64,20 @@ def pull_back_densely(
     is_live = live if mask is None else live & mask
     x, pull_back_adjustments = adjusted_with_rule(capped, is_live, pairs, *_all_of(q, k))
     exps, _ = _exponentials(x, q, k, mask, None if config.ring is None else largest)
-    keep = draw_dropout(config, pairs, 0, 0, exps.shape)
+    keep = kept(config, pairs, *_all_of(q, k))
     k, v = finite_or_zero(widened(k)), finite_or_zero(widened(v))
     clean_d_out = widened(d_out) if mask is None else finite_or_zero(widened(d_out), live)
 
     p = jnp.where(is_live, exps * (1 / total), 0)  # a bad query has NaN at masked keys, too
     d_p = drop(config, keep, dot_keys(clean_d_out, v))
-    # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    has_all_weight = (total == 1) & (p > 0.5)
-    d_x = jnp.where(has_all_weight, d_lse + (delta - delta), p * (d_p - delta))
-    d_x = jnp.where(is_live, d_x, 0)  # the product with a masked value may overflow
+    d_p = jnp.where(is_live, d_p, 0)  # the product with a masked value may overflow
+    if config.ring is None:
+        # The sum has the errors of the terms from which it is subtracted, and is closer than that of outputs.
+        d_x = p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + (d_lse + (delta - delta)))
+    else:
+        # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
+        d_x = jnp.where((total == 1) & (p > 0.5), d_lse + (delta - delta), p * (d_p - delta))
+    d_x = jnp.where(is_live, d_x, 0)
     d_biased, d_captured = pull_back_adjustments(d_x)
     d_dots = pull_back_cap(config, d_biased, is_live, capped)
     d_v = dot_queries_of_rows(drop(config, keep, p), clean_d_out)

@@ -14,6 +14,7 @@ from jax import lax
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.typing import Array
 from masksafe.attention._formulas import Adjustments, Config, Gradients, find_live_queries, logsumexp
+from masksafe.attention._heads import grouped_heads
 from masksafe.attention._mask import Pairs
 from masksafe.attention._passes import Parts, mark_live_queries, run_forward, run_reverse
 from masksafe.attention._ring import run_forward_in_ring, run_reverse_in_ring
@@ -25,22 +26,36 @@ _Residuals = tuple[Array, Array, Array, Adjustments, Pairs, Array, Array, Array]
 def _forward(
     config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
 ) -> tuple[_Result, _Residuals]:
-    out, largest, total = _evaluate_in_blocks(config, q, k, v, adjustments, pairs)
+    out, largest, total = _evaluate_in_blocks(config, q, k, v, _grouped(adjustments, k), pairs)
     # The output is kept unrounded, since delta depends on it.
     return _rounded(config, q, out, largest, total), (q, k, v, adjustments, pairs, out, largest, total)
 
 
 def _reverse(config: Config, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
-    return (*_pull_back_in_blocks(config, *residuals, *cotangents), None)
+    q, k, v, adjustments, pairs, *results = residuals
+    d = _pull_back_in_blocks(config, q, k, v, _grouped(adjustments, k), pairs, *results, *cotangents)
+    d_adjustments = jax.tree.map(lambda d, x: d.reshape(x.shape), d.adjustments, adjustments)
+    return d.query, d.key, d.value, d_adjustments, None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
 def attention(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Result:
     """Output `[B, T, N, width of v]` and logsumexp `[B, T, N]`, wide, but the output if it is rounded.
 
-    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]`. `pairs` comes without the adjustments.
+    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]`, the bias `[B, N, T, S]` with size 1 where it
+    broadcasts. `pairs` comes without the adjustments.
     """
-    return _rounded(config, q, *_evaluate_in_blocks(config, q, k, v, adjustments, pairs))
+    return _rounded(config, q, *_evaluate_in_blocks(config, q, k, v, _grouped(adjustments, k), pairs))
+
+
+def _grouped(adjustments: Adjustments, k: Array) -> Adjustments:
+    """With the bias as the kernels take it.
+
+    It is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new one with
+    a NaN under the mask would set off `jax_debug_nans`.
+    """
+    bias = adjustments.bias
+    return adjustments if bias is None else adjustments._replace(bias=grouped_heads(bias, k.shape[2]))
 
 
 def _rounded(config: Config, q: Array, out: Array, largest: Array, total: Array) -> _Result:

@@ -54,12 +54,9 @@ def _dimensions(
 ) -> tuple[Any, ...]:
     """The names of the dimensions of each array. Queries and keys are whole, as are arrays that a mod closes over."""
     batch = [f"batch {axis}" for axis in range(q.ndim - 3)]
-    # A key head that is on all devices has one random key for the dropout of all of its queries.
-    is_one_draw = pairs.head_keys is not None and k.shape[-2] == 1
-    heads = None if is_one_draw else "heads"
-    of_operands, of_pairs = PartitionSpec(*batch, None, heads), PartitionSpec(*batch, heads)
-    of_heads = PartitionSpec(*batch, heads, heads if k.shape[-2] == 1 else None)
-    by_name = {"heads": of_heads, "head_keys": of_pairs}
+    of_operands, of_pairs = PartitionSpec(*batch, None, "heads"), PartitionSpec(*batch, "heads")
+    of_heads = PartitionSpec(*batch, "heads", "heads" if k.shape[-2] == 1 else None)
+    by_name = {"heads": of_heads, "query_words": of_heads}
     of_structure = Pairs(*(_alike(x, by_name.get(name, PartitionSpec(*batch))) for name, x in pairs._asdict().items()))
     return (
         of_operands,
@@ -70,7 +67,7 @@ def _dimensions(
         _alike(mask, of_pairs),
         of_structure,
         _alike(mods, PartitionSpec()),
-        _alike(sinks, PartitionSpec(heads)),
+        _alike(sinks, PartitionSpec("heads")),
     )
 
 

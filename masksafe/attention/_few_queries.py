@@ -18,11 +18,11 @@ from masksafe._core.sharding import has_symbolic_size, may_loop
 from masksafe._core.tiles import Tile, divide
 from masksafe._core.typing import Array
 from masksafe.attention._blockwise import RunningState, add_keys, divide_by_total, zero_state
+from masksafe.attention._dropout import kept
 from masksafe.attention._formulas import (
     Config,
     adjusted,
     capped_logits,
-    draw_dropout,
     finite_or_zero,
     if_bad,
     is_bad,
@@ -69,7 +69,7 @@ def attend_with_few_queries(config: Config, q: Array, k: Array, v: Array, pairs:
             x = capped_logits(config, dot_keys(clean_q, finite_or_zero(k_j)), mask)
             x = adjusted(config, x, mask, own, all_queries, tile)
             x = jnp.where(bad_q | is_bad(k_j)[:, :, None, None, :, 0], jnp.nan, x)
-            keep = draw_dropout(config, own, 0, j, x.shape)
+            keep = kept(config, own, all_queries, tile)
             state = add_keys(config, state, x, mask, finite_or_zero(v_j), keep)
             return state, marks | _see_bad_values(x, mask, v_j)
 

@@ -199,7 +199,7 @@ def find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, 
     return (largest_of(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0), delta + 0 * delta
 
 
-# Scale, bad elements, dropout.
+# Scale and bad elements.
 
 
 def split_scale(config: Config, q: Array) -> tuple[float, float]:
@@ -240,22 +240,6 @@ def zeros_of(fn: Callable[[], Array], x: Array) -> Array:
 def is_bad(x: Array) -> Array:
     """Where any element along the last axis is bad, `[..., 1]`."""
     return any_of(~jnp.isfinite(x), -1, keepdims=True)
-
-
-def draw_dropout(config: Config, pairs: Pairs, i: Any, j: Any, shape: tuple[int, ...]) -> Array | None:
-    """Which weights of block (i, j) dropout keeps, or None; the same draw in both passes."""
-    if pairs.head_keys is None:
-        return None
-
-    def draw(key: Array) -> Array:
-        block_key = jax.random.fold_in(jax.random.fold_in(key, i), j)
-        return jax.random.bernoulli(block_key, 1 - config.dropout_rate, shape[2:])
-
-    return jax.vmap(jax.vmap(draw))(pairs.head_keys)
-
-
-def drop(config: Config, keep: Array | None, p: Array) -> Array:
-    return p if keep is None else jnp.where(keep, p / (1 - config.dropout_rate), 0)
 
 
 def nan_where(marks: Array, x: Array) -> Array:

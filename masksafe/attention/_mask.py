@@ -62,7 +62,7 @@ class Pairs(NamedTuple):
     mask_mod: Mod | None = None
     samples: Array | None = None  # [B], their indices, for mods
     heads: Array | None = None  # [1, K, G], likewise
-    head_keys: Array | None = None  # [B, K], the random keys of dropout
+    query_words: Array | None = None  # [B, K, G, T, 2], random ones, for dropout
     live_queries: Array | None = None  # [B, K, G, T]; the others take no part in the reverse pass
     problems: Problems | None = None  # None stands for all of them
 
@@ -96,7 +96,7 @@ class Pairs(NamedTuple):
             mask_mod=self.mask_mod,
             samples=cut_samples(self.samples),
             heads=cut_heads(self.heads),
-            head_keys=cut_problems(self.head_keys),
+            query_words=cut_problems(self.query_words),
             live_queries=cut_problems(self.live_queries),
             problems=problems,
         )

@@ -17,12 +17,14 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
 from masksafe._core.tiles import Tiles, divide
 from masksafe._core.typing import Array
+from masksafe.attention._dropout import from_key
 from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
 from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
 from masksafe.attention._mask import Pairs, has_live_block, once_if
@@ -145,8 +147,19 @@ def _sent(ring: Ring, tree: Any, places: int = 1) -> Any:
     """The arrays that the device so many places before this one has."""
     if places % ring.size == 0:
         return tree
-    way = [(n, (n + places) % ring.size) for n in range(ring.size)]
-    return lax.ppermute(tree, ring.axis_name, way)
+    names, number = _in_order_of_mesh(ring)
+    way = [(number[n], number[(n + places) % ring.size]) for n in range(ring.size)]
+    return lax.ppermute(tree, names, way)
+
+
+def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
+    """The names of the axes in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
+    if isinstance(ring.axis_name, str):
+        return ring.axis_name, list(range(ring.size))
+    of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in ring.axis_name]
+    names = [*of_mesh, *(name for name in ring.axis_name if name not in of_mesh)]  # the others are of `jax.vmap`
+    numbers = np.arange(ring.size).reshape([lax.axis_size(name) for name in names])
+    return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
 def _if_live(
@@ -187,7 +200,7 @@ def _seen_in_step(
         key_positions=moving.positions,
         key_segments=moving.segments,
         allowed=cut(pairs.allowed),
-        head_keys=None if pairs.head_keys is None else _random_keys(ring, pairs.head_keys, first_key),
+        query_words=from_key(pairs.query_words, first_key),
     )
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
     return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
@@ -199,18 +212,6 @@ def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
         return None
     (left, right), behind = ring.band, (ring.first + step) * num_keys
     return (None if left is None else left - behind), right + behind
-
-
-def _random_keys(ring: Ring, head_keys: Array, first_key: Array) -> Array:
-    """Those of dropout `[B, K]`, others for each pair of devices."""
-    numbers = lax.axis_index(ring.axis_name), first_key
-
-    def fold(key: Array) -> Array:
-        for number in numbers:
-            key = jax.random.fold_in(key, number)
-        return key
-
-    return jax.vmap(jax.vmap(fold))(head_keys)
 
 
 def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adjustments:

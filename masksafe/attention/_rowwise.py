@@ -21,6 +21,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.tiles import Tile, Tiles, divide, take
 from masksafe._core.typing import Array
+from masksafe.attention._dropout import drop, kept
 from masksafe.attention._formulas import (
     Adjustments,
     Config,
@@ -30,8 +31,6 @@ from masksafe.attention._formulas import (
     adjusted,
     adjusted_with_rule,
     capped_logits,
-    draw_dropout,
-    drop,
     finite_or_zero,
     is_bad,
     pull_back_cap,
@@ -56,7 +55,7 @@ def attend_by_row(config: Config, q: Array, k: Array, v: Array, pairs: Pairs) ->
         x = adjusted(config, capped_logits(config, dots, mask), mask, pairs, tile.queries, tile.keys)
         x = _poisoned(x, mask, take(bad_q, 3, tile.queries), take(bad_k, 2, tile.keys))
         exps, largest, total = _exponentials(x)
-        keep = draw_dropout(config, pairs, tile.number, 0, x.shape)
+        keep = kept(config, pairs, tile.queries, tile.keys)
         # Divided by the total before the product, which XLA knows as a softmax; but after it in the plain form, where a
         # derivative of the product with a masked value may overflow, and must not come into a sum over the row.
         before, after = (_divisor(total), 1.0) if config.skips else (1.0, _divisor(total))
@@ -149,7 +148,7 @@ def _differentiate_tile(
     # kept from reading the first.
     weight, *_ = weights(dots)
     p, capped, pull_back_adjustments = weights(lax.optimization_barrier(dots))
-    keep = draw_dropout(config, pairs, tile.number, 0, dots.shape)
+    keep = kept(config, pairs, tile.queries, tile.keys)
     d_p = drop(config, keep, dot_keys(by_query.d_out, v))
     d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
     d_x = jnp.where(mask, _slopes(by_query, p, d_p), 0)
@@ -192,7 +191,6 @@ def _divisor(total: Array) -> Array:
 class _Tile(NamedTuple):
     """Some queries and all keys that they may see."""
 
-    number: Any
     queries: Tile
     keys: Tile
 
@@ -201,13 +199,12 @@ class _Part(NamedTuple):
     """Queries from `start` on, in tiles, whose keys are the same."""
 
     start: int
-    first_number: int
     tiles: Tiles
     keys: Tile
 
     def tile(self, i: Any) -> _Tile:
         start, size, first, is_ragged = self.tiles.tile(i)
-        return _Tile(self.first_number + i, Tile(self.start + start, size, self.start + first, is_ragged), self.keys)
+        return _Tile(Tile(self.start + start, size, self.start + first, is_ragged), self.keys)
 
 
 def most_logits_at_once(config: Config) -> int:
@@ -219,18 +216,17 @@ def _parts(config: Config, q: Array, k: Array) -> Iterator[_Part]:
     """The queries in parts: one for all, or several if a static mask hides some keys from all queries of a part."""
     length, num_keys = q.shape[3], k.shape[2]
     if not all(isinstance(n, int) for n in (*q.shape, num_keys)):
-        yield _Part(0, 0, Tiles(length, length), Tile(0, num_keys, 0, False))
+        yield _Part(0, Tiles(length, length), Tile(0, num_keys, 0, False))
         return
     logits = math.prod(q.shape[:4]) * num_keys
     most_queries = max(1, config.row_tile_logits * length // max(1, logits))
     number = 1
     if config.band is not None:
         number = max(1, min(platforms.SKIPPING_ROW_TILES, logits // platforms.SKIPPING_ROW_TILE_LOGITS))
-    size, first_number = _multiple_above(-(-length // number)), 0
+    size = _multiple_above(-(-length // number))
     for start in range(0, length, size):
         tiles = divide(min(size, length - start), most_queries)
-        yield _Part(start, first_number, tiles, _seen_keys(config, start, tiles.length, num_keys))
-        first_number += tiles.number
+        yield _Part(start, tiles, _seen_keys(config, start, tiles.length, num_keys))
 
 
 def _seen_keys(config: Config, start: int, length: int, num_keys: int) -> Tile:

@@ -90,18 +90,6 @@ def test_gradient_of_a_bias_over_all_pairs_or_fewer():
         assert_close(gradients[:3], gradients_of(of_all, "query", "key", "value"))
 
 
-def test_dropout_is_drawn_alike_in_both_passes():
-    inputs, d_out = random_inputs(), normals(2, 6, 2, 4, seed=6)
-    arguments = dict(dropout_rate=0.3, dropout_key=jax.random.key(1), is_causal=True)
-    fn = functools.partial(attention, **arguments)
-    kept = np.asarray(fn(*inputs[:2], np.broadcast_to(np.eye(7, dtype=np.float32)[:, None], (2, 7, 1, 7)))) != 0
-    factors = np.moveaxis(np.where(kept, 1 / 0.7, 0), 2, 1)
-    out, gradients = with_gradients(fn)(inputs, d_out)
-    (expected, _), of_all = exact(*inputs, causal(6, 7), factors=factors, d_out=d_out)
-    assert_close(out, expected)
-    assert_close(gradients, gradients_of(of_all, "query", "key", "value"))
-
-
 def test_16_bit_gradients_are_as_good_as_those_of_jax_nn():
     query, key, value = random_inputs(1, 64, 64, 1, 1, 32)
     inputs = [x.astype(jnp.bfloat16) for x in (query, key + 3, value + 30)]

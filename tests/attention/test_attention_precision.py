@@ -15,6 +15,7 @@ SIZES = {
     "few keys": (256, 8, 64, 1.5),
     "few keys, large logits": (128, 8, 64, 4.0),
     "few keys, three": (128, 3, 64, 4.0),
+    "few keys, two": (128, 2, 64, 1.5),
     "large logits": (256, 256, 64, 4.0),
     "larger logits": (64, 64, 64, 8.0),
     "another width": (128, 128, 32, 4.0),
@@ -27,7 +28,7 @@ SIZES = {
 FEW_KEYS = [name for name in SIZES if name.startswith("few keys")]
 
 
-@pytest.mark.parametrize("name", few_of(SIZES, "large logits"))
+@pytest.mark.parametrize("name", few_of(SIZES, "large logits", "few keys, two"))
 def test_gradients_are_as_exact_as_those_of_the_plain_formula(name):
     T, S, H, deviation = SIZES[name]
     fns = with_gradients(attention), with_gradients(jax.nn.dot_product_attention)
@@ -40,8 +41,8 @@ def test_gradients_are_as_exact_as_those_of_the_plain_formula(name):
             for j, gradient in enumerate(fn(inputs, d_out)[1]):
                 mean_squares[i, j] += np.mean((np.float64(gradient) - expected[("query", "key", "value")[j]]) ** 2)
     ours, plain = np.sqrt(mean_squares)
-    # With few keys the errors are small, and depend on the order in which XLA sums over keys and queries.
-    times = 2 if name in FEW_KEYS else 1.2
+    # With few keys the errors of values depend on the order in which XLA sums over queries.
+    times = np.array([1.2, 1.2, 2.5 if name in FEW_KEYS else 1.2])
     assert (ours <= times * plain).all(), ours / plain
 
 

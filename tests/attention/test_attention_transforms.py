@@ -156,6 +156,15 @@ def test_debug_nans_is_quiet_without_a_batch_and_with_a_bias_and_a_scale():
         assert np.isfinite(out).all()
 
 
+def test_debug_nans_is_quiet_on_the_gradient_of_a_bias(one_or_many_blocks):
+    inputs, mask = random_inputs(), np.arange(7) != 3
+    bias = replaced(np.zeros((1, 2, 6, 7), np.float32), (..., 3), np.nan)
+    with jax.debug_nans(True):
+        for fn in (attention, jax.jit(attention)):
+            _, reverse = jax.vjp(lambda *args: fn(*args, mask), *inputs, bias)  # noqa: B023
+            assert all(np.isfinite(gradient).all() for gradient in reverse(np.ones_like(inputs[0])))
+
+
 @pytest.mark.parametrize("errors", few_of([checkify.nan_checks, checkify.index_checks], checkify.nan_checks))
 def test_checkify_is_quiet_on_padding(errors, one_or_many_blocks):
     query, key, value = random_inputs()

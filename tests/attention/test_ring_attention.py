@@ -254,32 +254,6 @@ def test_16_bits_are_rounded_once(dtype):
         )
 
 
-# Dropout.
-
-
-@pytest.mark.slow
-def test_dropout_is_repeated_in_reverse():
-    arrays = inputs(S=64, T=64, N=2, K=1)
-    arrays["value"] = np.broadcast_to(np.eye(64, dtype=np.float32)[:, None], (B, 64, 1, 64))
-    static = dict(dropout_rate=0.3, dropout_key=jax.random.key(1), is_causal=True)
-    (weights, _), gradients = results(in_ring(arrays, static, mesh_of(4)), arrays)
-    plain = np.asarray(attend(arrays, dict(is_causal=True))[0])
-    kept = np.asarray(weights) != 0
-    np.testing.assert_allclose(weights, np.where(kept, plain / 0.7, 0), rtol=2e-5, atol=1e-6)
-    assert abs(kept[plain != 0].mean() - 0.7) < 0.03
-    blocks = kept[0, :, 0].reshape(4, 16, 4, 16).swapaxes(1, 2)
-    assert not (blocks[2, 0] == blocks[1, 0]).all()  # other numbers for other devices
-    assert not (blocks[2, 0] == blocks[2, 1]).all()
-
-    def masked(arrays):
-        out, lse = attend(arrays, dict(is_causal=True))
-        return jnp.where(kept, out / 0.7, 0), lse  # the values are those of the unit matrix: out is the weights
-
-    _, expected = results(masked, arrays)
-    for name in ("query", "key"):
-        np.testing.assert_allclose(gradients[name], expected[name], rtol=1e-4, atol=1e-5)
-
-
 # The way round.
 
 
@@ -584,6 +558,19 @@ def test_remat_vmap_and_scan():
         return jax.tree.map(lambda x: x.sum(0) / 2, jax.lax.map(lambda _: split(arrays), jnp.arange(2)))
 
     assert_same(results(twice, arrays), results(lambda arrays: attend(arrays, static), arrays))
+
+
+def test_axes_in_another_order_than_the_mesh():
+    """The first of the names is the slowest, as in a `PartitionSpec`."""
+    arrays, static = inputs(), dict(is_causal=True, local_window_size=(6, 0))
+    mesh = mesh_of(2, 2, names=("x", "y"))
+
+    def of(names):
+        in_time = P(None, names)
+        fn = lambda arrays: attend(arrays, static, axis_name=names)  # noqa: E731
+        return jax.shard_map(fn, mesh=mesh, in_specs=(in_time,), out_specs=(in_time, in_time))
+
+    assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
 def test_batch_dimensions():

@@ -1,0 +1,156 @@
+"""Dropout of dot_product_attention: which weights are kept depends on the key and the indices of a pair alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    assert_close,
+    attention,
+    below,
+    by_rows,
+    causal,
+    decode_always,
+    exact,
+    few_of,
+    normals,
+    random_inputs,
+    shrink_blocks,
+    with_gradients,
+)
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+
+RATE, KEY = 0.4, jax.random.key(3)
+FORMS = {"one block": None, "many blocks": shrink_blocks, "blocks of keys": decode_always, "rows": by_rows}
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    if FORMS[request.param] is not None:
+        FORMS[request.param](monkeypatch)
+    return request.param
+
+
+def weights(B=2, T=6, S=8, N=2, K=1, key=KEY, rate=RATE, **arguments):
+    """Those of equal logits, `[B, T, N, S]`: the values are those of the unit matrix."""
+    fn = functools.partial(attention, dropout_rate=rate, dropout_key=key, **arguments)
+    value = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
+    return np.asarray(jax.jit(fn)(jnp.zeros((B, T, N, 4)), jnp.zeros((B, S, K, 4)), value))
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """`[B, T, N, S]`, drawn before a test makes blocks small."""
+    return weights() != 0
+
+
+# Masks that leave pairs out, and those that do not. A program with a mask takes other forms than one without.
+MASKS = {
+    "nothing": ({}, np.ones((6, 8), bool)),
+    "all True": (dict(mask=np.ones((2, 1, 6, 8), bool)), np.ones((6, 8), bool)),
+    "causal": (dict(is_causal=True), causal(6, 8)),
+    "lengths": (dict(key_value_seq_lengths=np.array([8, 5])), below([8, 5], 8)[:, None, None, :]),
+}
+
+
+@pytest.mark.parametrize("name", few_of(MASKS, "nothing", "lengths"))
+def test_every_form_draws_alike(name, kept, form):
+    arguments, live = MASKS[name]
+    live = np.moveaxis(np.broadcast_to(live, (2, 2, 6, 8)), 1, 2)
+    assert ((weights(**arguments) != 0) == (kept & live)).all()
+
+
+@pytest.mark.parametrize("name", few_of(MASKS, "lengths"))
+def test_values_and_gradients_belong_to_the_same_draw(name, kept, form):
+    arguments, live = MASKS[name]
+    inputs, d_out = random_inputs(S=8), normals(2, 6, 2, 4, seed=6)
+    out, gradients = with_gradients(functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, **arguments))(
+        inputs, d_out
+    )
+    factors = np.moveaxis(np.where(kept, 1 / (1 - RATE), 0), 2, 1)
+    expected, of_all = exact(*inputs, live, factors=factors, d_out=d_out)
+    assert_close(out, expected[0])
+    assert_close(gradients, [of_all[name] for name in ("query", "key", "value")])
+
+
+@pytest.mark.parametrize("num_queries", few_of([1, 16, 17], 1))
+def test_gradient_of_few_queries(num_queries):
+    """The sizes are those from which on a CPU takes its form for decoding, which has no reverse pass of its own."""
+    inputs, d_out = random_inputs(2, num_queries, 513, 1, 1), normals(2, num_queries, 1, 4, seed=6)
+    lengths = np.array([513, 300])
+    fn = functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, key_value_seq_lengths=lengths)
+    out, gradients = with_gradients(fn)(inputs, d_out)
+    # Linear in the values.
+    np.testing.assert_allclose(np.sum(out * d_out), np.sum(gradients[2] * inputs[2]), rtol=1e-4)
+    for i in range(2):
+        along = normals(*inputs[i].shape, seed=i)
+        ahead, behind = (
+            fn(*(x + sign * 1e-2 * along if n == i else x for n, x in enumerate(inputs))) for sign in (1, -1)
+        )
+        difference = np.sum((np.float64(ahead) - np.float64(behind)) * d_out) / 2e-2
+        np.testing.assert_allclose(np.sum(gradients[i] * along), difference, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_plain_form_draws_alike(form):
+    """Forward mode and second derivatives are those of the plain form."""
+    inputs, d_out = random_inputs(S=8), normals(2, 6, 2, 4, seed=6)
+    fn = functools.partial(attention, dropout_rate=RATE, dropout_key=KEY, key_value_seq_lengths=np.array([8, 5]))
+    loss = lambda *args: jnp.sum(fn(*args) * d_out)  # noqa: E731
+    along = normals(*inputs[2].shape, seed=5)
+    d_value = jax.jit(jax.grad(loss, 2))(*inputs)
+    with masksafe.forward_mode():
+        _, tangent = jax.jit(lambda *args: jax.jvp(lambda v: loss(*args[:2], v), (args[2],), (along,)))(*inputs)
+    np.testing.assert_allclose(tangent, np.sum(d_value * along), rtol=1e-4)
+    # The second derivative by values is 0, and that by values and queries belongs to the first one by queries.
+    mixed = jax.jit(jax.grad(lambda q, k, v: jnp.sum(jax.grad(loss, 2)(q, k, v) * along)))(*inputs)
+    assert_close(mixed, jax.jit(jax.grad(loss))(*inputs[:2], along), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_by_rows", [False, True])
+def test_ring_draws_what_one_device_does(is_by_rows, monkeypatch):
+    if is_by_rows:
+        by_rows(monkeypatch)
+    mesh, in_time = jax.make_mesh((4,), ("time",), axis_types=(jax.sharding.AxisType.Auto,)), P(None, "time")
+    inputs, d_out = random_inputs(S=16, T=8), normals(2, 8, 2, 4, seed=6)
+
+    def of(axis_name):
+        return functools.partial(
+            attention, is_causal=True, causal_offset=8, dropout_rate=RATE, dropout_key=KEY, axis_name=axis_name
+        )
+
+    in_ring = jax.shard_map(of("time"), mesh=mesh, in_specs=in_time, out_specs=in_time)
+    assert_close(with_gradients(in_ring)(inputs, d_out), with_gradients(of(None))(inputs, d_out))
+
+
+def test_draw_does_not_depend_on_sizes(kept):
+    assert ((weights(B=1, T=4, S=5, N=1) != 0) == kept[:1, :4, :1, :5]).all()
+    assert ((weights(K=2) != 0) == kept).all()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg", "raw"])
+def test_any_random_key(impl):
+    key = jax.random.PRNGKey(5) if impl == "raw" else jax.random.key(5, impl=impl)
+    kept = weights(B=1, T=32, S=64, key=key) != 0
+    assert abs(kept.mean() - (1 - RATE)) < 4 * (RATE * (1 - RATE) / kept.size) ** 0.5
+    assert ((weights(B=1, T=3, S=6, key=key) != 0) == kept[:, :3, :, :6]).all()
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.5, 0.9])
+def test_draws_are_independent(rate):
+    """What is not, such as two rows alike or a column that many rows drop, would show in one of these sums."""
+    of_keys = [weights(B=2, T=64, S=96, rate=rate, key=jax.random.key(seed)) for seed in range(4)]
+    x = (np.stack(of_keys) != 0) * 1.0  # [random key, sample, query, head, key]
+    x = (x - (1 - rate)) / (rate * (1 - rate)) ** 0.5  # of mean 0 and variance 1
+    neighbors = [x, *(np.take(x, range(1, x.shape[a]), a) * np.take(x, range(x.shape[a] - 1), a) for a in range(5))]
+    squares = x[:, :, 1:, :, 1:] * x[:, :, :-1, :, 1:] * x[:, :, 1:, :, :-1] * x[:, :, :-1, :, :-1]
+    for products in (*neighbors, squares):
+        assert abs(products.sum()) < 4.5 * products.size**0.5
+    for axis in (2, 4):
+        sums = x.sum(axis) / x.shape[axis] ** 0.5
+        assert abs((sums**2).mean() - 1) < 0.1
