@@ -32,7 +32,7 @@ def draw_words(
     # Bits of a key of any kind make a key of Threefry, which may be counted up for a key of every head.
     of_samples, of_heads = jax.random.bits(key, (2,), jnp.uint32)
     sample = of_samples + _indices(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    head = of_heads + _indices(math.prod(heads)).reshape(*heads, 1)
+    head = of_heads + _indices(math.prod(heads)).reshape(*[1] * len(batch), *heads, 1)
     query = _indices(num_queries)
     query = query if first_query is None else query + first_query.astype(query.dtype)
     (sample, head), query = jnp.broadcast_arrays(sample, head), jnp.broadcast_to(query, (*batch, *heads, num_queries))
@@ -53,7 +53,7 @@ def kept(config: Config, pairs: Pairs, queries: Tile, keys: Tile) -> Array | Non
     if pairs.query_words is None:
         return None
     first, second = jnp.split(take(pairs.query_words, 3, queries), 2, axis=-1)
-    key = jnp.asarray(keys.start, jnp.uint32) + lax.iota(jnp.uint32, keys.size)
+    key = jnp.asarray(keys.start, jnp.uint32) + lax.broadcasted_iota(jnp.uint32, (1, 1, 1, 1, keys.size), 4)
     # The hash lowbias32 (Wellons, "hash-prospector"), with the second word between its rounds, and without what follows
     # them, which leaves the upper bits as they are.
     mixed = first + key
