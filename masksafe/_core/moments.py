@@ -23,6 +23,7 @@ close to 1 unless the sample differs from the rest. The textbook's :math:`c = 0`
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,10 +33,11 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
-from masksafe._core.scaling import quotient
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import number_of, sum_of
+
+Divide = Callable[[Array, Any], Array]  # by a sum of weights: `scaling.quotient`
 
 
 class Mean(NamedTuple):
@@ -93,10 +95,10 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
     return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
 
 
-def variance(correction: float, mean: Mean, square_sum: Array, n: Array) -> Array:
+def variance(correction: float, mean: Mean, square_sum: Array, n: Array, divide: Divide = jnp.divide) -> Array:
     """The variance of `n` elements with this sum of squared deviations; 0 where `n` does not exceed `correction`."""
     degrees_of_freedom = n - correction
-    variance = quotient(square_sum, jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1))
+    variance = divide(square_sum, jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1))
     # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
     return jnp.where((degrees_of_freedom > 0) & ~is_rounding(variance, mean), variance, 0 * variance)
 
@@ -171,10 +173,12 @@ def sums(axes: Axes, where: Array | None, *arrays: Array) -> list[Array]:
     return [jnp.sum(selected(a, where), axes, keepdims=True) for a in arrays]
 
 
-def about_mean(shift: Array, sums_about_shift: list[Array], n: Array | int) -> tuple[Mean, Array]:
+def about_mean(
+    shift: Array, sums_about_shift: list[Array], n: Array | int, divide: Divide = jnp.divide
+) -> tuple[Mean, Array]:
     """The mean, and the sum of squares about it, from the sums of `x - shift` and of its square; `n` is not 0."""
     total, square_sum = sums_about_shift
-    remainder = quotient(total, n) if isinstance(n, jax.Array) else total / n
+    remainder = divide(total, n)
     excess = remainder * total
     centred = square_sum - excess
     centred = jnp.where(centred <= 8 * jnp.finfo(total.dtype).eps * excess, 0, centred)  # rounding, of equal elements

@@ -32,6 +32,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, gathered_along, of_all_devices, size_over_devices, sums_over_devices
 from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import sum_of, unknown
@@ -64,26 +65,27 @@ class Groups(NamedTuple):
 def row_moments(config: RowConfig, axis_name: AxisName, x: Array, weighting: Weighting) -> RowMoments:
     """The moments of each row, over all devices of the mesh axis."""
     sums = _Sums(*_local_sums(config, x, *weighting))
+    divide = jnp.divide if weighting.weights is None else quotient
     if config.groups is None:
-        return _of_devices(config, axis_name, sums)
+        return _of_devices(config, axis_name, sums, divide)
     axis, number = config.groups
     size = sums.weight.shape[axis] // number
     sums = _Sums(*(gathered_along(a, axis) for a in sums))  # a mesh may split the rows of a group
     shape = *sums.weight.shape[:axis], number, size, *sums.weight.shape[axis + 1 :]
     parts = _Sums(*(jnp.moveaxis(a.reshape(shape), axis + 1, 0) for a in sums))
-    of_groups = _of_devices(config, axis_name, _merged(parts))
+    of_groups = _of_devices(config, axis_name, _merged(parts), divide)
     of_rows: RowMoments = jax.tree.map(lambda a: jnp.repeat(a, size, axis), of_groups)
     return of_rows
 
 
-def _of_devices(config: RowConfig, axis_name: AxisName, sums: "_Sums") -> RowMoments:
+def _of_devices(config: RowConfig, axis_name: AxisName, sums: "_Sums", divide: moments.Divide) -> RowMoments:
     if not config.centred:
         weight, squares = sums_over_devices(axis_name, sums.weight, sums.second)
         return _or_nothing(RowMoments(weight, Mean(sums.centre, sums.first), squares))
     if axis_name is not None:
         is_small = sums.weight.size * size_over_devices(axis_name, len(sums)) <= MOST_NUMBERS_OF_ONE_EXCHANGE
         sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(axis_name, sums)
-    mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight))
+    mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight), divide)
     return _or_nothing(RowMoments(sums.weight, mean, squares))
 
 

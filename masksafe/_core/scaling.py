@@ -16,6 +16,9 @@ def reciprocal_power_of_two(size: Array) -> Array:
 
 
 def quotient(x: Array, y: Array) -> Array:
-    """The ratio of x and y > 0, whose derivatives are finite even where the square of y overflows or vanishes."""
+    """The ratio of x and y > 0, whose derivatives are finite even where the square of y overflows or vanishes.
+
+    For a y that has derivatives, such as a sum of weights; a number of elements has none.
+    """
     unit = reciprocal_power_of_two(y)
     return (x * unit) / (y * unit)

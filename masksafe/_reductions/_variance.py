@@ -17,6 +17,7 @@ from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.row_moments import RowConfig, row_moments
+from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._reductions._arguments import Reduction, read_arguments
@@ -164,7 +165,8 @@ def _reduce(
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
         of_rows = row_moments(RowConfig(how.axes), how.axis_name, x, weighting_of(x, where, weights))
-        variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight)
+        divide = jnp.divide if weights is None else quotient
+        variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight, divide)
         mean = moments.total(of_rows.mean)
     return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)
 

@@ -231,7 +231,8 @@ def linear_softmax_cross_entropy(
         results = (weighted_sum(options, *args, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
-        results = tuple(quotient(result, total) for result in results)
+        divide = jnp.divide if of_labels is None else quotient  # a number of tokens has no derivative
+        results = tuple(divide(result, total) for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = any_of(bad_rows)
     cross_entropy = nan_where_bad(results[0], bad_rows)

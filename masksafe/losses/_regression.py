@@ -28,7 +28,7 @@ from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.scaling import reciprocal_power_of_two
 from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of, sum_of
+from masksafe._core.unfolded import any_of, largest_of, sum_of
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -402,7 +402,8 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         return sums_of_rows
 
     if not may_loop((a, b, where)):
-        return exactly(a, b, where)[0]
+        of_rows: _CosineSums = by_row_blocks(exactly, leading, a, b, where)[0]
+        return of_rows
     of_all: _CosineSums = platforms.on_cpu_or_elsewhere(on_cpu, lambda *args: exactly(*args)[0], a, b, where)
     return of_all
 
@@ -428,7 +429,7 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 
 def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
     """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
-    unit = reciprocal_power_of_two(jnp.max(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True, initial=0))
+    unit = reciprocal_power_of_two(largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True))
     return x * unit, unit
 
 
@@ -437,7 +438,7 @@ def _divided_by_norm(x: Array, square: Array, unit: Array, epsilon: Array) -> Ar
 
     The vector in `x`, and in `square`, is multiplied by `unit`. 0, with a gradient of 0, where the norm is 0.
     """
-    is_norm = square >= epsilon * unit * unit
+    is_norm = ~(square < epsilon * unit * unit)  # of a NaN too, which it makes one
     is_zero = is_norm & (square == 0)
     root = jnp.sqrt(jnp.where(is_zero, 1, jnp.where(is_norm, square, epsilon)))
     return jnp.where(is_zero, 0, x / (root * jnp.where(is_norm, 1, unit)))

@@ -262,7 +262,7 @@ def _normalize(
     name = as_axis_name(op, axis_name)
     if weights is None and name is None:
         config = _Config(axes_of_row(axes, x.ndim), static, centred, bias is not None)
-        scaled = x if static is None else at_ordinary_scale(How(axes, static, None), x, where)[0]
+        scaled, _ = at_ordinary_scale(How(axes, static, None), x, where)
         y: Array = _norm(config, scaled, where, scale, bias, array)
         return y
     y, _ = normalize(How(axes, as_epsilon(op, epsilon), name, centred), x, where, weights, scale, bias)
@@ -605,7 +605,7 @@ def _standardize_with_given_statistics(
     where = weighting.where
     weight, sample_mean, squares = row_moments(RowConfig(axes), axis_name, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = quotient(squares, or_one(weight))
+    sample_variance = (jnp.divide if weights is None else quotient)(squares, or_one(weight))
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))

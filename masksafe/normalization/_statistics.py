@@ -57,11 +57,10 @@ def normalize(
 ) -> tuple[Array, Statistics]:
     """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
     weighting = weighting_of(x, where, weights)
-    # An epsilon that is an array is not tiny.
-    x, unit = at_ordinary_scale(how, x, weighting.where) if isinstance(how.epsilon, float) else (x, None)
+    x, unit = at_ordinary_scale(how, x, weighting.where)
     config = RowConfig(how.axes, how.centred, how.groups)
     of_rows = row_moments(config, how.axis_name, x, weighting)
-    variance = quotient(of_rows.squares, or_one(of_rows.weight))
+    variance = (jnp.divide if weights is None else quotient)(of_rows.squares, or_one(of_rows.weight))
     statistics = Statistics(of_rows.mean, variance)
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
     live = weighting.where
@@ -75,14 +74,21 @@ def normalize(
     return y, Statistics(Mean(centre, remainder), statistics.variance / unit / unit)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
 def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
     """`x` with each row multiplied by a power of two, and those powers, where the scale has no effect.
 
-    That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32.
+    That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32. An
+    epsilon that is an array is not tiny.
     """
-    if how.epsilon >= jnp.finfo(x.dtype).tiny or jnp.finfo(x.dtype).maxexp < 64:
+    has_epsilon = not isinstance(how.epsilon, float) or how.epsilon >= jnp.finfo(x.dtype).tiny
+    if has_epsilon or jnp.finfo(x.dtype).maxexp < 64:
         return x, None
+    scaled: tuple[Array, Array] = _at_ordinary_scale(how, x, where)
+    return scaled
+
+
+@functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
+def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array]:
     x = selected(x, where)
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
     if how.groups is not None:
