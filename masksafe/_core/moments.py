@@ -35,7 +35,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
-from masksafe._core.unfolded import number_of, sum_of
+from masksafe._core.unfolded import number_of
 
 Divide = Callable[[Array, Any], Array]  # by a sum of weights: `scaling.quotient`
 
@@ -59,7 +59,7 @@ def count(x: Array, axes: Axes, where: Array | None) -> Array:
 
 def average(x: Array, axes: Axes, where: Array | None) -> Array:
     """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return sum_of(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
+    return jnp.sum(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
 
 
 def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:

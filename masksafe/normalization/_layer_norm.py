@@ -34,6 +34,7 @@ from masksafe._core.row_moments import RowConfig, or_one, row_moments
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name, is_on_automatic_mesh
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import unknown
 from masksafe.normalization._arguments import along_axes, as_epsilon, as_static_or_array_epsilon
 from masksafe.normalization._statistics import (
     How,
@@ -369,7 +370,12 @@ def _pull_back(
     d_y: Array,
 ) -> tuple[Array, Array | None, Array | None]:
     def on_cpu(*args: Any) -> tuple[Array, tuple[Array | None, Array | None]]:
-        pull_back_rows = lambda *args: _pull_back_rows(config, *(*args, epsilon))  # noqa: E731
+        def pull_back_rows(
+            x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
+        ) -> tuple[Array, tuple[Array | None, Array | None]]:
+            d_y = widened(d_y)
+            return _pull_back_rows(config, x, d_y * unknown(1, d_y.dtype), where, scale, statistics, epsilon)
+
         d_x, totals = by_row_blocks(pull_back_rows, _leading_axes(config, x), *args)
         return d_x, totals
 

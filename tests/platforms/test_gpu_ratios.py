@@ -84,7 +84,8 @@ AIMS = [
 # The bytes of what moves more than it should, by op and mask. Masked elements of norms have to be 0, so the mask is
 # read with the result too; gradients of attention compute the logits again rather than keep them. Batch norm makes two
 # passes under a mask; of many small rows, those of group norm, it writes the deviations. The cotangents of entropies
-# use each logit twice, and XLA computes only what uses it once inside the matrix product.
+# use each logit twice, and XLA computes only what uses it once inside the matrix product. Cosines look for the scale of
+# the vectors first, so that no square overflows or vanishes.
 ABOVE = {
     ("apply_where", "elements"): 1.34,
     ("attention", "none"): 1.22,
@@ -93,6 +94,10 @@ ABOVE = {
     ("group norm", "none"): 1.69,
     ("group norm", "rows"): 2.43,
     ("attention", "8 segments"): 1.22,
+    ("cosine_distance", "none"): 1.41,
+    ("cosine_distance", "masked"): 1.18,
+    ("cosine_similarity", "none"): 1.41,
+    ("cosine_similarity", "masked"): 1.18,
     ("ctc_loss", "none"): 1.15,
     ("ctc_loss", "masked"): 1.24,
     ("ctc_loss_with_forward_probs", "none"): 1.26,
