@@ -309,17 +309,11 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     log_probs, where = residuals
     wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
     total = _sum_everywhere(axes, d_wide)
-    # d - p total, or (d - total) - (p - 1) total where p is close to 1, since it may be that d is the total.
-    is_certain, p_minus_1 = _expm1_if_small(wide)
-    d_x = jnp.where(is_certain, d_wide - total, d_wide) - jnp.where(is_certain, p_minus_1, jnp.exp(wide)) * total
+    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
+    largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
+    of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
+    d_x = jnp.where(wide == largest, of_largest, of_others)
     return selected(d_x, where, 0).astype(log_probs.dtype), None
-
-
-def _expm1_if_small(x: Array) -> tuple[Array, Array]:
-    """Where exp(x) - 1 loses digits for an x up to 0, and the first terms of its series there: half of its cost."""
-    least = -((120 * float(jnp.finfo(x.dtype).eps)) ** (1 / 5))  # where the next term is no more than the lost digits
-    small = jnp.maximum(x, least)
-    return x > least, small * (1 + small * (1 / 2 + small * (1 / 6 + small * (1 / 24))))
 
 
 @with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
