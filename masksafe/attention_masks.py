@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,8 @@ import numpy as np
 
 from masksafe._core.arguments import as_integer_array, check_is_known, message
 from masksafe._core.typing import Array, ArrayLike
+
+_T = TypeVar("_T")
 
 __all__ = ["AttentionMask", "causal", "chunked", "prefix", "window"]
 
@@ -81,16 +83,39 @@ def _content_of_leaf(x: Any) -> Hashable:
     """What makes a leaf equal to another one: of an array its numbers, unless it is traced."""
     if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
         return x.dtype.name, x.shape, np.asarray(x).tobytes()
-    return id(x) if isinstance(x, jax.core.Tracer) or not isinstance(x, Hashable) else x
+    try:
+        hash(x)
+    except TypeError:  # as of a tracer, and of an object that holds an array
+        return id(x)
+    hashable: Hashable = x
+    return hashable
 
 
-def _from_leaves(_: None, children: tuple[Any]) -> AttentionMask:
-    mask = object.__new__(AttentionMask)  # JAX may put anything in the place of a function
-    object.__setattr__(mask, "allows", children[0])
-    return mask
+def _pytree(cls: type[_T]) -> type[_T]:
+    """Registers a dataclass, whose static fields are part of the tree.
+
+    As a node of its own kind: two of `jax.tree_util.register_dataclass` are equal if their fields are, whatever their
+    classes, and a jitted function would take the program of one for the other.
+    """
+    arrays, static = (
+        [f.name for f in dataclasses.fields(cls) if f.metadata.get("static", False) == is_static]  # type: ignore[arg-type]
+        for is_static in (False, True)
+    )
+
+    def flatten(x: _T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(x, name) for name in arrays), tuple(getattr(x, name) for name in static)
+
+    def unflatten(statics: tuple[Any, ...], children: tuple[Any, ...]) -> _T:
+        x = object.__new__(cls)  # JAX may put anything in the place of an array or function
+        for name, value in zip([*arrays, *static], [*children, *statics], strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    jax.tree_util.register_pytree_node(cls, flatten, unflatten)
+    return cls
 
 
-jax.tree_util.register_pytree_node(AttentionMask, lambda mask: ((mask.allows,), None), _from_leaves)
+_pytree(AttentionMask)
 
 
 # The functions are objects, since functions within functions can be neither compared nor pickled. What is static is a
@@ -101,7 +126,7 @@ def _static() -> Any:
     return dataclasses.field(metadata={"static": True})
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Both:
     one: Callable[..., Any]
@@ -111,7 +136,7 @@ class _Both:
         return jnp.logical_and(self.one(*pair), self.other(*pair))
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Either:
     one: Callable[..., Any]
@@ -121,7 +146,7 @@ class _Either:
         return jnp.logical_or(self.one(*pair), self.other(*pair))
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Not:
     one: Callable[..., Any]
@@ -130,14 +155,14 @@ class _Not:
         return jnp.logical_not(self.one(*pair))
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Causal:
     def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key <= query
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Window:
     left: int = _static()
@@ -147,7 +172,7 @@ class _Window:
         return (query - key <= self.left) & (key - query <= self.right)
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Chunked:
     size: Array
@@ -156,7 +181,7 @@ class _Chunked:
         return query // self.size == key // self.size
 
 
-@jax.tree_util.register_dataclass
+@_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
     """The function of a `prefix` mask."""

@@ -6,6 +6,7 @@ changes, and the earlier program is found again when it changes back.
 
 import contextlib
 import functools
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,6 +68,9 @@ class SwitchContext(contextlib.AbstractContextManager[None]):
 
     def __call__(self, fn: _Function) -> _Function:
         self._is_used = True
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
+            found = f"{fn.__name__}, whose body runs after its call has returned"
+            raise TypeError(message(self._call, "function", found, "a plain function", "Write `with` in its body."))
 
         @functools.wraps(fn)
         def inside(*args: Any, **kwargs: Any) -> Any:

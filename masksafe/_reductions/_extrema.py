@@ -13,6 +13,7 @@ from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import selected
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
 from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.unfolded import any_of
 from masksafe._reductions._arguments import Reduction, read_arguments
 
 
@@ -116,8 +117,19 @@ def _reduce(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
 
 def _evaluate(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
     reduce, of_nothing = (jnp.max, _lowest(x.dtype)) if op == "max" else (jnp.min, _highest(x.dtype))
-    local = reduce(selected(x, where, of_nothing), how.axes, keepdims=True, initial=of_nothing)
-    return local if how.axis_name is None else reduce(of_all_devices(how.axis_name, local), 0)
+    x = selected(x, where, of_nothing)
+    local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
+    if how.axis_name is None:
+        return local
+    of_devices = of_all_devices(how.axis_name, local)
+    return _or_nan(reduce(of_devices, 0), of_devices, 0)
+
+
+def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Array:
+    """The extremum, and NaN where there is one: XLA's CPU compiler loses it where it reduces many elements."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extremum
+    return jnp.where(any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))

@@ -180,8 +180,8 @@ class _Sum(NamedTuple):
         return shape
 
     def rounded(self, dtype: Any) -> Array:
-        """The sum as a float."""
-        total: Array = self.low.astype(dtype) + _BASE * self.high.astype(dtype)
+        """The sum as a float, whose derivative is that of `low`."""
+        total: Array = self.low.astype(dtype) + _BASE * lax.stop_gradient(self.high).astype(dtype)
         return total
 
 
@@ -203,6 +203,10 @@ def _as_sum(x: Any) -> Any:
     """A number or an array as a sum; anything else as it is."""
     if isinstance(x, jax.Array):
         return _Sum(x, _zeros_for(x))
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _Sum(x, x.update(dtype=_summand_dtype(x.dtype)))
+    if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
+        x = np.asarray(x)
     if isinstance(x, np.ndarray | np.generic):
         if x.dtype.kind in "iu":  # here 64 bits are at hand
             return _Sum(*(a.astype(_summand_dtype(x.dtype)) for a in _in_two(x.astype(np.int64))))
@@ -278,13 +282,14 @@ def _number(x: _Sum) -> Array:
         return _Sum(low, high).rounded(low.dtype)
     limits = jnp.iinfo(low.dtype)
     whole = (high << _BITS) + low
-    return jnp.where(high > limits.max >> _BITS, limits.max, jnp.where(high < limits.min >> _BITS, limits.min, whole))
+    least, most = (jnp.asarray(limit, low.dtype) for limit in (limits.min, limits.max))
+    return jnp.where(high > limits.max >> _BITS, most, jnp.where(high < limits.min >> _BITS, least, whole))
 
 
 @jax.jit
 def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
-    dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(wide_dtype(dtype))
+    dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
     return jnp.where(divisor == 0, 0, quotient(dividend, or_one(divisor))).astype(dtype)
 
 

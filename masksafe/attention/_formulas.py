@@ -196,7 +196,7 @@ def find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, 
     wide = jnp.promote_types(out.dtype, d_lse.dtype)
     # Columns with cotangent 0 do not count: they may hold a NaN.
     delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
-    return (largest_of(jnp.abs(d_out), -1, keepdims=True) != 0) | (d_lse != 0), delta + 0 * delta
+    return any_of(d_out != 0, -1, keepdims=True) | (d_lse != 0), delta + 0 * delta
 
 
 # Scale and bad elements.
@@ -218,7 +218,7 @@ def has_bad(x: Array, axis: int | None = None) -> Array:
 
 def has_bad_cotangent(d_out: Array) -> Array:
     """`has_bad` of cotangents, which may be constant."""
-    return ~jnp.isfinite(largest_of(jnp.abs(d_out)))
+    return largest_of((~jnp.isfinite(d_out)).astype(jnp.uint8)) > 0
 
 
 def if_bad(x: Array, look: Callable[[], Array], has_any: Callable[[Array], Array] = has_bad) -> Array:

@@ -429,7 +429,8 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 
 def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
     """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
-    unit = reciprocal_power_of_two(largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True))
+    largest = largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
+    unit = jnp.where(largest == 0, 1, reciprocal_power_of_two(largest))
     return x * unit, unit
 
 

@@ -467,3 +467,13 @@ def test_float64():
         expected, expected_lse = exact(*inputs)
         np.testing.assert_allclose(out, expected, rtol=1e-13, atol=1e-14)
         np.testing.assert_allclose(lse, expected_lse, rtol=1e-13)
+
+
+@pytest.mark.parametrize("time", [8, 600])
+def test_a_nan_in_a_cotangent_shows_in_the_gradients_on_which_it_has_an_influence(time):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, time, 1, 64))
+    out, pull_back = jax.vjp(masksafe.dot_product_attention, q, k, v)
+    d_q, _, d_v = jax.jit(pull_back)(jnp.zeros_like(out).at[0, 3, 0, 5].set(jnp.nan))
+    assert jnp.isnan(d_q[0, 3]).all()
+    assert jnp.isfinite(d_q[0, 4:]).all()
+    assert jnp.isnan(d_v[0, :, 0, 5]).all()

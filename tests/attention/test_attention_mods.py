@@ -492,3 +492,33 @@ def test_a_mask_goes_through_jit():
     mask = attention_masks.causal | attention_masks.prefix(jnp.array([1, 4]))
     fn = lambda mask: attention(*random_inputs(), mask_mod=mask)  # noqa: E731
     assert_close(jax.jit(fn)(mask), fn(mask))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (attention_masks.prefix(3), attention_masks.chunked(3)),
+        (attention_masks.causal & attention_masks.window(2), attention_masks.causal | attention_masks.window(2)),
+        (attention_masks.window(2), attention_masks.window(1, 1)),
+        (attention_masks.causal, ~attention_masks.causal),
+    ],
+)
+def test_masks_of_different_kinds_are_different_and_have_different_programs(one, other):
+    assert one != other
+    assert jax.tree.structure(one) != jax.tree.structure(other)
+    allowed = jax.jit(lambda mask, pair: mask(0, 0, *pair), static_argnums=0)
+    pairs = [(jnp.array(q), jnp.array(k)) for q in range(5) for k in range(5)]
+    assert [bool(allowed(one, pair)) for pair in pairs] != [bool(allowed(other, pair)) for pair in pairs]
+
+
+def test_mask_of_a_function_that_cannot_be_hashed_is_equal_to_itself_alone():
+    class Function:
+        __hash__ = None
+
+        def __call__(self, *pair):
+            return True
+
+    mask = attention_masks.AttentionMask(Function())
+    assert mask == mask
+    assert hash(mask) == hash(mask)
+    assert mask != attention_masks.AttentionMask(Function())

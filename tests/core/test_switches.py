@@ -50,3 +50,12 @@ def test_context_decorates_a_function(context, is_on):
     assert inside(2)
     assert inside.__doc__ == "Its docstring."
     assert not is_on()
+
+
+@ALL
+def test_functions_that_run_after_their_call_are_refused(context, is_on):
+    async def later():
+        pass
+
+    with pytest.raises(TypeError, match=r"masksafe\.\w+.*: got later, whose body runs after its call has returned"):
+        context()(later)

@@ -98,3 +98,13 @@ def test_cosines_of_vectors_of_any_scale(scale, where):
     np.testing.assert_allclose(slopes[0] * np.float32(scale), of_a, rtol=1e-4, atol=1e-6)
     factors = (np.minimum(norm * s / 1e-3, 1)[:, 0] for norm, s in ((norm_a, scale), (norm_b, 1 / scale)))
     np.testing.assert_allclose(with_epsilon, expected * np.prod(list(factors), 0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-2, 1.0, 30.0])
+@pytest.mark.parametrize("size", [3, 768])
+def test_gradient_of_the_cosine_of_a_vector_of_zeros_is_limited_by_epsilon(epsilon, size):
+    zeros, b = np.zeros((1, size), np.float32), np.random.default_rng(0).normal(size=(1, size)).astype(np.float32)
+    cosine = lambda a: cosine_similarity(a, b, epsilon=epsilon).sum()  # noqa: E731
+    expected = b / np.sqrt(max(np.square(b).sum(), epsilon)) / np.sqrt(epsilon)
+    np.testing.assert_allclose(jax.grad(cosine)(zeros), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jvp(cosine, (zeros,), (zeros + 1,))[1], expected.sum(), rtol=1e-3)

@@ -504,3 +504,32 @@ def test_types_are_those_of_the_function(tmp_path):
     told, _, _ = mypy.run(["--strict", "--follow-imports=silent", str(file)])
     expected = 'error: Argument "factor" has incompatible type "str"; expected "int"  [arg-type]'
     assert [line.partition(": ")[2] for line in told.splitlines()[:-1]] == [expected]
+
+
+def test_counts_of_any_integer_dtype_can_be_read():
+    assert MaskedMean(1.0, jnp.uint32(7)).count == 7
+    assert "count=14" in repr(MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7)))
+    np.testing.assert_array_equal(MaskedMean([1.0, 2.0], [1, 2]).value, [1, 1])
+
+
+def test_mean_of_complex_numbers():
+    x = jnp.arange(3.0) + 1j
+    np.testing.assert_allclose((MaskedMean.of(x) + MaskedMean.of(x + 1j)).value, 1 + 1.5j)
+
+
+def test_shapes_in_place_of_arrays():
+    mean = MaskedMean(jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32"))
+    assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
+
+
+def test_gradient_by_a_mean_is_that_of_its_total_and_count():
+    gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))
+    assert (gradient.total, gradient.count) == (0.5, -0.75)
+
+
+def test_counts_do_not_wrap_over_many_micro_batches():
+    def loss(weight, x):
+        return MaskedMean(jnp.sum(x * weight), jnp.int32(65535))
+
+    value, _ = jax.jit(value_and_grad_of_mean(loss, microbatches=40000))(jnp.float32(1), jnp.ones(40000))
+    np.testing.assert_allclose(value, 1 / 65535, rtol=1e-5)

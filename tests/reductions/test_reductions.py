@@ -285,3 +285,11 @@ def test_variance_of_many_long_rows_keeps_its_digits(offset):
     np.testing.assert_allclose(mean, exact.mean(1), rtol=1e-6, atol=1e-7)
     (gradient,) = pull_back((jnp.ones(256), jnp.zeros(256)))
     np.testing.assert_allclose(gradient, 2 / 300 * (exact - exact.mean(1, keepdims=True)), rtol=1e-5, atol=3e-9)
+
+
+@pytest.mark.parametrize("reduce", [masksafe.max, masksafe.min])
+@pytest.mark.parametrize("axis", [-1, None])
+def test_extremum_of_many_elements_shows_a_nan(reduce, axis):
+    x = jnp.ones((2, 8192)).at[1, 5].set(jnp.nan)
+    np.testing.assert_array_equal(reduce(x, axis), [1, jnp.nan] if axis == -1 else jnp.nan)
+    assert reduce(x, where=~jnp.isnan(x)) == 1
