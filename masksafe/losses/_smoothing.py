@@ -75,6 +75,6 @@ def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Ar
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = number_of(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
-    wide, wide_alpha = wide_selected(labels, mask), widened(alpha)
+    wide, wide_alpha = wide_selected(labels, mask), widened(jnp.asarray(alpha))  # a number under jax.disable_jit
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
     return as_promoted([labels, alpha / 1], nan_where_bad(selected(smoothed, mask), bad))

@@ -1,5 +1,6 @@
 """Smoothed labels stay distributions."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,3 +40,10 @@ def test_an_array_outside_of_0_to_1_is_reported_while_label_checks_are_on():
             ValueError, match=r"smooth_labels: 2 of 5 alpha are not in \[0, 1\]; first at \(1, 1\): -0.1"
         ):
             smooth_labels(LABELS, alpha, where=MASK)
+
+
+def test_numbers_are_taken_without_jit_too():
+    labels = jnp.eye(3)
+    expected = smooth_labels(labels, 0.1)
+    with jax.disable_jit():
+        np.testing.assert_allclose(smooth_labels(labels, 0.1), expected)
