@@ -370,8 +370,8 @@ def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tu
 
     def step(sums: _Sums, numbered_part: tuple[list[Array], Array | None]) -> tuple[_Sums, Any]:
         added, aux = of_numbered_part(*numbered_part)
-        total = jax.tree.map(jnp.add, sums, added)
-        return total._replace(mean=sums.mean + added.mean), aux
+        gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
+        return _Sums(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if label_check_mode() == "off" else jnp.arange(parts.number)
     shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
