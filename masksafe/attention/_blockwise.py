@@ -30,7 +30,6 @@ from masksafe.attention._formulas import (
     capped_logits,
     finite_or_zero,
     has_bad,
-    has_bad_cotangent,
     is_bad,
     nan_where,
     pull_back_cap,
@@ -278,7 +277,7 @@ def _mark_keys_of_bad_queries(
         return _add_to_tile(marks, 2, dot_pairs_with_queries(seen, bad) > 0, key_tile)
 
     like = dot_pairs_with_queries(dot_queries(k, q[:, :, :, :1]), jnp.zeros_like(d_out[:, :, :, :1]))
-    return _mark_by_block(mark, queries, keys, live, has_bad_cotangent(d_out), like)
+    return _mark_by_block(mark, queries, keys, live, has_bad(d_out), like)
 
 
 def _mark_by_block(

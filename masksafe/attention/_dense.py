@@ -21,7 +21,6 @@ from masksafe.attention._formulas import (
     capped_logits,
     finite_or_zero,
     has_bad,
-    has_bad_cotangent,
     if_bad,
     nan_where,
     pull_back_cap,
@@ -147,4 +146,4 @@ def _seen_by_bad_cotangents(mask: Array, like: Array, d_out: Array, live: Array)
         bad = queries_by_problem(~jnp.isfinite(d_out), num_key_heads) & live
         return dot_queries_of_rows(jnp.where(mask, jnp.ones_like(like), 0), bad) > 0
 
-    return if_bad(d_out, look, has_bad_cotangent)
+    return if_bad(d_out, look)

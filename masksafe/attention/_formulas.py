@@ -213,18 +213,13 @@ def finite_or_zero(x: Array, where: Array | bool = True) -> Array:
 
 def has_bad(x: Array, axis: int | None = None) -> Array:
     """Whether any element is bad, along an axis or of all; by numbers, which a CPU reduces faster than booleans."""
-    return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), axis, initial=0) > 0
+    return largest_of((~jnp.isfinite(x)).astype(jnp.uint8), axis) > 0
 
 
-def has_bad_cotangent(d_out: Array) -> Array:
-    """`has_bad` of cotangents, which may be constant."""
-    return largest_of((~jnp.isfinite(d_out)).astype(jnp.uint8)) > 0
-
-
-def if_bad(x: Array, look: Callable[[], Array], has_any: Callable[[Array], Array] = has_bad) -> Array:
+def if_bad(x: Array, look: Callable[[], Array]) -> Array:
     """The booleans of `look()` if any element of `x` is bad, else all False."""
     # Not a loop, as in `once_if`, which XLA would give copies of all arrays: under vmap the pairs are looked at always.
-    marks: Array = lax.cond(has_any(x), look, lambda: zeros_of(look, x))
+    marks: Array = lax.cond(has_bad(x), look, lambda: zeros_of(look, x))
     return marks
 
 
