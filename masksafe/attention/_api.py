@@ -40,11 +40,10 @@ from masksafe._core.sharding import (
 )
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
-from masksafe.attention._devices import attend
-from masksafe.attention._dropout import draw_words
-from masksafe.attention._formulas import Band, Config
-from masksafe.attention._mask import Pairs, seen_keys, seen_positions
+from masksafe.attention._attention import attend
+from masksafe.attention._block import Band, Plan
 from masksafe.attention._mods import Mods, trace
+from masksafe.attention._pairs import Pairs, draw_words, seen_keys, seen_positions
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, as_window, check_samples
 
@@ -370,9 +369,8 @@ def dot_product_attention(
     has_positions = query_positions is not None or key_positions is not None
     is_known = not has_positions and (arrays.offset is None or knows_numbers)
     band = _static_band(is_causal, window, causal_offset) if is_known else None
-    can_skip = is_causal or window is not None or arrays.mask_pairs()
-    config = _configure(q, k, static_scale, soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
-    config = config._replace(ring=ring_of(axis_name, band, q.shape[-3], k.shape[-3]))
+    ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
+    plan = Plan(static_scale, soft_cap, dropout_rate, platforms.ATTENTION, band, rounds=sinks is None, ring=ring)
     if implementation in (None, "cudnn"):
         reason = _cudnn.reason_against(
             _cudnn.Operands(q, k, v, arrays.bias),
@@ -402,8 +400,8 @@ def dot_product_attention(
     if reason is None:
         elsewhere = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
         left = None if window is None else window[0]
-        by_cudnn = _cudnn.Config(static_scale, is_causal or window is not None, left, config), elsewhere
-    out, lse = _attend(_Call(config, is_causal, window, axis_name, by_cudnn, is_checkified()), arrays)
+        by_cudnn = _cudnn.Config(static_scale, is_causal or window is not None, left, plan, attend), elsewhere
+    out, lse = _attend(_Call(plan, is_causal, window, axis_name, by_cudnn, is_checkified()), arrays)
     if bad_samples is not None:
         out, lse = (
             nan_where_bad(x, bad_samples.reshape(bad_samples.shape + (1,) * n)) for x, n in ((out, 3), (lse, 2))
@@ -414,7 +412,7 @@ def dot_product_attention(
 class _Call(NamedTuple):
     """What a program depends on besides the types of its arrays."""
 
-    config: Config
+    plan: Plan
     is_causal: bool
     window: tuple[int, int] | None
     axis_name: AxisName
@@ -444,11 +442,6 @@ class _Arrays(NamedTuple):
     sinks: Array | None  # [N]
     dropout_key: Array | None
     mods: Mods
-
-    def mask_pairs(self) -> bool:
-        """Whether an array or a function masks pairs, or might."""
-        masking = self.bias, self.mask, self.query_lengths, self.key_lengths, self.query_segments, self.mods.mask
-        return any(x is not None for x in masking)
 
 
 @explains_forward_mode
@@ -482,7 +475,7 @@ def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
     if arrays.dropout_key is not None:
         heads, first_query = (k.shape[-2], q.shape[-2] // max(1, k.shape[-2])), first_index(call.axis_name, q.shape[-3])
         pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
-    return attend(call.config, q, k, v, arrays.scale, bias, mask, pairs, arrays.mods, arrays.sinks)
+    return attend(call.plan, q, k, v, arrays.scale, bias, mask, pairs, arrays.mods, arrays.sinks)
 
 
 def _at_rank(x: Array, rank: int) -> Array:
@@ -774,28 +767,3 @@ def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayL
     position = max(-_FARTHEST, min(_FARTHEST, int(offset)))
     last = min(right, 0) if is_causal else right
     return (None if left is None else left - position), last + position
-
-
-def _configure(
-    q: Array,
-    k: Array,
-    scale: float,
-    soft_cap: float | None,
-    dropout_rate: float,
-    can_skip: bool,
-    band: Band | None,
-    rounds: bool,
-) -> Config:
-    query_tile = max(platforms.FEWEST_QUERIES, platforms.QUERY_TILE * k.shape[-2] // max(1, q.shape[-2]))
-    key_tile = platforms.KEY_TILE if can_skip else platforms.KEY_TILE_IF_NOTHING_IS_SKIPPED
-    return Config(
-        scale=scale,
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        dropout_rate=float(dropout_rate),
-        query_tile=query_tile,
-        key_tile=key_tile,
-        row_tile_logits=platforms.ROW_TILE_LOGITS,
-        band=band,
-        skips=True,
-        rounds=rounds,
-    )

@@ -32,13 +32,11 @@ from masksafe._core import platforms
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_sharded, vary_with
 from masksafe._core.switches import forward_mode
-from masksafe._core.tiles import Tiles
+from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe.attention._batch import attend_over_batch
-from masksafe.attention._formulas import Config as BlockConfig
-from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
-from masksafe.attention._mask import Pairs, once_if, seen_keys, seen_positions, unmasked
+from masksafe.attention._block import Plan
+from masksafe.attention._pairs import Pairs, block_of, grouped_heads, seen_keys, seen_positions
 
 Saved = list[Array]  # what the kernel keeps for its reverse pass; the last one is `is_bad`
 
@@ -49,7 +47,8 @@ class Config(NamedTuple):
     scale: float
     is_causal: bool
     left: int | None  # how many keys before its own a query sees
-    in_blocks: BlockConfig
+    plan: Plan
+    inner: Callable[..., tuple[Array, Array]]  # of the plan and the arrays: attention that keeps the contract
 
 
 class Masks(NamedTuple):
@@ -191,7 +190,7 @@ def attention(config: Config, otherwise: str | None, operands: Operands, masks: 
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     q, k, v, bias = operands
     pairs = _intervals(config, operands, masks)
-    results: tuple[Array, Array] = attend_over_batch(config.in_blocks, q, k, v, None, bias, masks.mask, pairs)
+    results: tuple[Array, Array] = config.inner(config.plan, q, k, v, None, bias, masks.mask, pairs)
     return results
 
 
@@ -238,7 +237,8 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
 
 def _in_small_tiles(config: Config) -> Config:
     """For the repairs, whose memory is reserved even if nothing is repaired."""
-    return config._replace(in_blocks=config.in_blocks._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS))
+    sizes = config.plan.sizes._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS)
+    return config._replace(plan=config.plan._replace(sizes=sizes))
 
 
 def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
@@ -487,10 +487,10 @@ def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
     q, k = operands[:2]
     allowed = _allowed_by_arrays(operands, masks)
     grouped = None if allowed is None else grouped_heads(allowed, k.shape[2])
-    all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).tile(0) for x in (q, k))
-    pairs = unmasked(_intervals(config, operands, masks)._replace(allowed=grouped), all_queries, all_keys)
-    assert pairs is not None
-    return jnp.broadcast_to(pairs, (*pairs.shape[:3], q.shape[1], k.shape[1]))
+    pairs = _intervals(config, operands, masks)._replace(allowed=grouped)
+    mask = block_of(pairs, whole(q.shape[1]), whole(k.shape[1])).mask
+    assert mask is not None
+    return jnp.broadcast_to(mask, (*mask.shape[:3], q.shape[1], k.shape[1]))
 
 
 def _has_arrays(operands: Operands, masks: Masks) -> bool:
@@ -501,9 +501,9 @@ def _queries_that_see_any(config: Config, operands: Operands, masks: Masks) -> A
     """`[B or 1, T, N or 1]`; None if every query sees a key, as with no mask but the causal one or a window."""
     if _has_arrays(operands, masks):
         q, k = operands[:2]
-        sees_any = any_of(_unmasked_pairs(config, operands, masks), -1)[..., None]
-        sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], 1))
-        return queries_by_user(sees_any)[..., 0]
+        sees_any = any_of(_unmasked_pairs(config, operands, masks), -1)
+        sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1]))
+        return jnp.moveaxis(sees_any.reshape(sees_any.shape[0], q.shape[2], q.shape[1]), 1, 2)
     first, end = _intervals(config, operands, masks)[:2]
     if masks.key_lengths is None or end is None:
         return None
@@ -514,7 +514,7 @@ def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Arr
     """`[B or 1, S, K or 1]`; None if every key is."""
     q, k = operands[:2]
     if _has_arrays(operands, masks):
-        return keys_by_user(any_of(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
+        return jnp.swapaxes(any_of(_unmasked_pairs(config, operands, masks), (2, 3)), 1, 2)
     first, end = _intervals(config, operands, masks)[:2]
     if end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
         return None

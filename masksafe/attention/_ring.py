@@ -22,17 +22,16 @@ from jax import lax
 
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
-from masksafe._core.tiles import Tiles, divide
+from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
-from masksafe.attention._dropout import from_key
-from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
-from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
-from masksafe.attention._mask import Pairs, has_live_block, once_if
-from masksafe.attention._passes import Parts, run_forward, run_reverse, zero_sums
+from masksafe.attention._block import Adjustments, Band, Gradients, Plan, Ring
+from masksafe.attention._merge import Partial
+from masksafe.attention._pairs import Pairs, has_live_block, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
 _State = TypeVar("_State")
+_OfQueries = Any  # a NamedTuple of arrays by query, the queries first
 
 
 def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: int) -> Ring | None:
@@ -71,53 +70,61 @@ def _moving(ring: Ring, k: Array, v: Array, pairs: Pairs) -> _Moving:
     return _Moving(k, v, *varying_over(ring.axis_name, (pairs.key_positions, pairs.key_segments)))
 
 
-def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
-    """As `run_forward`, for the keys of all devices."""
-    assert config.ring is not None
+def run_forward_in_ring(
+    inner: Callable[..., Partial], plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
+) -> Partial:
+    """`inner(plan, q, k, v, adjustments, pairs)` for the keys of all devices; arrays are `[B, T, N, n]`."""
+    ring = plan.ring
+    assert ring is not None
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
     q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
 
-    def visit(step: Any, moving: _Moving, state: _Merged) -> _Merged:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+    def visit(step: Any, moving: _Moving, state: Partial) -> Partial:
+        own, adjustments_of_step, pairs_of_step = _seen_in_step(plan, step, q, moving, adjustments, pairs)
 
-        def add(state: _Merged) -> _Merged:
-            return _merged(state, *run_forward(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step))
+        def add(state: Partial) -> Partial:
+            return state.plus(inner(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step).multiplied())
 
-        if not config.skips:  # JAX differentiates the plain form: so it recomputes each step instead of storing it
-            recomputed: _Merged = jax.checkpoint(add)(state)
+        if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
+            recomputed: Partial = jax.checkpoint(add)(state)
             return recomputed
         return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
 
-    nothing = vary_with(_nothing(q, v), q)
-    return _divided(_go_round(config.ring, visit, _moving(config.ring, k, v, pairs), nothing))
+    nothing = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
+    return _go_round(ring, visit, _moving(ring, k, v, pairs), nothing).divided()
 
 
 def run_reverse_in_ring(
-    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
+    inner: Callable[..., Gradients],
+    plan: Plan,
+    of_queries: _OfQueries,
+    k: Array,
+    v: Array,
+    adjustments: Adjustments,
+    pairs: Pairs,
 ) -> Gradients:
-    """As `run_reverse`, for the keys of all devices."""
-    ring = config.ring
+    """`inner(plan, of_queries, k, v, adjustments, pairs)` for the keys of all devices."""
+    ring = plan.ring
     assert ring is not None
+    of_queries, k, v, adjustments = vary_with((of_queries, k, v, adjustments), (of_queries, k, v, adjustments, pairs))
+    q = of_queries[0]
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+        own, adjustments_of_step, pairs_of_step = _seen_in_step(plan, step, q, moving, adjustments, pairs)
         first_key = _first_key(ring, step, moving.k)
         if not (isinstance(step, int) and step == 0):
             sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
 
         def add(sums: Gradients) -> Gradients:
-            keys = moving.k, moving.v
-            d = run_reverse(own, q, *keys, adjustments_of_step, pairs_of_step, *results_and_cotangents)
+            d = inner(own, of_queries, moving.k, moving.v, adjustments_of_step, pairs_of_step)
             added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
             return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
 
         return _if_live(own, add, sums, q, moving.k, adjustments_of_step.of(pairs_of_step))
 
-    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs, results_and_cotangents))
-    d_lse = results_and_cotangents[-1]
-    no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, d_lse.dtype) for x in (q, k, v))
-    nothing = Gradients(no_d_q, no_d_k, no_d_v, zero_sums(adjustments, d_lse))
-    nothing = vary_with(nothing, q)
+    wide = wide_dtype(q.dtype)
+    no_adjustments = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), adjustments)
+    nothing = vary_with(Gradients(*(jnp.zeros_like(x, wide) for x in (q, k, v)), no_adjustments), q)
     sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
@@ -163,10 +170,10 @@ def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
 
 
 def _if_live(
-    config: Config, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
+    plan: Plan, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
 ) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
-    is_live = has_live_block(pairs, divide(q.shape[1], config.query_tile), Tiles(k.shape[1], k.shape[1]))
+    is_live = has_live_block(pairs, divide(q.shape[1], plan.sizes.query_tile), divide(k.shape[1], k.shape[1]))
     return add(state) if is_live is None else once_if(is_live, add, state)
 
 
@@ -181,10 +188,10 @@ def _first_key(ring: Ring, step: Any, k: Array) -> Array:
 
 
 def _seen_in_step(
-    config: Config, step: Any, q: Array, moving: _Moving, adjustments: Adjustments, pairs: Pairs
-) -> tuple[Config, Adjustments, Pairs]:
+    plan: Plan, step: Any, q: Array, moving: _Moving, adjustments: Adjustments, pairs: Pairs
+) -> tuple[Plan, Adjustments, Pairs]:
     """The parameters, adjustments and pairs of this device's queries and the keys that it has in a step."""
-    ring = config.ring
+    ring = plan.ring
     assert ring is not None
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
 
@@ -200,10 +207,10 @@ def _seen_in_step(
         key_positions=moving.positions,
         key_segments=moving.segments,
         allowed=cut(pairs.allowed),
-        query_words=from_key(pairs.query_words, first_key),
+        query_words=words_from_key(pairs.query_words, first_key),
     )
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
-    return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
+    return plan._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
 
 
 def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
@@ -223,38 +230,3 @@ def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adj
         else:
             bias = lax.dynamic_update_slice_in_dim(bias, d.bias, first_key, -1)
     return Adjustments(bias, tuple(s + d for s, d in zip(sums.captured, d.captured, strict=True)))
-
-
-# Merging.
-
-
-class _Merged(NamedTuple):
-    """The partial results of some steps; the sums are of exp(x - largest)."""
-
-    weighted: Array  # [B, T, N, width of v]
-    largest: Array  # [B, T, N]
-    total: Array  # [B, T, N]
-
-
-def _nothing(q: Array, v: Array) -> _Merged:
-    # Made from a product, so that it has the sharding of the results.
-    zero = jnp.zeros_like(q[..., :1], wide_dtype(q.dtype))
-    of_values = jnp.zeros_like(keys_by_problem(v[:, :1]), zero.dtype)[:, :, None]
-    weighted = queries_by_user(queries_by_problem(zero, v.shape[2]) * of_values)
-    return _Merged(weighted, zero[..., 0] - jnp.inf, zero[..., 0])
-
-
-def _merged(state: _Merged, out: Array, largest: Array, total: Array) -> _Merged:
-    """The results of the steps before with those of one more."""
-    before, largest = lax.stop_gradient((state.largest, largest))
-    of_both = jnp.maximum(before, largest)
-    shift = jnp.where(of_both == -jnp.inf, 0, of_both)
-    decay = jnp.exp(before - shift)
-    total = jnp.where(largest == -jnp.inf, 0, total * jnp.exp(largest - shift))  # 1 for a query that sees no key
-    weighted = state.weighted * decay[..., None] + out * total[..., None]
-    return _Merged(weighted, of_both, state.total * decay + total)
-
-
-def _divided(state: _Merged) -> Parts:
-    total = jnp.where(state.total == 0, 1, state.total)
-    return state.weighted / total[..., None], state.largest, total
