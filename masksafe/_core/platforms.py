@@ -7,7 +7,7 @@ of the process.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ COUNTS_MORE_AS_ARITHMETIC = jax.__version_info__ >= (0, 12)
 
 class AttentionSizes(NamedTuple):
     """The sizes of attention's blocks, part of what a program is compiled for."""
+
+    form: Literal["cpu", "elsewhere"] | None = None  # on every platform; None: each has its own
 
     # Heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too small, and
     # allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per block

@@ -55,6 +55,10 @@ class Tiles(NamedTuple):
             return jax.tree.map(lambda x: x[None], of_tile(0))
         return lax.map(of_tile, jnp.arange(self.number, dtype=jnp.int32))
 
+    def join_map(self, of_tile: Callable[[Any], Any]) -> Any:
+        """The results of `of_tile(i)` for all tiles, `[..., size, n]`, joined."""
+        return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
+
     def join(self, tiles: Array) -> Array:
         """Stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
         if self.number == 1:

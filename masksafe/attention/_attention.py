@@ -57,7 +57,8 @@ def attend(
     whole, as are arrays that a mod closes over.
     """
     batch = [f"batch {axis}" for axis in range(q.ndim - 3)]
-    of_operands, of_pairs, of_all = PartitionSpec(*batch, None, "heads"), PartitionSpec(*batch, "heads"), PartitionSpec()
+    of_operands, of_pairs = PartitionSpec(*batch, None, "heads"), PartitionSpec(*batch, "heads")
+    of_all = PartitionSpec()
     by_axis = {"k": "heads", "g": "heads" if k.shape[-2] == 1 else None}
 
     def of_field(name: str) -> PartitionSpec:
@@ -246,21 +247,24 @@ def _pull_back(
     d_lse: Array,
 ) -> Gradients:
     wanted, delta = _find_wanted_queries(results.weighted, d_out, d_lse)
-    of_queries = _OfQueries(q, d_out, d_lse, results.largest, results.total, delta)
-    args = plan, of_queries, k, v, adjustments, _with_live_queries(pairs, wanted, k)
+    is_sound = jnp.isfinite(results.total) & jnp.isfinite(delta)
+    d_lse, largest = (jnp.where(is_sound, x, jnp.nan) for x in (d_lse, results.largest))
+    queries = Cotangents(q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
+    args = plan, queries, k, v, adjustments, _with_live_queries(pairs, wanted, k)
     d = _pass_reverse(*args) if plan.ring is None else run_reverse_in_ring(_pass_reverse, *args)
     return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, adjustments))
 
 
 def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
-    """Which queries have a cotangent that is not 0, and delta, NaN where it is infinite; both `[B, T, N, 1]`.
+    """Which queries have a cotangent that is not 0, and delta; both `[B, T, N, 1]`.
 
     A query with a NaN whose cotangents are all 0 takes no part in the reverse pass: such a NaN has been selected away
     after the op, as a loss does with padded queries.
     """
     wide = jnp.promote_types(out.dtype, d_lse.dtype)
-    delta = jnp.sum(jnp.where(d_out == 0, 0, out.astype(wide) * d_out.astype(wide)), -1, keepdims=True) - d_lse
-    return any_of(d_out != 0, -1, keepdims=True) | (d_lse != 0), delta
+    is_wanted = d_out != 0
+    delta = jnp.sum(jnp.where(is_wanted, out.astype(wide) * d_out.astype(wide), 0), -1, keepdims=True) - d_lse
+    return any_of(is_wanted, -1, keepdims=True) | (d_lse != 0), delta
 
 
 def _with_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
@@ -271,22 +275,11 @@ def _with_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
 # The passes for the keys that a device holds, in the schedule that the platform wants.
 
 
-class _OfQueries(NamedTuple):
-    """What the reverse pass knows of queries, `[B, T, N, n]`."""
-
-    q: Array
-    d_out: Array
-    d_lse: Array
-    largest: Array
-    total: Array
-    delta: Array
-
-
 def _pass_forward(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
     pairs = adjustments.of(pairs)
     on_cpu, elsewhere = (functools.partial(f, plan) for f in (_forward_on_cpu, _forward_elsewhere))
-    results: Partial = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, pairs)
+    results: Partial = _as_platform_wants(plan, on_cpu, elsewhere, q, k, v, pairs)
     return results
 
 
@@ -298,13 +291,12 @@ def _forward_on_cpu(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> P
         q, k, v = (widened(x) for x in (*by_query, *by_key))
         queries, keys = Queries.of(plan, q), Keys.of(k, v)
         tiles = tiles_of(plan, q.shape[2], q.shape[3], k.shape[2], pairs)
-        are_few = q.shape[2] * q.shape[3] <= plan.sizes.few_queries and not plan.is_plain
-        if tiles[0].number == 1 and (tiles[1].number == 1 or are_few):
+        if tiles[0].number == tiles[1].number == 1:
             return attend_by_rows(plan, queries, keys, pairs), (), carry
         return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], *tiles), (), carry
 
-    results, _, _ = _solve(kernel, (q,), (k, v), pairs, None, _steps_on_cpu(plan, q, k, pairs))
-    return Partial(*results)
+    results: Partial = _solve(kernel, (q,), (k, v), pairs, None, _steps_on_cpu(plan, q, k, pairs))[0]
+    return results
 
 
 def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
@@ -313,48 +305,59 @@ def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -
     def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
         return attend_by_rows(plan, Queries.of(plan, *by_query), Keys.of(*by_key), pairs), (), carry
 
-    results, _, _ = _solve(kernel, (q,), (k, v), pairs, None, _steps_elsewhere(plan, q, k, pairs))
-    return Partial(*results)
+    results: Partial = _solve(kernel, (q,), (k, v), pairs, None, _steps_elsewhere(plan, q, k, pairs))[0]
+    return results
 
 
 def _pass_reverse(
-    plan: Plan, of_queries: _OfQueries, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
+    plan: Plan, queries: Cotangents, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
 ) -> Gradients:
     """The cotangents of q, k and v, and those of the adjustments, which are wide.
 
     All are wide, and parts of sums, if other devices have more of the keys: then the results are those of all keys.
     """
-    dtypes = of_queries.q.dtype, k.dtype, v.dtype
+    dtypes = queries.q.dtype, k.dtype, v.dtype
 
-    def on_cpu(of_queries: _OfQueries, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+    def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+        _, num_queries, heads, _ = queries.q.shape
+        tiles = tiles_of(plan, heads // k.shape[2], num_queries, k.shape[1], pairs)
+        is_one = tiles[0].number == tiles[1].number == 1
+
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
-            q, *others = (widened(x) for x in by_query)
-            k, v = (finite_or_zero(widened(x)) for x in by_key)
-            tiles = tiles_of(plan, q.shape[2], q.shape[3], k.shape[2], pairs)
-            is_one = tiles[0].number == tiles[1].number == 1
-            queries = Cotangents.of(plan, q, *others, has_all_keys=is_one and plan.ring is None)
+            queries, keys = jax.tree.map(widened, (by_query, by_key))
+            queries, keys = queries.cleaned(plan), Keys(*map(finite_or_zero, keys))
             if is_one:
-                return _by_user(plan, pull_back_by_rows(plan, queries, Keys(k, v), pairs, sums), dtypes)
-            return _by_user(plan, pull_back_in_blocks(plan, queries, Keys(k, v), pairs, sums, *tiles), dtypes)
+                return _by_user(plan, pull_back_by_rows(plan, queries, keys, pairs, sums), dtypes)
+            return _by_user(plan, pull_back_in_blocks(plan, queries, keys, pairs, sums, *tiles), dtypes)
 
-        steps = _steps_on_cpu(plan, of_queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
-        return _solve(kernel, of_queries, (k, v), pairs, sums, steps)
+        steps = _steps_on_cpu(plan, queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
+        return _solve(kernel, _of_rows(plan, queries) if is_one else queries, (k, v), pairs, sums, steps)
 
-    def elsewhere(of_queries: _OfQueries, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+    def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
-        of_queries, k, v, pairs = lax.optimization_barrier((of_queries, k, v, pairs))
+        queries, k, v, pairs = lax.optimization_barrier((_of_rows(plan, queries), k, v, pairs))
         there = plan._replace(on_accelerator=True)
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
-            queries = Cotangents.of(there, *by_query, has_all_keys=plan.ring is None)
-            d = pull_back_by_rows(there, queries, Keys(*map(finite_or_zero, by_key)), pairs, sums)
-            return _by_user(plan, d, dtypes)
+            keys = Keys(*map(finite_or_zero, by_key))
+            return _by_user(plan, pull_back_by_rows(there, by_query.cleaned(there), keys, pairs, sums), dtypes)
 
-        return _solve(kernel, of_queries, (k, v), pairs, sums, _steps_elsewhere(there, of_queries.q, k, pairs))
+        return _solve(kernel, queries, (k, v), pairs, sums, _steps_elsewhere(there, queries.q, k, pairs))
 
-    args = of_queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, of_queries.d_lse)
-    (d_q,), (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
+    (d_q,), (d_k, d_v), sums = _as_platform_wants(plan, on_cpu, elsewhere, *args)
     return Gradients(d_q, d_k, d_v, sums)
+
+
+def _of_rows(plan: Plan, queries: Cotangents) -> Cotangents:
+    """What tiles with all keys of their queries need: only in a ring there are more."""
+    return Cotangents(*queries[:3]) if plan.ring is None else queries
+
+
+def _as_platform_wants(plan: Plan, on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
+    if plan.sizes.form is None:
+        return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    return (on_cpu if plan.sizes.form == "cpu" else elsewhere)(*args)
 
 
 def _by_user(plan: Plan, d: Gradients, dtypes: Any) -> "_Results":
@@ -377,12 +380,12 @@ def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
 
 # Problems, at once or in turn.
 
-_Arrays = tuple[Array, ...]
+_Arrays = Any  # a tuple of arrays by query, or of arrays by key
 _Results = tuple[_Arrays, _Arrays, Any]  # by query, by key, the carry
 
 
 class _Steps(NamedTuple):
-    """Of how many samples and key heads the problems are solved at a time."""
+    """Of how many samples and key heads the problems are solved at a time: several samples have all their heads."""
 
     samples: int
     heads: int
@@ -449,14 +452,16 @@ def _solve(
         samples, heads, _ = steps or _Steps(batch, num_key_heads)
         sample, head, pairs_of_step = 0, 0, pairs
         if steps is not None:
-            steps_of_heads = num_key_heads // heads
-            sample, head = n // steps_of_heads * samples, n % steps_of_heads * heads
+            if heads == num_key_heads:
+                sample = n * samples
+            else:  # then there is one sample
+                sample, head = lax.div(n, num_key_heads // heads), lax.rem(n, num_key_heads // heads) * heads
             pairs_of_step = pairs.only(Problems(sample, head, samples, heads))
 
         of_samples = sample, samples
         places = [{0: of_samples, 2: (head * n, heads * n)} for n in (group, 1)]
-        of_queries = tuple(_queries_by_problem(part(x, places[0]), heads) for x in by_query)
-        of_keys = tuple(_keys_by_problem(part(x, places[1])) for x in by_key)
+        of_queries = jax.tree.map(lambda x: _queries_by_problem(part(x, places[0]), heads), by_query)
+        of_keys = jax.tree.map(lambda x: _keys_by_problem(part(x, places[1])), by_key)
         of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs_of_step, carry)
         return carry, (of_queries, of_keys)
 
@@ -467,7 +472,7 @@ def _solve(
         carry, results = lax.scan(solve, carry, numbers, unroll=steps.unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
-    return tuple(map(_queries_by_user, results[0])), tuple(map(_keys_by_user, results[1])), carry
+    return jax.tree.map(_queries_by_user, results[0]), jax.tree.map(_keys_by_user, results[1]), carry
 
 
 # Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own

@@ -1,4 +1,4 @@
-r"""One block of pairs: its logits, its part of the outputs, and the reverse of both. Every schedule is loops over these.
+r"""One block of pairs: its logits, its part of the outputs, and the reverse of both; schedules are loops over these.
 
 With queries :math:`q_t`, keys :math:`k_s`, values :math:`v_s`, the logits :math:`x_{ts} = q_t \cdot k_s` (scaled,
 capped, with their bias) and sums over unmasked pairs only,
@@ -36,7 +36,7 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, once_if, take
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of, largest_of
+from masksafe._core.unfolded import any_of
 from masksafe.attention._merge import Partial, shift_of
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
 from masksafe.attention._pairs import Block, Pairs, add_at
@@ -99,64 +99,53 @@ class Keys(NamedTuple):
 
     k: Array
     v: Array
-    is_bad: Array | None = None  # which keys are bad, `[B, K, S]`; None in the reverse pass, where queries tell
+    is_sound: Array | None = None  # which keys are not bad, `[B, K, S]`; None in the reverse pass, where queries tell
 
     @classmethod
     def of(cls, k: Array, v: Array) -> "Keys":
-        return cls(finite_or_zero(k), finite_or_zero(v), is_bad(k) | is_bad(v))
+        return cls(finite_or_zero(k), finite_or_zero(v), _is_finite(k) & _is_finite(v))
 
     def take(self, tile: Tile) -> "Keys":
-        return Keys(*(None if x is None else take(x, 2, tile) for x in self))  # type: ignore[arg-type]
+        part: Keys = jax.tree.map(lambda x: take(x, 2, tile), self)
+        return part
 
 
 class Queries(NamedTuple):
     """Queries, with 0 for bad elements."""
 
     q: Array  # with the first factor of `split_scale`
-    is_bad: Array  # which queries are bad, `[B, K, G, T, 1]`, as the next ones
+    is_sound: Array  # which queries are not bad, `[B, K, G, T, 1]`
 
     @classmethod
     def of(cls, plan: Plan, q: Array) -> "Queries":
-        return cls(finite_or_zero(q) * split_scale(plan, q)[0], is_bad(q)[..., None])
+        return cls(times(finite_or_zero(q), split_scale(plan, q)[0]), _is_finite(q)[..., None])
 
     def take(self, tile: Tile) -> "Queries":
         return Queries(*(take(x, 3, tile) for x in self))
 
 
 class Cotangents(NamedTuple):
-    """Queries as the reverse pass needs them. In it they are bad if their results or cotangents are.
+    """Queries as the reverse pass needs them, with their cotangents.
 
-    The largest logit, the sum of exponentials and delta are None if a block has all keys of its queries: then they
-    follow from its logits.
+    Those whose results or cotangents are not finite have NaN for the cotangent and the largest logit. The last three
+    are None if a block has all keys of its queries: then they follow from its logits.
     """
 
     q: Array
-    is_bad: Array
     d_out: Array
-    d_lse: Array
+    d_lse: Array  # `[B, K, G, T, 1]`, as the next ones
     largest: Array | None = None
     total: Array | None = None
     delta: Array | None = None
 
-    @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        q: Array,
-        d_out: Array,
-        d_lse: Array,
-        largest: Array,
-        total: Array,
-        delta: Array,
-        *,
-        has_all_keys: bool,
-    ) -> "Cotangents":
-        of_bad = ~(jnp.isfinite(total) & jnp.isfinite(delta))
-        of_row = (None, None, None) if has_all_keys else (jnp.where(of_bad, jnp.nan, largest), total, delta)
-        return cls(finite_or_zero(q) * split_scale(plan, q)[0], of_bad, finite_or_zero(d_out), d_lse, *of_row)
+    def cleaned(self, plan: Plan) -> "Cotangents":
+        """With 0 for bad elements of the first two, and queries as in `Queries`."""
+        q = times(finite_or_zero(self.q), split_scale(plan, self.q)[0])
+        return self._replace(q=q, d_out=finite_or_zero(self.d_out))
 
     def take(self, tile: Tile) -> "Cotangents":
-        return Cotangents(*(None if x is None else take(x, 3, tile) for x in self))  # type: ignore[arg-type]
+        part: Cotangents = jax.tree.map(lambda x: take(x, 3, tile), self)
+        return part
 
 
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
@@ -168,9 +157,13 @@ def finite_or_zero(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def is_bad(x: Array) -> Array:
-    """Where any element along the last axis is not finite; by numbers, which a CPU reduces faster than booleans."""
-    return largest_of((~jnp.isfinite(x)).astype(jnp.uint8), -1) > 0
+def _is_finite(x: Array) -> Array:
+    """Where all elements along the last axis are finite; by numbers, which a CPU reduces faster than booleans."""
+    return jnp.isfinite(jnp.max(jnp.abs(x), -1))
+
+
+def times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
 
 
 # Forward.
@@ -186,15 +179,15 @@ def attend_to_block(plan: Plan, queries: Queries, keys: Keys, block: Block) -> P
 
 def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
     """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key."""
-    x = _capped(plan, dot_keys(queries.q, keys.k) * split_scale(plan, queries.q)[1], block.mask)
+    x = _capped(plan, times(dot_keys(queries.q, keys.k), split_scale(plan, queries.q)[1]), block.mask)
     x = _with_bias(x, block)
     if (mod := block.score_mod) is not None and block.indices is not None:
         if plan.is_plain and block.mask is not None:
             x = modified_where(mod, mod.captured, x, block.indices, block.mask)
         else:
             x = modified(mod, mod.captured, x, block.indices)
-    is_bad = queries.is_bad if keys.is_bad is None else queries.is_bad | keys.is_bad[:, :, None, None]
-    return _poisoned(x, is_bad, block.mask)
+    assert keys.is_sound is not None
+    return _poisoned(x, queries.is_sound & keys.is_sound[:, :, None, None], block.mask)
 
 
 def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:
@@ -208,8 +201,8 @@ def _with_bias(x: Array, block: Block, turned: Callable[[Array], Array] = lambda
     return x if block.bias is None else x + turned(block.bias.astype(x.dtype))
 
 
-def _poisoned(x: Array, is_bad: Array, mask: Array | None) -> Array:
-    x = jnp.where(is_bad, jnp.nan, x)
+def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
+    x = jnp.where(is_sound, x, jnp.nan)
     return x if mask is None else jnp.where(mask, x, -jnp.inf)
 
 
@@ -235,7 +228,7 @@ def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block, a
     turned = keys_first if axes == KEYS_FIRST else _as_it_is
     mask = turned(block.mask)
     dot = dot_queries_as_forward if axes == KEYS_FIRST else _dot_keys_turned
-    dots = dot(keys.k, queries.q) * split_scale(plan, queries.q)[1]
+    dots = times(dot(keys.k, queries.q), split_scale(plan, queries.q)[1])
     p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, axes)
     weights = p
     if plan.on_accelerator:
@@ -259,9 +252,7 @@ def _as_it_is(x: Array) -> Array:
 PullBack = Callable[[Array], tuple[Array, tuple[Array, ...]]]
 
 
-def _weights(
-    plan: Plan, queries: Cotangents, block: Block, dots: Array, axes: str
-) -> tuple[Array, Array, PullBack]:
+def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, axes: str) -> tuple[Array, Array, PullBack]:
     """The weights without dropout, 0 at masked pairs; the capped products; and the rule of what comes after these."""
     turned = keys_first if axes == KEYS_FIRST else _as_it_is
     assert block.mask is not None
@@ -269,7 +260,7 @@ def _weights(
     capped = _capped(plan, dots, mask)
     x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block, axes)
     if queries.largest is None or queries.total is None:
-        x = _poisoned(x, queries.is_bad, mask)
+        x = _poisoned(x, jnp.isfinite(queries.d_lse), mask)
         exps = jnp.exp(x - shift_of(jnp.max(x, -1, keepdims=True)))
         p = jnp.where(mask, exps / nonzero(jnp.sum(exps, -1, keepdims=True)), 0)
     else:

@@ -26,6 +26,7 @@ from masksafe.attention._block import (
     dot_pairs_with_queries,
     pull_back_block,
     split_scale,
+    times,
 )
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import KEYS_FIRST
@@ -35,13 +36,22 @@ from masksafe.attention._pairs import Pairs, block_of, live_blocks
 def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pairs) -> tuple[Tiles, Tiles]:
     """The tiles of queries and of keys; `group` query heads share a key head."""
     sizes = plan.sizes
-    key_tile = sizes.key_tile if pairs.mask_any() else sizes.key_tile_if_nothing_is_skipped
-    query_tile = max(sizes.fewest_queries, sizes.query_tile // max(1, group))
-    return divide(num_queries, query_tile), divide(num_keys, key_tile)
+    of_queries = divide(num_queries, max(sizes.fewest_queries, sizes.query_tile // max(1, group)))
+    if pairs.mask_any():
+        return of_queries, divide(num_keys, sizes.key_tile)
+    if isinstance(num_queries, int) and group * num_queries <= sizes.few_queries:
+        return of_queries, divide(num_keys, num_keys)
+    return of_queries, divide(num_keys, sizes.key_tile_if_nothing_is_skipped)
 
 
 def attend_in_blocks(
-    plan: Plan, queries: Queries, keys_of: Callable[[Tile], Keys], pairs: Pairs, width: int, of_queries: Tiles, of_keys: Tiles
+    plan: Plan,
+    queries: Queries,
+    keys_of: Callable[[Tile], Keys],
+    pairs: Pairs,
+    width: int,
+    of_queries: Tiles,
+    of_keys: Tiles,
 ) -> Partial:
     """The results of all keys, of which `keys_of` gives those of a tile; a query that sees no key has the sum 1."""
     live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
@@ -60,8 +70,7 @@ def attend_in_blocks(
         return for_live_tiles(live_tiles, of_keys.number, add_keys, nothing).divided()
 
     # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
-    results = of_queries.map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
-    return Partial(*map(of_queries.join, results))
+    return of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
 
 
 def pull_back_in_blocks(
@@ -80,7 +89,9 @@ def pull_back_in_blocks(
             # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
             d = pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
             return Gradients(
-                add_to_part(state.query, dot_pairs_with_keys(d.d_dots, tile_keys.k), {3: (query_tile.start, query_tile.size)}),
+                add_to_part(
+                    state.query, dot_pairs_with_keys(d.d_dots, tile_keys.k), {3: (query_tile.start, query_tile.size)}
+                ),
                 state.key + dot_pairs_with_queries(d.d_dots, part.q),
                 state.value + dot_pairs_with_queries(d.weights, part.d_out),
                 state.adjustments.plus(jnp.moveaxis(d.d_biased, 2, -1), d.d_captured, block),
@@ -97,4 +108,4 @@ def pull_back_in_blocks(
     else:
         (d_q, sums), of_tiles = lax.scan(one_tile, carry, jnp.arange(of_keys.number, dtype=jnp.int32))
         d_k, d_v = map(of_keys.join, of_tiles)
-    return Gradients(d_q * plan.scale, d_k * split_scale(plan, queries.q)[1], d_v, sums)
+    return Gradients(times(d_q, plan.scale), times(d_k, split_scale(plan, queries.q)[1]), d_v, sums)

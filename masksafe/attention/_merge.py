@@ -54,6 +54,7 @@ def shift_of(largest: Array) -> Array:
     """The largest logit as what is subtracted from logits: finite for a query that sees no key, whose are all -inf."""
     return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
 
+
 Outs = tuple[Array | None, ...]
 Arrays = tuple[Array, ...]
 _Result = tuple[Array, Array]

@@ -198,12 +198,11 @@ def block_of(pairs: Pairs, queries: Tile, keys: Tile, dropout_rate: float = 0.0)
 
 def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) -> Array | None:
     of_queries, of_keys = lambda x: x[:, None, None, :, None], lambda x: x[:, None, None, None, :]
-    index = lambda tile, axis: tile.start + lax.broadcasted_iota(jnp.int32, _shape_along(axis, tile.size), axis)  # noqa: E731
     conditions = []
     if own.first_key is not None:
-        conditions.append(index(keys, 4) >= of_queries(own.first_key))
+        conditions.append(_index(keys, 4) >= of_queries(own.first_key))
     if own.end_key is not None:
-        conditions.append(index(keys, 4) < of_queries(own.end_key))
+        conditions.append(_index(keys, 4) < of_queries(own.end_key))
     if own.key_positions is not None and own.first_position is not None:
         conditions.append(of_keys(own.key_positions) >= of_queries(own.first_position))
     if own.key_positions is not None and own.end_position is not None:
@@ -219,10 +218,15 @@ def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) ->
     if own.live_queries is not None:
         conditions.append(own.live_queries[..., None])
     if keys.is_ragged:
-        conditions.append(index(keys, 4) >= keys.first)
+        conditions.append(_index(keys, 4) >= keys.first)
     if queries.is_ragged:
-        conditions.append(index(queries, 3) >= queries.first)
+        conditions.append(_index(queries, 3) >= queries.first)
     return _conjunction(conditions)
+
+
+def _index(tile: Tile, axis: int) -> Array:
+    index = lax.broadcasted_iota(jnp.int32, _shape_along(axis, tile.size), axis)
+    return index if isinstance(tile.start, int) and tile.start == 0 else tile.start + index
 
 
 def _shape_along(axis: int, size: int) -> tuple[int, ...]:
@@ -272,7 +276,7 @@ _STRUCTURE = "first_key", "end_key", "first_position", "end_position", "query_se
 
 def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     conditions = []  # [B, T, keys.number]
-    starts = jnp.arange(keys.number, dtype=jnp.int32) * keys.size
+    starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
     if pairs.end_key is not None:
         first = starts if pairs.first_key is None else jnp.maximum(pairs.first_key[..., None], starts)
         conditions.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))

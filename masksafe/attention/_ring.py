@@ -24,14 +24,13 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
 from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
-from masksafe.attention._block import Adjustments, Band, Gradients, Plan, Ring
+from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Plan, Ring
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Pairs, has_live_block, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
 _State = TypeVar("_State")
-_OfQueries = Any  # a NamedTuple of arrays by query, the queries first
 
 
 def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: int) -> Ring | None:
@@ -97,17 +96,17 @@ def run_forward_in_ring(
 def run_reverse_in_ring(
     inner: Callable[..., Gradients],
     plan: Plan,
-    of_queries: _OfQueries,
+    queries: Cotangents,
     k: Array,
     v: Array,
     adjustments: Adjustments,
     pairs: Pairs,
 ) -> Gradients:
-    """`inner(plan, of_queries, k, v, adjustments, pairs)` for the keys of all devices."""
+    """`inner(plan, queries, k, v, adjustments, pairs)` for the keys of all devices."""
     ring = plan.ring
     assert ring is not None
-    of_queries, k, v, adjustments = vary_with((of_queries, k, v, adjustments), (of_queries, k, v, adjustments, pairs))
-    q = of_queries[0]
+    queries, k, v, adjustments = vary_with((queries, k, v, adjustments), (queries, k, v, adjustments, pairs))
+    q = queries.q
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
         own, adjustments_of_step, pairs_of_step = _seen_in_step(plan, step, q, moving, adjustments, pairs)
@@ -116,7 +115,7 @@ def run_reverse_in_ring(
             sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
 
         def add(sums: Gradients) -> Gradients:
-            d = inner(own, of_queries, moving.k, moving.v, adjustments_of_step, pairs_of_step)
+            d = inner(own, queries, moving.k, moving.v, adjustments_of_step, pairs_of_step)
             added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
             return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
 
@@ -169,9 +168,7 @@ def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
     return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
-def _if_live(
-    plan: Plan, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
-) -> _State:
+def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
     is_live = has_live_block(pairs, divide(q.shape[1], plan.sizes.query_tile), divide(k.shape[1], k.shape[1]))
     return add(state) if is_live is None else once_if(is_live, add, state)

@@ -35,6 +35,7 @@ from masksafe.attention._block import (
     nonzero,
     pull_back_block,
     split_scale,
+    times,
 )
 from masksafe.attention._merge import Partial, shift_of
 from masksafe.attention._pairs import Block, Pairs, block_of
@@ -53,8 +54,7 @@ def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Pa
     def one_part(part: _Part) -> Partial:
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
         solve = lambda i: one_tile(part.tile(i))  # noqa: E731
-        results = part.tiles.map(jax.checkpoint(solve) if plan.is_plain else solve)
-        return Partial(*map(part.tiles.join, results))
+        return part.tiles.join_map(jax.checkpoint(solve) if plan.is_plain else solve)
 
     parts = [one_part(part) for part in _parts(plan, queries.q, keys.k)]
     return Partial(*(_joined(x) for x in zip(*parts, strict=True)))
@@ -93,8 +93,8 @@ def pull_back_by_rows(plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs,
         d_q.append(of_part.query)
         d_k.append(_padded(of_part.key, part.keys, keys.k.shape[2]))
         d_v.append(_padded(of_part.value, part.keys, keys.k.shape[2]))
-    d_k_sum = functools.reduce(jnp.add, d_k) * split_scale(plan, queries.q)[1]
-    return Gradients(_joined(d_q) * plan.scale, d_k_sum, functools.reduce(jnp.add, d_v), sums)
+    d_k_sum = times(functools.reduce(jnp.add, d_k), split_scale(plan, queries.q)[1])
+    return Gradients(times(_joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
 
 
 def _joined(parts: Any) -> Array:
