@@ -127,7 +127,8 @@ def for_live_tiles(live: Array | None, count: int, body: Callable[[Any, Any], An
 
 def element(x: Array, i: Any, axis: int = 0) -> Array:
     """`x[i]`, along an axis, for an index that is not negative."""
-    return lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
+    found: Array = lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
+    return found
 
 
 def once_if(condition: Array, fn: Callable[[Any], Any], state: Any) -> Any:

@@ -68,10 +68,16 @@ def attend(
         return jax.tree.map(lambda _: names, tree)
 
     names_of_pairs = Pairs(*(alike(x, of_field(name)) for name, x in pairs._asdict().items()))
-    names = of_operands, of_operands, of_operands, alike(scale, of_all), alike(bias, of_pairs), alike(mask, of_pairs)
-    args = q, k, v, scale, bias, mask, pairs, mods, sinks
+    of_args: list[tuple[Any, Any]] = [
+        *((x, of_operands) for x in (q, k, v)),
+        (scale, alike(scale, of_all)),
+        *((x, alike(x, of_pairs)) for x in (bias, mask)),
+        (pairs, names_of_pairs),
+        (mods, alike(mods, of_all)),
+        (sinks, alike(sinks, PartitionSpec("heads"))),
+    ]
+    args, names = zip(*of_args, strict=True)
     fn = functools.partial(_attend_over_batch, plan)
-    names = (*names, names_of_pairs, alike(mods, of_all), alike(sinks, PartitionSpec("heads")))
     results: tuple[Array, Array] = on_own_devices(fn, args, names, (of_operands, of_operands))
     return results
 
@@ -362,7 +368,8 @@ def _as_platform_wants(plan: Plan, on_cpu: Callable[..., Any], elsewhere: Callab
 
 def _by_user(plan: Plan, d: Gradients, dtypes: Any) -> "_Results":
     if plan.ring is None:
-        d = Gradients(*(x.astype(dtype) for x, dtype in zip(d[:3], dtypes, strict=True)), d.adjustments)
+        of_q, of_k, of_v = dtypes
+        return (d.query.astype(of_q),), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
     return (d.query,), (d.key, d.value), d.adjustments
 
 
@@ -448,28 +455,36 @@ def _solve(
     batch, _, num_key_heads, _ = by_key[0].shape
     group = by_query[0].shape[2] // num_key_heads
 
-    def solve(carry: Any, n: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
-        samples, heads, _ = steps or _Steps(batch, num_key_heads)
-        sample, head, pairs_of_step = 0, 0, pairs
-        if steps is not None:
-            if heads == num_key_heads:
-                sample = n * samples
-            else:  # then there is one sample
-                sample, head = lax.div(n, num_key_heads // heads), lax.rem(n, num_key_heads // heads) * heads
-            pairs_of_step = pairs.only(Problems(sample, head, samples, heads))
+    def solve(problems: Problems | None, carry: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
+        heads = num_key_heads if problems is None else problems.heads
 
-        of_samples = sample, samples
-        places = [{0: of_samples, 2: (head * n, heads * n)} for n in (group, 1)]
-        of_queries = jax.tree.map(lambda x: _queries_by_problem(part(x, places[0]), heads), by_query)
-        of_keys = jax.tree.map(lambda x: _keys_by_problem(part(x, places[1])), by_key)
-        of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs_of_step, carry)
+        def own(x: Array, of_key_head: int) -> Array:
+            if problems is None:
+                return x
+            first = problems.head if of_key_head == 1 else problems.head * of_key_head
+            of_heads = first, heads * of_key_head
+            return part(x, {0: (problems.sample, problems.samples), 2: of_heads})
+
+        of_queries = jax.tree.map(lambda x: _queries_by_problem(own(x, group), heads), by_query)
+        of_keys = jax.tree.map(lambda x: _keys_by_problem(own(x, 1)), by_key)
+        own_pairs = pairs if problems is None else pairs.only(problems)
+        of_queries, of_keys, carry = kernel(of_queries, of_keys, own_pairs, carry)
         return carry, (of_queries, of_keys)
 
     if steps is None:
-        carry, results = solve(carry, 0)
+        carry, results = solve(None, carry)
     else:
-        numbers = jnp.arange(batch * num_key_heads // (steps.samples * steps.heads), dtype=jnp.int32)
-        carry, results = lax.scan(solve, carry, numbers, unroll=steps.unroll)
+        samples, heads, unroll = steps
+
+        def step(carry: Any, n: Array) -> Any:
+            if heads == num_key_heads:
+                return solve(Problems(n * samples, 0, samples, heads), carry)
+            steps_of_sample = num_key_heads // heads
+            head = lax.rem(n, steps_of_sample)
+            return solve(Problems(lax.div(n, steps_of_sample), head if heads == 1 else head * heads, 1, heads), carry)
+
+        numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
+        carry, results = lax.scan(step, carry, numbers, unroll=unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
     return jax.tree.map(_queries_by_user, results[0]), jax.tree.map(_keys_by_user, results[1]), carry
@@ -499,7 +514,7 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
             parts = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
             return Keys.of(*(widened(_keys_by_problem(from_bits(x, k.dtype))) for x in parts))
 
-        own = pairs.only(Problems(i, jnp.zeros_like(i), 1, num_key_heads))
+        own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = _queries_by_problem(widened(part(q, {0: (i, 1)})), num_key_heads)
         queries, of_queries = Queries.of(plan, q_i), divide(num_queries, num_queries)
         return attend_in_blocks(plan, queries, keys_of, own, v.shape[-1], of_queries, of_keys)

@@ -67,10 +67,12 @@ def attend_in_blocks(
 
         nothing = Partial.nothing(tile_queries.q[..., :1], width)
         live_tiles = None if live is None else element(live, i)
-        return for_live_tiles(live_tiles, of_keys.number, add_keys, nothing).divided()
+        state: Partial = for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)
+        return state.divided()
 
     # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
-    return of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
+    results: Partial = of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
+    return results
 
 
 def pull_back_in_blocks(
@@ -97,8 +99,8 @@ def pull_back_in_blocks(
                 state.adjustments.plus(jnp.moveaxis(d.d_biased, 2, -1), d.d_captured, block),
             )
 
-        nothing = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
-        state = Gradients(carry[0], *nothing, carry[1])
+        no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
+        state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
         state = for_live_tiles(None if live is None else element(live, j, 1), of_queries.number, add_queries, state)
         return (state.query, state.adjustments), (state.key, state.value)
 

@@ -35,7 +35,8 @@ class Partial(NamedTuple):
         """The results for the keys of both."""
         before, after = lax.stop_gradient((self.largest, other.largest))
         largest = jnp.maximum(before, after)
-        decay, growth = (jnp.exp(x - shift_of(largest)) for x in (before, after))
+        shift = shift_of(largest)
+        decay, growth = jnp.exp(before - shift), jnp.exp(after - shift)
         return Partial(
             self.weighted * decay + other.weighted * growth, largest, self.total * decay + other.total * growth
         )

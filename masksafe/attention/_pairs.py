@@ -13,7 +13,7 @@ rounds of the generator for every pair would take longer than attention itself.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,7 +34,7 @@ class Problems:
     """The problems of some samples and key heads, from the given ones on."""
 
     sample: Array
-    head: Array
+    head: Array | int
     samples: int = dataclasses.field(default=1, metadata={"static": True})
     heads: int = dataclasses.field(default=1, metadata={"static": True})
 
@@ -67,16 +67,18 @@ class Pairs(NamedTuple):
     def only(self, problems: Problems) -> "Pairs":
         """The pairs of some problems. Arrays over pairs are never copied: they are left whole, and cut by block."""
         places = {"b": (problems.sample, problems.samples), "k": (problems.head, problems.heads)}
-        small = {name: x for name, x in self._arrays() if AXES[name] != OVER_PAIRS}
-        return self._replace(problems=problems, **{name: cut(x, AXES[name], places) for name, x in small.items()})
+        return self._cut(lambda axes: {} if axes == OVER_PAIRS else places)._replace(problems=problems)
 
     def mask_any(self) -> bool:
         """Whether a pair may be masked other than by the end of the keys."""
         names = "first_key", "end_key", "end_position", "query_segments", "allowed", "bias", "mask_mod"
         return any(getattr(self, name) is not None for name in names)
 
-    def _arrays(self) -> list[tuple[str, Array]]:
-        return [(name, x) for name in AXES if (x := getattr(self, name)) is not None]
+    def _cut(self, places_of: Callable[[str], "PlacesByName"]) -> "Pairs":
+        """With the parts of the arrays at the places for their axes."""
+        arrays = {name: x for name in AXES if (x := getattr(self, name)) is not None}
+        parts: Any = {name: cut(x, AXES[name], places_of(AXES[name])) for name, x in arrays.items()}
+        return self._replace(**parts)
 
 
 OVER_PAIRS = "bkgts"
@@ -188,9 +190,7 @@ def block_of(pairs: Pairs, queries: Tile, keys: Tile, dropout_rate: float = 0.0)
     if (problems := pairs.problems) is not None:
         places |= {"b": (problems.sample, problems.samples), "k": (problems.head, problems.heads)}
     in_problems = {axis: place for axis, place in places.items() if axis in "ts"}  # to which it is cut already
-    own = pairs._replace(
-        **{name: cut(x, AXES[name], places if AXES[name] == OVER_PAIRS else in_problems) for name, x in pairs._arrays()}
-    )
+    own = pairs._cut(lambda axes: places if axes == OVER_PAIRS else in_problems)
     indices = _indices(own, queries, keys)
     kept = None if own.query_words is None else _kept(own.query_words, keys, dropout_rate)
     return Block(_unmasked(own, queries, keys, indices), own.bias, kept, indices, own.score_mod, places)

@@ -90,7 +90,8 @@ def run_forward_in_ring(
         return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
 
     nothing = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
-    return _go_round(ring, visit, _moving(ring, k, v, pairs), nothing).divided()
+    state: Partial = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
+    return state.divided()
 
 
 def run_reverse_in_ring(
@@ -123,7 +124,8 @@ def run_reverse_in_ring(
 
     wide = wide_dtype(q.dtype)
     no_adjustments = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), adjustments)
-    nothing = vary_with(Gradients(*(jnp.zeros_like(x, wide) for x in (q, k, v)), no_adjustments), q)
+    no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, wide) for x in (q, k, v))
+    nothing = vary_with(Gradients(no_d_q, no_d_k, no_d_v, no_adjustments), q)
     sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))

@@ -54,7 +54,8 @@ def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Pa
     def one_part(part: _Part) -> Partial:
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
         solve = lambda i: one_tile(part.tile(i))  # noqa: E731
-        return part.tiles.join_map(jax.checkpoint(solve) if plan.is_plain else solve)
+        results: Partial = part.tiles.join_map(jax.checkpoint(solve) if plan.is_plain else solve)
+        return results
 
     parts = [one_part(part) for part in _parts(plan, queries.q, keys.k)]
     return Partial(*(_joined(x) for x in zip(*parts, strict=True)))
@@ -172,8 +173,9 @@ def _add_up_tiles(part: _Part, one_tile: Any, keys: Keys, sums: Adjustments, dty
         of_tile = one_tile(part.tile(i), sums)
         return (d_k + of_tile.key, d_v + of_tile.value, of_tile.adjustments), of_tile.query
 
-    nothing = (jnp.zeros_like(x, dtype) for x in keys.take(part.keys)[:2])
-    (d_k, d_v, sums), d_q = lax.scan(add_tile, (*nothing, sums), jnp.arange(part.tiles.number, dtype=jnp.int32))
+    no_d_k, no_d_v = (jnp.zeros_like(x, dtype) for x in (keys.take(part.keys).k, keys.take(part.keys).v))
+    numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
+    (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
     return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
 
 
