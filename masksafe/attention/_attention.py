@@ -253,7 +253,9 @@ def _pull_back(
     d_lse: Array,
 ) -> Gradients:
     wanted, delta = _find_wanted_queries(results.weighted, d_out, d_lse)
-    is_sound = jnp.isfinite(results.total) & jnp.isfinite(delta)
+    # What is bad makes all columns of an output NaN. The sum of exponentials tells as well, but XLA for a GPU would
+    # compute it in one more pass over the logits.
+    is_sound = jnp.isfinite(results.weighted[..., :1]) & jnp.isfinite(delta)
     d_lse, largest = (jnp.where(is_sound, x, jnp.nan) for x in (d_lse, results.largest))
     queries = Cotangents(q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
     args = plan, queries, k, v, adjustments, _with_live_queries(pairs, wanted, k)
