@@ -271,8 +271,9 @@ def dot_product_attention(
       once; on an accelerator the weights are also rounded before their product with the values.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
-      * A NaN or infinity in a query or key makes the outputs of its unmasked pairs NaN; in a value, only the same
-        column of those outputs. A query with a NaN whose output gets no cotangent takes no part in the gradient, so
+      * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
+        columns; one in a cotangent, the gradients of the keys and values that its query sees. A query with a NaN whose
+        output gets no cotangent takes no part in the gradient, so
         padded queries need no mask here if the loss masks them.
       * An unmasked key whose logit overflows to -inf has weight 0.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
