@@ -28,7 +28,7 @@ from masksafe._core.sharding import has_symbolic_size, may_loop
 from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries, finite_or_zero
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, finite_or_zero
 from masksafe.attention._blocks import attend_in_blocks, pull_back_in_blocks, tiles_of
 from masksafe.attention._merge import Partial, with_sinks
 from masksafe.attention._mods import Mods
@@ -131,7 +131,7 @@ def _attend_flattened(
         flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flatten, leaves))
         adjustments = Adjustments(flat_bias, () if mods.score is None else mods.score.captured)
         flat_pairs = Adjustments().of(flat_pairs._replace(score_mod=mods.score, mask_mod=mods.mask))
-        out, lse = _attention(plan, flatten(q), flatten(k), flatten(v), adjustments, flat_pairs)
+        out, lse = _attention(plan, Inputs(flatten(q), flatten(k), flatten(v), adjustments, flat_pairs))
         return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
     # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.
     axes = [0 if shape[0] == batch[0] else None for shape in batch_shapes]
@@ -148,119 +148,88 @@ def _attend_flattened(
 _Result = tuple[Array, Array]
 
 
-class _Residuals(NamedTuple):
-    q: Array
-    k: Array
-    v: Array
-    adjustments: Adjustments
-    pairs: Pairs
-    results: Partial
-
-
-def _forward(
-    plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
-) -> tuple[_Result, _Residuals]:
-    results = _evaluate(plan, q, k, v, _grouped(adjustments, k), pairs)
+def _forward(plan: Plan, inputs: Inputs) -> tuple[_Result, tuple[Inputs, Partial]]:
+    results = _evaluate(plan, _grouped(inputs))
     # The output is kept unrounded, since delta depends on it.
-    return _rounded(plan, q, results), _Residuals(q, k, v, adjustments, pairs, results)
+    return _rounded(plan, inputs, results), (inputs, results)
 
 
-def _reverse(plan: Plan, residuals: _Residuals, cotangents: _Result) -> tuple[Any, ...]:
-    q, k, v, adjustments, pairs, results = residuals
-    d_out, d_lse = cotangents
-    d = _pull_back(plan, q, k, v, _grouped(adjustments, k), pairs, results, d_out, d_lse[..., None])
-    return d.query, d.key, d.value, jax.tree.map(lambda d, x: d.reshape(x.shape), d.adjustments, adjustments), None
+def _reverse(plan: Plan, residuals: tuple[Inputs, Partial], cotangents: _Result) -> tuple[Any]:
+    (inputs, results), (d_out, d_lse) = residuals, cotangents
+    d = _pull_back(plan, _grouped(inputs), results, d_out, d_lse[..., None])
+    d_adjustments = jax.tree.map(lambda d, x: d.reshape(x.shape), d.adjustments, inputs.adjustments)
+    return (Inputs(d.query, d.key, d.value, d_adjustments, None),)  # type: ignore[arg-type]
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _attention(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> _Result:
+def _attention(plan: Plan, inputs: Inputs) -> _Result:
     """Output `[B, T, N, width of v]` and logsumexp `[B, T, N]`, wide, but the output if it is rounded.
 
-    `q` is `[B, T, N, H]`, `k` `[B, S, K, H]`, `v` `[B, S, K, width]`, the bias `[B, N, T, S]` with size 1 where it
-    broadcasts. `pairs` comes without the adjustments.
+    The bias of the inputs is `[B, N, T, S]` with size 1 where it broadcasts.
     """
-    return _rounded(plan, q, _evaluate(plan, q, k, v, _grouped(adjustments, k), pairs))
+    return _rounded(plan, inputs, _evaluate(plan, _grouped(inputs)))
 
 
-def _grouped(adjustments: Adjustments, k: Array) -> Adjustments:
+def _grouped(inputs: Inputs) -> Inputs:
     """With the bias as the kernels take it.
 
     It is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new one with
     a NaN under the mask would set off `jax_debug_nans`.
     """
-    bias = adjustments.bias
-    return adjustments if bias is None else adjustments._replace(bias=grouped_heads(bias, k.shape[2]))
+    bias = inputs.adjustments.bias
+    if bias is None:
+        return inputs
+    return inputs._replace(adjustments=inputs.adjustments._replace(bias=grouped_heads(bias, inputs.k.shape[2])))
 
 
-def _rounded(plan: Plan, q: Array, results: Partial) -> _Result:
-    return results.weighted.astype(q.dtype) if plan.rounds else results.weighted, _logsumexp(results)[..., 0]
+def _rounded(plan: Plan, inputs: Inputs, results: Partial) -> _Result:
+    out = results.weighted.astype(inputs.q.dtype) if plan.rounds else results.weighted
+    return out, _logsumexp(results)[..., 0]
 
 
 def _logsumexp(results: Partial) -> Array:
     return results.largest + jnp.log(results.total)
 
 
-def _evaluate_plainly(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Partial:
-    return _run_forward(plan._replace(is_plain=True), q, k, v, adjustments, pairs)
+def _evaluate_plainly(plan: Plan, inputs: Inputs) -> Partial:
+    return _run_forward(plan._replace(is_plain=True), inputs)
 
 
 @with_derivatives_of(_evaluate_plainly)
-def _evaluate(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Partial:
-    return _run_forward(plan, q, k, v, adjustments, pairs)
+def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
+    return _run_forward(plan, inputs)
 
 
-def _run_forward(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Partial:
-    if plan.ring is None:
-        return _pass_forward(plan, q, k, v, adjustments, pairs)
-    return run_forward_in_ring(_pass_forward, plan, q, k, v, adjustments, pairs)
+def _run_forward(plan: Plan, inputs: Inputs) -> Partial:
+    return _pass_forward(plan, inputs) if plan.ring is None else run_forward_in_ring(_pass_forward, plan, inputs)
 
 
-def _pull_back_plainly(
-    plan: Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    adjustments: Adjustments,
-    pairs: Pairs,
-    results: Partial,
-    d_out: Array,
-    d_lse: Array,
-) -> Gradients:
+def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
     wanted, delta = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
     lse = lax.stop_gradient(_logsumexp(results))
     # A sound query without a cotangent may have one in a derivative.
     live = (lse != -jnp.inf) & (wanted | (jnp.isfinite(lse) & jnp.isfinite(delta)))
-    pairs = _with_live_queries(pairs, live, k)
+    inputs = _with_live_queries(inputs, live)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:
-        results = _evaluate_plainly(plan, q, k, v, adjustments, pairs)
+        results = _evaluate_plainly(plan, Inputs(q, k, v, adjustments, inputs.pairs))
         return results.weighted, _logsumexp(results)
 
-    _, reverse = jax.vjp(plain, q, k, v, adjustments)
+    _, reverse = jax.vjp(plain, *inputs[:-1])
     return Gradients(*reverse((jnp.where(live, d_out, 0).astype(d_lse.dtype), jnp.where(live, d_lse, 0))))
 
 
 @with_derivatives_of(_pull_back_plainly)
-def _pull_back(
-    plan: Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    adjustments: Adjustments,
-    pairs: Pairs,
-    results: Partial,
-    d_out: Array,
-    d_lse: Array,
-) -> Gradients:
+def _pull_back(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
     wanted, delta = _find_wanted_queries(results.weighted, d_out, d_lse)
     # What is bad makes all columns of an output NaN. The sum of exponentials tells as well, but XLA for a GPU would
     # compute it in one more pass over the logits.
     is_sound = jnp.isfinite(results.weighted[..., :1]) & jnp.isfinite(delta)
     d_lse, largest = (jnp.where(is_sound, x, jnp.nan) for x in (d_lse, results.largest))
-    queries = Cotangents(q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
-    args = plan, queries, k, v, adjustments, _with_live_queries(pairs, wanted, k)
+    queries = Cotangents(inputs.q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
+    args = plan, queries, _with_live_queries(inputs, wanted)
     d = _pass_reverse(*args) if plan.ring is None else run_reverse_in_ring(_pass_reverse, *args)
-    return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, adjustments))
+    return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, inputs.adjustments))
 
 
 def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
@@ -275,19 +244,20 @@ def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array,
     return any_of(is_wanted, -1, keepdims=True) | (d_lse != 0), delta
 
 
-def _with_live_queries(pairs: Pairs, live: Array, k: Array) -> Pairs:
-    """The pairs, of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
-    return pairs._replace(live_queries=_queries_by_problem(live, k.shape[2])[..., 0])
+def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
+    """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
+    live_queries = _queries_by_problem(live, inputs.k.shape[2])[..., 0]
+    return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
 
 
 # The passes for the keys that a device holds, in the schedule that the platform wants.
 
 
-def _pass_forward(plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Partial:
+def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
-    pairs = adjustments.of(pairs)
+    q, k, v, adjustments, pairs = inputs
     on_cpu, elsewhere = (functools.partial(f, plan) for f in (_forward_on_cpu, _forward_elsewhere))
-    results: Partial = _as_platform_wants(plan, on_cpu, elsewhere, q, k, v, pairs)
+    results: Partial = _as_platform_wants(plan, on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
     return results
 
 
@@ -317,14 +287,13 @@ def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -
     return results
 
 
-def _pass_reverse(
-    plan: Plan, queries: Cotangents, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
-) -> Gradients:
+def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
     """The cotangents of q, k and v, and those of the adjustments, which are wide.
 
     All are wide, and parts of sums, if other devices have more of the keys: then the results are those of all keys.
     """
-    dtypes = queries.q.dtype, k.dtype, v.dtype
+    q, k, v, adjustments, pairs = inputs
+    dtypes = q.dtype, k.dtype, v.dtype
 
     def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
         _, num_queries, heads, _ = queries.q.shape

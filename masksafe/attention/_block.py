@@ -85,6 +85,16 @@ class Adjustments(NamedTuple):
         return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(self.captured, d_captured, strict=True)))
 
 
+class Inputs(NamedTuple):
+    """What attention is a function of, in the user's layout but for one batch dimension."""
+
+    q: Array  # [B, T, N, H]
+    k: Array  # [B, S, K, H]
+    v: Array  # [B, S, K, width]
+    adjustments: Adjustments
+    pairs: Pairs  # without the adjustments
+
+
 class Gradients(NamedTuple):
     """Cotangents of the inputs, or their partial sums."""
 

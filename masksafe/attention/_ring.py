@@ -24,9 +24,9 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
 from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
-from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Plan, Ring
+from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Inputs, Plan, Ring
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import Pairs, has_live_block, words_from_key
+from masksafe.attention._pairs import OVER_PAIRS, add_at, cut, has_live_block, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
@@ -64,69 +64,59 @@ class _Moving(NamedTuple):
     positions: Array | None
     segments: Array | None
 
+    @classmethod
+    def of(cls, ring: Ring, inputs: Inputs) -> "_Moving":
+        of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
+        return cls(inputs.k, inputs.v, *varying_over(ring.axis_name, of_keys))
 
-def _moving(ring: Ring, k: Array, v: Array, pairs: Pairs) -> _Moving:
-    return _Moving(k, v, *varying_over(ring.axis_name, (pairs.key_positions, pairs.key_segments)))
 
-
-def run_forward_in_ring(
-    inner: Callable[..., Partial], plan: Plan, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs
-) -> Partial:
-    """`inner(plan, q, k, v, adjustments, pairs)` for the keys of all devices; arrays are `[B, T, N, n]`."""
+def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
+    """`inner(plan, inputs)` for the keys of all devices."""
     ring = plan.ring
     assert ring is not None
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
-    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
+    q, k, v, adjustments = vary_with(inputs[:-1], inputs)
+    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
     def visit(step: Any, moving: _Moving, state: Partial) -> Partial:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(plan, step, q, moving, adjustments, pairs)
+        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
 
         def add(state: Partial) -> Partial:
-            return state.plus(inner(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step).multiplied())
+            return state.plus(inner(plan_of_step, seen).multiplied())
 
         if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
             recomputed: Partial = jax.checkpoint(add)(state)
             return recomputed
-        return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
+        return _if_live(plan, add, state, seen)
 
     nothing = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
-    state: Partial = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
+    state: Partial = _go_round(ring, visit, _Moving.of(ring, inputs), nothing)
     return state.divided()
 
 
 def run_reverse_in_ring(
-    inner: Callable[..., Gradients],
-    plan: Plan,
-    queries: Cotangents,
-    k: Array,
-    v: Array,
-    adjustments: Adjustments,
-    pairs: Pairs,
+    inner: Callable[[Plan, Cotangents, Inputs], Gradients], plan: Plan, queries: Cotangents, inputs: Inputs
 ) -> Gradients:
-    """`inner(plan, queries, k, v, adjustments, pairs)` for the keys of all devices."""
+    """`inner(plan, queries, inputs)` for the keys of all devices."""
     ring = plan.ring
     assert ring is not None
-    queries, k, v, adjustments = vary_with((queries, k, v, adjustments), (queries, k, v, adjustments, pairs))
-    q = queries.q
+    queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
+    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(plan, step, q, moving, adjustments, pairs)
-        first_key = _first_key(ring, step, moving.k)
+        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
         if not (isinstance(step, int) and step == 0):
             sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
 
         def add(sums: Gradients) -> Gradients:
-            d = inner(own, queries, moving.k, moving.v, adjustments_of_step, pairs_of_step)
-            added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
+            d = inner(plan_of_step, queries, seen)
+            added = _add_adjustments(sums.adjustments, d.adjustments, _first_key(ring, step, moving.k))
             return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
 
-        return _if_live(own, add, sums, q, moving.k, adjustments_of_step.of(pairs_of_step))
+        return _if_live(plan, add, sums, seen)
 
-    wide = wide_dtype(q.dtype)
-    no_adjustments = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), adjustments)
-    no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, wide) for x in (q, k, v))
-    nothing = vary_with(Gradients(no_d_q, no_d_k, no_d_v, no_adjustments), q)
-    sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), Gradients(q, k, v, adjustments))
+    sums = _go_round(ring, visit, _Moving.of(ring, inputs), vary_with(nothing, q))
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
     return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
@@ -170,9 +160,11 @@ def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
     return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
-def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs) -> _State:
+def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: Inputs) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
-    is_live = has_live_block(pairs, divide(q.shape[1], plan.sizes.query_tile), divide(k.shape[1], k.shape[1]))
+    num_queries, num_keys = seen.q.shape[1], seen.k.shape[1]
+    of_queries, of_keys = divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys)
+    is_live = has_live_block(seen.adjustments.of(seen.pairs), of_queries, of_keys)
     return add(state) if is_live is None else once_if(is_live, add, state)
 
 
@@ -186,30 +178,29 @@ def _first_key(ring: Ring, step: Any, k: Array) -> Array:
     return first_key
 
 
-def _seen_in_step(
-    plan: Plan, step: Any, q: Array, moving: _Moving, adjustments: Adjustments, pairs: Pairs
-) -> tuple[Plan, Adjustments, Pairs]:
-    """The parameters, adjustments and pairs of this device's queries and the keys that it has in a step."""
-    ring = plan.ring
+def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tuple[Plan, Inputs]:
+    """The parameters and inputs of this device's queries and the keys that it has in a step."""
+    ring, (q, _, _, adjustments, pairs) = plan.ring, inputs
     assert ring is not None
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
 
     def in_step(index: Array | None) -> Array | None:
         return None if index is None else jnp.clip(index - first_key, 0, num_keys)
 
-    def cut(x: Array | None) -> Array | None:
-        return x if x is None or x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first_key, num_keys, -1)
+    def of_step(x: Array | None) -> Array | None:
+        return None if x is None else cut(x, OVER_PAIRS, {"s": (first_key, num_keys)})
 
     own = pairs._replace(
         first_key=in_step(pairs.first_key),
         end_key=in_step(pairs.end_key),
         key_positions=moving.positions,
         key_segments=moving.segments,
-        allowed=cut(pairs.allowed),
+        allowed=of_step(pairs.allowed),
         query_words=words_from_key(pairs.query_words, first_key),
     )
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
-    return plan._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
+    seen = Inputs(q, moving.k, moving.v, adjustments._replace(bias=of_step(adjustments.bias)), own)
+    return plan._replace(band=band), seen
 
 
 def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
@@ -224,8 +215,5 @@ def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adj
     """The sums, in which the bias is that of the keys of all devices, plus the cotangents of a step."""
     bias = sums.bias
     if bias is not None and d.bias is not None:
-        if bias.shape == d.bias.shape:
-            bias = bias + d.bias
-        else:
-            bias = lax.dynamic_update_slice_in_dim(bias, d.bias, first_key, -1)
+        bias = add_at(bias, d.bias, {"s": (first_key, d.bias.shape[-1])})
     return Adjustments(bias, tuple(s + d for s, d in zip(sums.captured, d.captured, strict=True)))
