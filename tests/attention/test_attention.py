@@ -296,6 +296,8 @@ def test_bad_value_shows_in_the_queries_that_see_it(bad, one_or_many_blocks):
         np.testing.assert_array_equal(pattern, np.broadcast_to((np.arange(6) >= 3)[:, None], (6, 4)))
     assert in_key.all()  # every key is seen by the last query
     assert in_value.all()
+    _, lse = attention(query, key, value, is_causal=True, return_residual=True)
+    np.testing.assert_array_equal(np.isnan(lse[0, :, 0]), np.arange(6) >= 3)
 
 
 @pytest.mark.parametrize("bad", few_of([np.nan, np.inf, -np.inf], np.inf))
