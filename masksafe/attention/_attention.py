@@ -28,7 +28,7 @@ from masksafe._core.sharding import has_symbolic_size, may_loop
 from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, finite_or_zero
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, are_finite
 from masksafe.attention._blocks import attend_in_blocks, pull_back_in_blocks, tiles_of
 from masksafe.attention._merge import Partial, with_sinks
 from masksafe.attention._mods import Mods
@@ -266,14 +266,16 @@ def _forward_on_cpu(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> P
         return _attend_sample_by_sample(plan, q, k, v, pairs)
 
     def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-        q, k, v = (widened(x) for x in (*by_query, *by_key))
-        queries, keys = Queries.of(plan, q), Keys.of(k, v)
+        (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
+        q, k, v = map(widened, (q, k, v))
+        queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
         tiles = tiles_of(plan, q.shape[2], q.shape[3], k.shape[2], pairs)
         if tiles[0].number == tiles[1].number == 1:
             return attend_by_rows(plan, queries, keys, pairs), (), carry
         return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], *tiles), (), carry
 
-    results: Partial = _solve(kernel, (q,), (k, v), pairs, None, _steps_on_cpu(plan, q, k, pairs))[0]
+    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
+    results: Partial = _solve(kernel, *args, _steps_on_cpu(plan, q, k, pairs))[0]
     return results
 
 
@@ -283,7 +285,8 @@ def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -
     def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
         return attend_by_rows(plan, Queries.of(plan, *by_query), Keys.of(*by_key), pairs), (), carry
 
-    results: Partial = _solve(kernel, (q,), (k, v), pairs, None, _steps_elsewhere(plan, q, k, pairs))[0]
+    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
+    results: Partial = _solve(kernel, *args, _steps_elsewhere(plan, q, k, pairs))[0]
     return results
 
 
@@ -302,7 +305,7 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
             queries, keys = jax.tree.map(widened, (by_query, by_key))
-            queries, keys = queries.cleaned(plan), Keys(*map(finite_or_zero, keys))
+            queries, keys = queries.cleaned(plan), Keys.of(*keys)
             if is_one:
                 return _by_user(plan, pull_back_by_rows(plan, queries, keys, pairs, sums), dtypes)
             return _by_user(plan, pull_back_in_blocks(plan, queries, keys, pairs, sums, *tiles), dtypes)
@@ -316,8 +319,8 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
         there = plan._replace(on_accelerator=True)
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
-            keys = Keys(*map(finite_or_zero, by_key))
-            return _by_user(plan, pull_back_by_rows(there, by_query.cleaned(there), keys, pairs, sums), dtypes)
+            d = pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums)
+            return _by_user(plan, d, dtypes)
 
         return _solve(kernel, queries, (k, v), pairs, sums, _steps_elsewhere(there, queries.q, k, pairs))
 
@@ -482,12 +485,15 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
 
     def one_sample(i: Array) -> Partial:
         def keys_of(tile: Tile) -> Keys:
-            parts = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
-            return Keys.of(*(widened(_keys_by_problem(from_bits(x, k.dtype))) for x in parts))
+            cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
+            k_j, v_j = (from_bits(x, k.dtype) for x in cut)
+            k_j, v_j, is_sound = map(_keys_by_problem, (k_j, v_j, are_finite(k_j, v_j)))
+            return Keys.of(widened(k_j), widened(v_j), is_sound)
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
-        q_i = _queries_by_problem(widened(part(q, {0: (i, 1)})), num_key_heads)
-        queries, of_queries = Queries.of(plan, q_i), divide(num_queries, num_queries)
+        q_i = part(q, {0: (i, 1)})
+        of_problems = (_queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
+        queries, of_queries = Queries.of(plan, *of_problems), divide(num_queries, num_queries)
         return attend_in_blocks(plan, queries, keys_of, own, v.shape[-1], of_queries, of_keys)
 
     results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))

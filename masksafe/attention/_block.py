@@ -109,11 +109,11 @@ class Keys(NamedTuple):
 
     k: Array
     v: Array
-    is_sound: Array | None = None  # which keys are not bad, `[B, K, S]`; None in the reverse pass, where queries tell
+    is_sound: Array | None = None  # which keys are not bad, `[B, K, S, 1]`; None in the reverse pass: queries tell
 
     @classmethod
-    def of(cls, k: Array, v: Array) -> "Keys":
-        return cls(finite_or_zero(k), finite_or_zero(v), _is_finite(k) & _is_finite(v))
+    def of(cls, k: Array, v: Array, is_sound: Array | None = None) -> "Keys":
+        return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
 
     def take(self, tile: Tile) -> "Keys":
         part: Keys = jax.tree.map(lambda x: take(x, 2, tile), self)
@@ -127,8 +127,8 @@ class Queries(NamedTuple):
     is_sound: Array  # which queries are not bad, `[B, K, G, T, 1]`
 
     @classmethod
-    def of(cls, plan: Plan, q: Array) -> "Queries":
-        return cls(times(finite_or_zero(q), split_scale(plan, q)[0]), _is_finite(q)[..., None])
+    def of(cls, plan: Plan, q: Array, is_sound: Array) -> "Queries":
+        return cls(times(finite_or_zero(q), split_scale(plan, q)[0]), is_sound)
 
     def take(self, tile: Tile) -> "Queries":
         return Queries(*(take(x, 3, tile) for x in self))
@@ -167,9 +167,12 @@ def finite_or_zero(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _is_finite(x: Array) -> Array:
-    """Where all elements along the last axis are finite; by numbers, which a CPU reduces faster than booleans."""
-    return jnp.isfinite(jnp.max(jnp.abs(x), -1))
+def are_finite(*arrays: Array) -> Array:
+    """Where all elements along the last axis are finite, `[..., 1]`; by numbers, which a CPU reduces faster.
+
+    For arrays in the user's layout: of others, XLA would have to make a copy for each use.
+    """
+    return functools.reduce(jnp.logical_and, (jnp.isfinite(jnp.max(jnp.abs(x), -1, keepdims=True)) for x in arrays))
 
 
 def times(x: Array, factor: float) -> Array:
@@ -197,7 +200,7 @@ def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
         else:
             x = modified(mod, mod.captured, x, block.indices)
     assert keys.is_sound is not None
-    return _poisoned(x, queries.is_sound & keys.is_sound[:, :, None, None], block.mask)
+    return _poisoned(x, queries.is_sound & keys.is_sound[:, :, None, None, :, 0], block.mask)
 
 
 def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:
