@@ -160,12 +160,17 @@ def prepare_log_probs(name: str, mask: str, dtype: str, sizes: tuple[int, int, i
     return work if mask != "none" else without_mask(work)
 
 
-def without_mask(work: Work) -> Work:
-    """As it is timed, but that masksafe is not given a mask of True."""
+def prepare_divergence(case: Case) -> Work:
+    work = case.prepare()
+    return work if case.mask != "none" else without_mask(work, position=4)
+
+
+def without_mask(work: Work, position: int = 3) -> Work:
+    """As it is timed, but that masksafe is not given a mask of True, which is the argument at that position."""
     ours = work.functions["masksafe"]
 
-    def unmasked(features: Any, kernel: Any, labels: Any, mask: Any, *rest: Any) -> Any:
-        return ours(features, kernel, labels, None, *rest)
+    def unmasked(*args: Any) -> Any:
+        return ours(*args[:position], None, *args[position + 1 :])
 
     return dataclasses.replace(work, functions={**work.functions, "masksafe": unmasked})
 
@@ -263,7 +268,9 @@ def on_cpu() -> dict[str, list[Case]]:
         for prepare in [functools.partial(attention.prepare, mask, "float32", sizes, HEADS_ON_CPU)]
     ]
     found["linear_kl_divergence"] = [
-        dataclasses.replace(case, work=f"linear {case.work} divergence")
+        dataclasses.replace(
+            case, work=f"linear {case.work} divergence", prepare=functools.partial(prepare_divergence, case)
+        )
         for case in linear_kl_divergence.CASES
         if (case.dtype, case.size) == ("float32", "large")
     ]
