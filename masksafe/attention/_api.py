@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,29 @@ _NOT_FOR_CUDA = "the program is lowered for another platform than CUDA"
 _FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice this, so that sums of them fit int32
 
 
+class _Options(TypedDict, total=False):
+    """The parameters that the overloads have in common, besides the arrays."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Literal["xla", "cudnn"] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    causal_offset: ArrayLike
+    logit_soft_cap: float | None
+    dropout_rate: float
+    dropout_key: Array | None
+    sinks: ArrayLike | None
+    query_positions: ArrayLike | None
+    key_positions: ArrayLike | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    axis_name: str | None
+
+
 @overload
 def dot_product_attention(
     query: ArrayLike,
@@ -67,25 +90,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = False,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> Array: ...
 
 
@@ -97,25 +103,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Array, Array]: ...
 
 
@@ -127,25 +116,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> Array | tuple[Array, Array]: ...
 
 
