@@ -221,9 +221,12 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
 
 
 def _in_small_tiles(config: Config) -> Config:
-    """For the repairs, whose memory is reserved even if nothing is repaired."""
+    """For the repairs, whose memory is reserved even if nothing is repaired.
+
+    Nor are they to make the program large: with a band, each part of the queries would have kernels of its own.
+    """
     sizes = config.plan.sizes._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS)
-    return config._replace(plan=config.plan._replace(sizes=sizes))
+    return config._replace(plan=config.plan._replace(sizes=sizes, band=None))
 
 
 def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
