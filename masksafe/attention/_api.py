@@ -320,7 +320,7 @@ def dot_product_attention(
     num_queries, num_keys = (size_over_devices(axis_name, x.shape[-3]) for x in (q, k))
     knows_numbers = axis_name is not None or is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
-    _check_counterparts(query_segment_ids, key_value_segment_ids)
+    _check_both_or_none(query_segment_ids, key_value_segment_ids)
     arrays = _Arrays(
         q,
         k,
@@ -331,8 +331,8 @@ def dot_product_attention(
         query_lengths=_per_sample("query_seq_lengths", query_seq_lengths, q),
         key_lengths=_per_sample("key_value_seq_lengths", key_value_seq_lengths, q),
         offset=_as_offset(causal_offset, query_positions, key_positions, q),
-        query_positions=_per_time("query_positions", query_positions, q, _as_small_integers),
-        key_positions=_per_time("key_positions", key_positions, k, _as_small_integers),
+        query_positions=_per_time("query_positions", query_positions, q),
+        key_positions=_per_time("key_positions", key_positions, k),
         query_segments=_per_time("query_segment_ids", query_segment_ids, q, as_integer_array),
         key_segments=_per_time("key_value_segment_ids", key_value_segment_ids, k, as_integer_array),
         sinks=_as_sinks(sinks, q),
@@ -591,16 +591,6 @@ def _per_sample(argument: str, x: ArrayLike | None, q: Array) -> Array | None:
     return integers
 
 
-def _per_time(argument: str, x: ArrayLike | None, operand: Array, as_typed: Callable[..., Array]) -> Array | None:
-    """Integers that broadcast to `[*batch, time]`, of queries or keys."""
-    if x is None:
-        return None
-    integers = as_typed(_OP, argument, x)
-    hint = _HEADS_FIRST if integers.shape[-1:] == operand.shape[-2:-1] else ""
-    check_broadcasts_to(_OP, argument, integers.shape, operand.shape[:-2], "[batch, time]", hint)
-    return integers
-
-
 def _as_small_integers(op: str, argument: str, x: ArrayLike) -> Array:
     """Integers, none of which JAX truncates to 32 bits."""
     if isinstance(x, numbers.Integral):
@@ -608,6 +598,18 @@ def _as_small_integers(op: str, argument: str, x: ArrayLike) -> Array:
     elif isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
         x = np.clip(x, *_limits(x.dtype))
     return as_integer_array(op, argument, x)
+
+
+def _per_time(
+    argument: str, x: ArrayLike | None, operand: Array, as_integers: Callable[..., Array] = _as_small_integers
+) -> Array | None:
+    """Integers that broadcast to `[*batch, time]`, of queries or keys."""
+    if x is None:
+        return None
+    integers = as_integers(_OP, argument, x)
+    hint = _HEADS_FIRST if integers.shape[-1:] == operand.shape[-2:-1] else ""
+    check_broadcasts_to(_OP, argument, integers.shape, operand.shape[:-2], "[batch, time]", hint)
+    return integers
 
 
 def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -618,7 +620,7 @@ def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     return max(-2 * _FARTHEST, min(2 * _FARTHEST, left)), max(-2 * _FARTHEST, min(2 * _FARTHEST, right))
 
 
-def _check_counterparts(query_ids: ArrayLike | None, key_ids: ArrayLike | None) -> None:
+def _check_both_or_none(query_ids: ArrayLike | None, key_ids: ArrayLike | None) -> None:
     if (query_ids is None) != (key_ids is None):
         argument = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
         hint = "For self-attention give the same ids twice."

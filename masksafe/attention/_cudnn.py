@@ -201,8 +201,7 @@ def _attention(config: Config, operands: Operands, masks: Masks) -> Array:
 def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
     _, saved = jax.eval_shape(functools.partial(_evaluate, config), operands, masks)
     with forward_mode():
-        out, _ = _in_blocks(config, operands, masks)
-    return out, [jnp.zeros(x.shape, x.dtype) for x in saved]
+        return _in_blocks(config, operands, masks)[0], [jnp.zeros(x.shape, x.dtype) for x in saved]
 
 
 @with_derivatives_of(_evaluate_in_blocks)
@@ -214,7 +213,7 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
         is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))
         is_sound = _all_true(is_query_sound, jnp.isfinite(operands.key))
         is_bad = ~(is_sound & _products_are_small(config, operands, masks))
-        out = _repaired_if(is_bad, functools.partial(_repair_output, config), out, (operands, masks))
+        out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
     return _over_vmap(whole_batch, operands, masks)
@@ -229,8 +228,7 @@ def _in_small_tiles(config: Config) -> Config:
     return config._replace(plan=config.plan._replace(sizes=sizes, band=None))
 
 
-def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
-    operands, masks = args
+def _repair_output(config: Config, operands: Operands, masks: Masks) -> Array:
     exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
     clean = _cleaned(config, operands, masks)
     again, again_lse, _ = _run_kernel(config, clean, masks)
@@ -265,13 +263,12 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
         are_sound = _all_true(is_sound.query, is_sound.key & is_sound.value)
         are_sound = are_sound if is_sound.bias is None else are_sound & jnp.all(is_sound.bias)
         repair = functools.partial(_repair_gradients, config)
-        return _repaired_if(jnp.any(was_bad) | ~are_sound, repair, gradients, (operands, masks, d_out))
+        return _repaired_if(jnp.any(was_bad) | ~are_sound, gradients, repair, operands, masks, d_out)
 
     return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
 
 
-def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradients: Operands) -> Operands:
-    operands, masks, d_out = args
+def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: Array) -> Operands:
     in_blocks = functools.partial(_in_blocks, _in_small_tiles(config), masks=masks)
     (_, lse), reverse = jax.vjp(in_blocks, operands)
     (exact,) = reverse((d_out, jnp.zeros_like(lse)))
@@ -284,15 +281,15 @@ def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradi
     return repaired
 
 
-def _repaired_if(is_bad: Array, repair: Callable[[Any, _T], _T], state: _T, args: Any) -> _T:
-    """`repair(args, state)` if the scalar `is_bad` holds, else `state`, at no cost."""
+def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: Any) -> _T:
+    """`repair(*args)` if the scalar `is_bad` holds, else `results`, at no cost."""
 
-    def again(state: _T) -> Any:
+    def again(results: _T) -> Any:
         # XLA must not move work out of the loop, nor choose layouts outside for the sake of the loop.
-        held_args, held_state = lax.optimization_barrier((args, state))
-        return _in_row_major(repair(_in_row_major(held_args), held_state))
+        held_args, _ = lax.optimization_barrier((args, results))
+        return _in_row_major(repair(*_in_row_major(held_args)))
 
-    repaired: _T = once_if(is_bad, again, state)
+    repaired: _T = once_if(is_bad, again, results)
     return repaired
 
 
