@@ -91,10 +91,10 @@ def of_torch(is_causal: bool) -> Callable[..., Any]:
     return attention
 
 
-def prepare(mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
+def prepare(mask: str, dtype: str, sizes: tuple[int, int, int], heads: int = HEADS) -> Work:
     samples, queries, keys = sizes
     lengths = (queries, keys, keys)
-    qkv = [random_normal((samples, length, HEADS, WIDTH), dtype, i) for i, length in enumerate(lengths)]
+    qkv = [random_normal((samples, length, heads, WIDTH), dtype, i) for i, length in enumerate(lengths)]
     functions, arrays = {}, {}
     for library in (masksafe, jax.nn):
         constants, arrays[library.__name__] = options(library, mask, samples, keys)

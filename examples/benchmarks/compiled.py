@@ -4,6 +4,9 @@
 
 It needs what compiles for the target, but no GPU: pip install ".[examples,gpu-compile]", or libtpu for a TPU. Nothing
 is run, so the figures are the same on any machine; `programs.py` says how they are counted.
+
+With `--target cpu`, for which nothing has to be installed, it counts how large the programs are, and how long they take
+to compile; `operations.py` says how.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import cross_entropy
 import jax
 import jax.numpy as jnp
 import linear_cross_entropy
+import linear_kl_divergence
 import linear_log_probs
 import losses
 import normalization
@@ -42,6 +46,7 @@ from measure import (
     versions,
     with_gradient,
 )
+from operations import Size, all_sizes, size_ratios, size_row, summary_of_sizes
 from plots import draw_programs
 from programs import MIB, TARGETS, Program, compile_for
 from results import as_markdown, fill, grouped, number, ratio_text, read_csv, write_csv
@@ -55,6 +60,7 @@ DTYPES = ("float32", "bfloat16")
 NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
 PEERS = ("optax", "flax", "jax.nn", "JAX")  # torch and tokamax have compilers of their own
 TARGET_OF_PAGE = "h100"
+TARGET_OF_SIZES = "cpu"
 # How often loops run whose length depends on values. cuDNN's results need no repair; with 40 % of 4096 tokens the first
 # block is enough, which is outside of the loop.
 TRIPS = {"attention": 0, "attention by cuDNN": 0, "linear": 0} | dict.fromkeys(linear_log_probs.WORKS, 0)
@@ -154,12 +160,17 @@ def prepare_log_probs(name: str, mask: str, dtype: str, sizes: tuple[int, int, i
     return work if mask != "none" else without_mask(work)
 
 
-def without_mask(work: Work) -> Work:
-    """As it is timed, but that masksafe is not given a mask of True."""
+def prepare_divergence(case: Case) -> Work:
+    work = case.prepare()
+    return work if case.mask != "none" else without_mask(work, position=4)
+
+
+def without_mask(work: Work, position: int = 3) -> Work:
+    """As it is timed, but that masksafe is not given a mask of True, which is the argument at that position."""
     ours = work.functions["masksafe"]
 
-    def unmasked(features: Any, kernel: Any, labels: Any, mask: Any, *rest: Any) -> Any:
-        return ours(features, kernel, labels, None, *rest)
+    def unmasked(*args: Any) -> Any:
+        return ours(*args[:position], None, *args[position + 1 :])
 
     return dataclasses.replace(work, functions={**work.functions, "masksafe": unmasked})
 
@@ -239,6 +250,33 @@ def benchmarks() -> dict[str, list[Case]]:
     return found
 
 
+# Two forms of attention, many short sequences and a few long ones, whose length is no multiple of a block's.
+ATTENTION_ON_CPU = {"short": (24, 96, 96), "long": (3, 1500, 1500)}
+HEADS_ON_CPU = 6
+
+
+def on_cpu() -> dict[str, list[Case]]:
+    """The cases whose programs are counted: all of those in float32, and attention in its two forms.
+
+    How large a program is hardly depends on the shapes, if they are large enough for work in blocks.
+    """
+    found = {name: [case for case in of if case.dtype == "float32"] for name, of in benchmarks().items()}
+    found["attention"] = [
+        Case("attention", mask, "float32", size, f"{by_x(sizes)}x{HEADS_ON_CPU}", prepare)
+        for size, sizes in ATTENTION_ON_CPU.items()
+        for mask in attention.ALL
+        for prepare in [functools.partial(attention.prepare, mask, "float32", sizes, HEADS_ON_CPU)]
+    ]
+    found["linear_kl_divergence"] = [
+        dataclasses.replace(
+            case, work=f"linear {case.work} divergence", prepare=functools.partial(prepare_divergence, case)
+        )
+        for case in linear_kl_divergence.CASES
+        if (case.dtype, case.size) == ("float32", "large")
+    ]
+    return found
+
+
 def installed() -> set[str]:
     return {distribution.name for distribution in importlib.metadata.distributions()}
 
@@ -272,10 +310,14 @@ def compile_case(case: Case, name: str, what: str, target: str) -> Program:
     return compile_for(target, step, *args, unknown_trips=TRIPS.get(case.work, UNKNOWN_TRIPS))
 
 
-def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Compiled]:
+def candidates(case: Case) -> list[str]:
     names = [name for name in shapes_of(case.prepare).functions if name == "masksafe" or name in PEERS]
+    return list(filter(is_installed, names))
+
+
+def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Compiled]:
     for what in passes:
-        for name in filter(is_installed, names):
+        for name in candidates(case):
             program = compile_case(case, name, what, target)
             yield Compiled(
                 benchmark=benchmark,
@@ -292,6 +334,13 @@ def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PAS
                 date=datetime.date.today().isoformat(),
                 versions=versions(),
             )
+
+
+def sizes_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PASSES) -> Iterator[Size]:
+    for what in passes:
+        for name in candidates(case):
+            step, args = step_of(case, name, what)
+            yield size_row(benchmark, case, what, name, step, args)
 
 
 # Results
@@ -358,8 +407,15 @@ def csv_of(target: str, docs: Path) -> Path:
     return docs / "benchmarks" / "compiled" / f"{target}.csv"
 
 
+def publish_sizes(docs: Path) -> None:
+    rows, page = read_csv(csv_of(TARGET_OF_SIZES, docs), Size), docs / PAGE
+    page.write_text(fill(page.read_text(), "operations", summary_of_sizes(rows)))
+
+
 def publish(target: str, docs: Path) -> None:
     """The picture, and for the target of the page its table, from the CSV."""
+    if target == TARGET_OF_SIZES:
+        return publish_sizes(docs)
     rows = read_csv(csv_of(target, docs), Compiled)
     picture = Path("_static") / "benchmarks" / f"compiled_{target}.png"
     draw_programs(pairs(rows), docs / picture)
@@ -383,7 +439,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen(options: argparse.Namespace) -> list[tuple[str, Case]]:
-    cases = [(name, case) for name, of_name in benchmarks().items() for case in of_name]
+    of_target = on_cpu() if options.target == TARGET_OF_SIZES else benchmarks()
+    cases = [(name, case) for name, of_name in of_target.items() for case in of_name]
     if options.only:
         cases = [(name, case) for name, case in cases if {name, case.work} & set(options.only)]
     return list({case.work: (name, case) for name, case in reversed(cases)}.values()) if options.quick else cases
@@ -397,23 +454,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not target.is_installed:
             sys.exit(f"{target.name}: {target.module} is not installed: {target.install}")
         rows, failures = compile_all(options, console)
-        console.print((short if options.quick else all_cases)(pairs(rows)))
+        console.print(table_of(rows, options))
         if failures:
             console.print("These cases failed:", *failures, sep="\n", markup=False)
         if options.quick or options.only:
             return
-        write_csv(csv_of(target.name, options.docs), rows, Compiled)
+        write_csv(csv_of(target.name, options.docs), rows, type(rows[0]))
     publish(target.name, options.docs)
-    console.print(f"CSV, picture and {PAGE} are in {os.path.relpath(options.docs)}.")
+    console.print(f"What was found is in {os.path.relpath(options.docs)}: the CSV, its picture if any, and {PAGE}.")
 
 
-def compile_all(options: argparse.Namespace, console: Console) -> tuple[list[Compiled], list[str]]:
-    rows: list[Compiled] = []
+def table_of(rows: Sequence[Any], options: argparse.Namespace) -> Table:
+    """What the terminal shows."""
+    if options.target == TARGET_OF_SIZES:
+        return all_sizes(size_ratios(rows))
+    return (short if options.quick else all_cases)(pairs(rows))
+
+
+def compile_all(options: argparse.Namespace, console: Console) -> tuple[list[Any], list[str]]:
+    """The lines of the CSV, those of `Compiled` or of `Size`, and what failed."""
+    rows: list[Any] = []
     failures = []
     passes = (GRADIENT,) if options.quick else PASSES
+    of_case = sizes_of if options.target == TARGET_OF_SIZES else rows_of
     for name, case in track(chosen(options), f"Compiling for {options.target}", console=console):
         try:
-            rows += rows_of(name, case, options.target, passes)
+            rows += of_case(name, case, options.target, passes)
         except Exception as error:  # one case that fails must not cost the others
             text = str(error).splitlines()[0] if str(error) else ""
             failures.append(f"{case.work}, {case.mask}, {case.dtype}: {type(error).__name__}: {text}")

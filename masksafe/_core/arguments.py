@@ -116,7 +116,7 @@ def as_number(op: str, argument: str, value: Any) -> float:
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
 
 

@@ -109,6 +109,12 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
+def on_own_devices(fn: Callable[..., Any], args: Any, names: Any, names_of_results: Any) -> Any:
+    """`fn(*args)`; on each device by itself, for its part of the arrays, if explicit axes of a mesh split them."""
+    split = split_of(args, names)
+    return fn(*args) if split is None else on_each_device(fn, split, args, names, names_of_results)
+
+
 def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, names_of_results: Any) -> Any:
     """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
 

@@ -7,7 +7,7 @@ of the process.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,43 +30,49 @@ BLOCKS_OF_SHORT_ROWS = 4
 # not. What lies between was not measured.
 COUNTS_MORE_AS_ARITHMETIC = jax.__version_info__ >= (0, 12)
 
-# Attention with heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too
-# small, and allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per
-# block are 10 to 30 % faster.
-QUERY_TILE = 512
-KEY_TILE = 512
-KEY_TILE_IF_NOTHING_IS_SKIPPED = 1024
-FEWEST_QUERIES = 128  # per tile, however many query heads share a key head
 
-# Attention computes its problems one after another if a single problem has at least the first number of logits and all
-# problems together at least the second. With fewer, such as 128 x 128 for one problem or 256 x 256 for each of eight,
-# the dense form of all problems at once is at least as fast.
-IN_TURN_LOGITS_OF_ONE = 2**16
-IN_TURN_LOGITS_OF_ALL = 2**20
+class AttentionSizes(NamedTuple):
+    """The sizes of attention's blocks, part of what a program is compiled for."""
 
-# Up to so many queries for each key head, as in decoding, a sample goes through its keys in blocks of 256 KiB.
-FEW_QUERIES = 16
-FEWEST_KEYS_OF_FEW_QUERIES = 512
-KEY_BLOCK_ELEMENTS = 2**16
+    form: Literal["cpu", "elsewhere"] | None = None  # on every platform; None: each has its own
 
-# The reverse pass of short sequences has many arrays of the size of the logits: so it works on some samples together
-# that have at most so many, 1 MiB of float32, unless all problems have fewer than the second of the numbers above.
-REVERSE_AT_ONCE_LOGITS = 2**18
+    # Heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too small, and
+    # allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per block
+    # are 10 to 30 % faster.
+    query_tile: int = 512
+    key_tile: int = 512
+    key_tile_if_nothing_is_skipped: int = 1024
+    fewest_queries: int = 128  # per tile, however many query heads share a key head
 
-# Elsewhere attention takes tiles of queries with all of their keys, so that a softmax reads its row once. A tile has at
-# most so many logits, for all samples and heads that are worked on together: 256 MiB of float32, in a few kernels each.
-# Where a static mask, such as a causal one, hides keys from a whole tile, there are up to so many tiles per problem, of
-# that many logits at least: four tiles of a causal mask leave out three eighths of the pairs.
-ROW_TILE_LOGITS = 2**26
-SKIPPING_ROW_TILES = 4
-SKIPPING_ROW_TILE_LOGITS = 2**24
+    # Problems are solved one after another if a single one has at least the first number of logits and all together at
+    # least the second. With fewer, such as 128 x 128 for one or 256 x 256 for each of eight, all at once are at least
+    # as fast.
+    in_turn_logits_of_one: int = 2**16
+    in_turn_logits_of_all: int = 2**20
+
+    # Up to so many queries for each key head, as in decoding, a sample goes through its keys in blocks of 256 KiB.
+    few_queries: int = 16
+    fewest_keys_of_few_queries: int = 512
+    key_block_elements: int = 2**16
+
+    # The reverse pass of short sequences has many arrays of the size of the logits: so it works on some samples
+    # together that have at most so many, 1 MiB of float32, unless all problems have fewer than the second number above.
+    reverse_at_once_logits: int = 2**18
+
+    # Elsewhere tiles of queries have all of their keys, so that a softmax reads its row once. A tile has at most so
+    # many logits, for all samples and heads that are worked on together: 256 MiB of float32, in a few kernels each.
+    # Where a static mask, such as a causal one, hides keys from a whole tile, there are up to so many tiles per
+    # problem, of that many logits at least: four tiles of a causal mask leave out three eighths of the pairs.
+    row_tile_logits: int = 2**26
+    skipping_row_tiles: int = 4
+    skipping_row_tile_logits: int = 2**24
+    alignment: int = 64  # of the bounds of the keys of a tile, which a GPU's matrix units like
+
+
+ATTENTION = AttentionSizes()
+
 # Where cuDNN's results are repaired nothing hurries, but the memory of a tile is reserved in every program: 8 MiB.
 REPAIR_ROW_TILE_LOGITS = 2**21
-
-# Which queries see a bad value is looked up by pairs of queries and keys, 32 columns of values at a time. Up to so many
-# look-ups, some 20 microseconds on an H100, are made without asking first whether any value is bad: a GPU's host would
-# have to wait for the answer.
-UNCHECKED_LOOK_UPS = 2**26
 
 # The linear cross-entropy: a matrix product of 512 tokens runs at full speed, one of 128 tokens at three quarters of
 # it, since the kernel and its gradient pass through the caches once per block. With many classes, 160 tokens are a

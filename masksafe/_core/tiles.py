@@ -1,8 +1,11 @@
-"""Dividing an axis of any length into tiles of one size."""
+"""Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from masksafe._core.typing import Array
@@ -46,6 +49,16 @@ class Tiles(NamedTuple):
         """How many positions of the last tile belong to the tile before it."""
         return self.number * self.size - self.length
 
+    def map(self, of_tile: Callable[[Any], Any]) -> Any:
+        """The results of `of_tile(i)` for all tiles, stacked."""
+        if self.number == 1:
+            return jax.tree.map(lambda x: x[None], of_tile(0))
+        return lax.map(of_tile, jnp.arange(self.number, dtype=jnp.int32))
+
+    def join_map(self, of_tile: Callable[[Any], Any]) -> Any:
+        """The results of `of_tile(i)` for all tiles, `[..., size, n]`, joined."""
+        return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
+
     def join(self, tiles: Array) -> Array:
         """Stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
         if self.number == 1:
@@ -53,6 +66,12 @@ class Tiles(NamedTuple):
         body = jnp.moveaxis(tiles[:-1], 0, -3)
         body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
         return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2)
+
+    def by_tile(self, x: Array, axis: int) -> Array:
+        """`x` with the axis `[length]` as `[number, size]`; the last tile is filled up with its last position."""
+        padding = [(0, self.repeated if a == axis else 0) for a in range(x.ndim)]
+        padded = jnp.pad(x, padding, mode="edge") if self._is_ragged else x
+        return padded.reshape(*x.shape[:axis], self.number, self.size, *x.shape[axis + 1 :])
 
 
 def divide(length: int, target: int) -> Tiles:
@@ -62,8 +81,60 @@ def divide(length: int, target: int) -> Tiles:
     return Tiles(length, -(-length // max(1, -(-length // target))))
 
 
+def whole(length: int) -> Tile:
+    """The whole axis."""
+    return Tile(0, length, 0, False)
+
+
 def take(x: Array, axis: int, tile: Tile) -> Array:
     """The part of `x` within a tile of `axis`."""
-    if tile.size == x.shape[axis]:
-        return x
-    return lax.dynamic_slice_in_dim(x, tile.start, tile.size, axis)
+    return part(x, {axis: (tile.start, tile.size)})
+
+
+Places = Mapping[int, tuple[Any, int]]  # for an axis where a part of it starts, and its size
+
+
+def part(x: Array, places: Places) -> Array:
+    """The part of `x` at the places; an axis without a place is whole."""
+    starts, sizes = _bounds(x, places)
+    return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+
+
+def add_to_part(x: Array, addend: Array, places: Places) -> Array:
+    """`x` with something added to its part at the places."""
+    starts, sizes = _bounds(x, places)
+    if sizes == x.shape:
+        return x + addend
+    return lax.dynamic_update_slice(x, part(x, places) + addend, starts, allow_negative_indices=False)
+
+
+def _bounds(x: Array, places: Places) -> tuple[list[Any], tuple[int, ...]]:
+    found = [places.get(axis, (0, n)) for axis, n in enumerate(x.shape)]
+    starts = [np.int32(start) if isinstance(start, int) else start.astype(jnp.int32) for start, _ in found]
+    return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types
+
+
+def for_live_tiles(live: Array | None, count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+    """`state` after `body(i, state)` for every live tile in turn; `live` is `[count]`, None means all."""
+    if count == 1:
+        return body(0, state)
+    if live is None:
+        return lax.fori_loop(0, count, body, state)
+    # Loop over the live tiles only, sorted to the front in their order.
+    order = jnp.argsort(~live, stable=True)
+    return lax.fori_loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(element(order, n), state), state)
+
+
+def element(x: Array, i: Any, axis: int = 0) -> Array:
+    """`x[i]`, along an axis, for an index that is not negative."""
+    found: Array = lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
+    return found
+
+
+def once_if(condition: Array, fn: Callable[[Any], Any], state: Any) -> Any:
+    """`fn(state)` if the condition holds, else `state`; a loop, since under vmap a `lax.cond` would always run `fn`."""
+
+    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+        return jnp.zeros_like(condition), fn(carry[1])
+
+    return lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]

@@ -6,7 +6,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from masksafe._core.arguments import (
 )
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.label_checks import check_elements, nan_where_bad
-from masksafe._core.masks import as_mask
+from masksafe._core.masks import as_mask, either
 from masksafe._core.own_shard_map import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import (
@@ -40,11 +40,10 @@ from masksafe._core.sharding import (
 )
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
-from masksafe.attention._devices import attend
-from masksafe.attention._dropout import draw_words
-from masksafe.attention._formulas import Band, Config
-from masksafe.attention._mask import Pairs, seen_keys, seen_positions
-from masksafe.attention._mods import Mods, trace
+from masksafe.attention._attention import attend
+from masksafe.attention._block import Band, Plan
+from masksafe.attention._mods import Mod, Mods, trace
+from masksafe.attention._pairs import Pairs, draw_words, seen_keys, seen_positions
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, as_window, check_samples
 
@@ -60,6 +59,29 @@ _NOT_FOR_CUDA = "the program is lowered for another platform than CUDA"
 _FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice this, so that sums of them fit int32
 
 
+class _Options(TypedDict, total=False):
+    """The parameters that the overloads have in common, besides the arrays."""
+
+    scale: ArrayLike | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: Literal["xla", "cudnn"] | None
+    query_segment_ids: ArrayLike | None
+    key_value_segment_ids: ArrayLike | None
+    causal_offset: ArrayLike
+    logit_soft_cap: float | None
+    dropout_rate: float
+    dropout_key: Array | None
+    sinks: ArrayLike | None
+    query_positions: ArrayLike | None
+    key_positions: ArrayLike | None
+    score_mod: Callable[..., Any] | None
+    mask_mod: Callable[..., Any] | None
+    axis_name: str | None
+
+
 @overload
 def dot_product_attention(
     query: ArrayLike,
@@ -68,25 +90,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[False] = False,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> Array: ...
 
 
@@ -98,25 +103,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: Literal[True],
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Array, Array]: ...
 
 
@@ -128,25 +116,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
     return_residual: bool,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    causal_offset: ArrayLike = 0,
-    logit_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: Array | None = None,
-    sinks: ArrayLike | None = None,
-    query_positions: ArrayLike | None = None,
-    key_positions: ArrayLike | None = None,
-    score_mod: Callable[..., Any] | None = None,
-    mask_mod: Callable[..., Any] | None = None,
-    axis_name: str | None = None,
+    **options: Unpack[_Options],
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -272,8 +243,9 @@ def dot_product_attention(
       once; on an accelerator the weights are also rounded before their product with the values.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
-      * A NaN or infinity in a query or key makes the outputs of its unmasked pairs NaN; in a value, only the same
-        column of those outputs. A query with a NaN whose output gets no cotangent takes no part in the gradient, so
+      * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
+        columns; one in a cotangent, the gradients of the keys and values that its query sees. A query with a NaN whose
+        output gets no cotangent takes no part in the gradient, so
         padded queries need no mask here if the loss masks them.
       * An unmasked key whose logit overflows to -inf has weight 0.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
@@ -345,81 +317,55 @@ def dot_product_attention(
     soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
     axis_name, window = as_axis_name(_OP, axis_name), _as_window(local_window_size)
     q, k, v = _operands(query, key, value)
-    sizes = [size_over_devices(axis_name, x.shape[-3]) for x in (q, k)]
+    num_queries, num_keys = (size_over_devices(axis_name, x.shape[-3]) for x in (q, k))
     knows_numbers = axis_name is not None or is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
+    _check_both_or_none(query_segment_ids, key_value_segment_ids)
     arrays = _Arrays(
         q,
         k,
         v,
         scale=scale,
-        bias=_over_pairs("bias", bias, _as_bias, q, k, sizes[1]),
-        mask=_over_pairs("mask", mask, functools.partial(as_mask, _OP, "mask"), q, k, sizes[1]),
+        bias=_over_pairs("bias", bias, _as_bias, q, k, num_keys),
+        mask=_over_pairs("mask", mask, as_mask, q, k, num_keys),
         query_lengths=_per_sample("query_seq_lengths", query_seq_lengths, q),
         key_lengths=_per_sample("key_value_seq_lengths", key_value_seq_lengths, q),
         offset=_as_offset(causal_offset, query_positions, key_positions, q),
         query_positions=_per_time("query_positions", query_positions, q),
         key_positions=_per_time("key_positions", key_positions, k),
-        **_as_segments(query_segment_ids, key_value_segment_ids, q, k),
-        sinks=None if sinks is None else _as_sinks(sinks, q),
+        query_segments=_per_time("query_segment_ids", query_segment_ids, q, as_integer_array),
+        key_segments=_per_time("key_value_segment_ids", key_value_segment_ids, k, as_integer_array),
+        sinks=_as_sinks(sinks, q),
         dropout_key=_as_dropout_key(dropout_key, dropout_rate),
-        mods=_trace_mods(score_mod, mask_mod, q),
+        score_mod=trace("score_mod", score_mod, wide_dtype(q.dtype)),
+        mask_mod=_as_mask_mod(mask_mod, q),
     )
-    bad_samples = _check_lengths(arrays, sizes)
-
+    bad_samples = either(
+        _check_lengths("query_seq_lengths", arrays.query_lengths, num_queries, q),
+        _check_lengths("key_value_seq_lengths", arrays.key_lengths, num_keys, q),
+    )
     has_positions = query_positions is not None or key_positions is not None
     is_known = not has_positions and (arrays.offset is None or knows_numbers)
     band = _static_band(is_causal, window, causal_offset) if is_known else None
-    can_skip = is_causal or window is not None or arrays.mask_pairs()
-    config = _configure(q, k, static_scale, soft_cap, dropout_rate, can_skip, band, rounds=sinks is None)
-    config = config._replace(ring=ring_of(axis_name, band, q.shape[-3], k.shape[-3]))
-    if implementation in (None, "cudnn"):
-        reason = _cudnn.reason_against(
-            _cudnn.Operands(q, k, v, arrays.bias),
-            arrays.mask,
-            by_name=implementation == "cudnn",
-            is_causal=is_causal,
-            window=window,
-            has_lengths=arrays.query_lengths is not None or arrays.key_lengths is not None,
-            has_offset=arrays.offset is not None,
-            has_positions=has_positions,
-            has_segments=arrays.query_segments is not None,
-            has_sinks=sinks is not None,
-            has_mods=score_mod is not None or mask_mod is not None,
-            has_array_scale=scale is not None,
-            has_dropout=arrays.dropout_key is not None,
-            soft_cap=soft_cap,
-            return_residual=return_residual,
-            has_axis_name=axis_name is not None,
-        )
-        if reason is not None and implementation == "cudnn":
-            raise ValueError(_refusal_of_cudnn(reason))
-    elif implementation == "xla":
-        reason = "another one is asked for"
-    else:
-        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    by_cudnn = None
-    if reason is None:
-        elsewhere = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-        left = None if window is None else window[0]
-        by_cudnn = _cudnn.Config(static_scale, is_causal or window is not None, left, config), elsewhere
-    out, lse = _attend(_Call(config, is_causal, window, axis_name, by_cudnn, is_checkified()), arrays)
+    ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
+    plan = Plan(static_scale, soft_cap, dropout_rate, platforms.ATTENTION, band, rounds=sinks is None, ring=ring)
+    call = _Call(plan, is_causal, window, axis_name, is_checkified())
+    out, lse = _attend(call._replace(by_cudnn=_choose_cudnn(implementation, call, arrays, return_residual)), arrays)
     if bad_samples is not None:
-        out, lse = (
-            nan_where_bad(x, bad_samples.reshape(bad_samples.shape + (1,) * n)) for x, n in ((out, 3), (lse, 2))
-        )
+        out = nan_where_bad(out, bad_samples[..., None, None, None])
+        lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
     return (out, lse) if return_residual else out
 
 
 class _Call(NamedTuple):
     """What a program depends on besides the types of its arrays."""
 
-    config: Config
+    plan: Plan
     is_causal: bool
     window: tuple[int, int] | None
     axis_name: AxisName
-    by_cudnn: tuple[_cudnn.Config, str | None] | None
     is_checkified: bool
+    by_cudnn: _cudnn.Config | None = None
 
 
 class _Arrays(NamedTuple):
@@ -434,21 +380,42 @@ class _Arrays(NamedTuple):
     scale: Any  # []
     bias: Array | None  # [*batch, N, T, S]
     mask: Array | None  # [*batch, N, T, S]
-    query_lengths: Any  # [*batch]
-    key_lengths: Any  # [*batch]
-    offset: Any  # [*batch]
-    query_positions: Any  # [*batch, T]
-    key_positions: Any  # [*batch, S]
+    query_lengths: Array | None  # [*batch]
+    key_lengths: Array | None  # [*batch]
+    offset: Array | None  # [*batch]
+    query_positions: Array | None  # [*batch, T]
+    key_positions: Array | None  # [*batch, S]
     query_segments: Array | None  # [*batch, T]
     key_segments: Array | None  # [*batch, S]
     sinks: Array | None  # [N]
     dropout_key: Array | None
-    mods: Mods
+    score_mod: Mod | None
+    mask_mod: Mod | None
 
-    def mask_pairs(self) -> bool:
-        """Whether an array or a function masks pairs, or might."""
-        masking = self.bias, self.mask, self.query_lengths, self.key_lengths, self.query_segments, self.mods.mask
-        return any(x is not None for x in masking)
+
+def _choose_cudnn(
+    implementation: str | None, call: _Call, arrays: _Arrays, return_residual: bool
+) -> _cudnn.Config | None:
+    """What cuDNN is called with, or None if it is not taken."""
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
+    if implementation == "xla":
+        return None
+    otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
+    config = _cudnn.Config(call.plan, call.is_causal, call.window, attend, otherwise)
+    operands = _cudnn.Operands(arrays.q, arrays.k, arrays.v, arrays.bias)
+    given = {name for name, x in arrays._asdict().items() if x is not None}
+    reason = _cudnn.reason_against(config, operands, arrays.mask, given, return_residual)
+    if reason is not None and implementation == "cudnn":
+        raise ValueError(_refusal_of_cudnn(reason))
+    return config if reason is None else None
+
+
+def _refusal_of_cudnn(reason: str) -> str:
+    return message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}.")
+
+
+# The program of a call: the arrays at their full rank, and which pairs count.
 
 
 @explains_forward_mode
@@ -456,7 +423,7 @@ class _Arrays(NamedTuple):
 def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
     """The output, and the logsumexp, but not from cuDNN: one program for an eager call."""
     q, k, v = (gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
-    batch, rank = q.shape[:-3], q.ndim
+    rank = q.ndim
     bias, mask = (None if x is None else gathered_along(_at_rank(x, rank), -2, -1) for x in (arrays.bias, arrays.mask))
     query_lengths, key_lengths, offset = (
         None if x is None else _clipped(_at_rank(x, rank - 3))[..., None]
@@ -464,25 +431,57 @@ def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
     )
     if call.by_cudnn is not None:
         masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
-        return _cudnn.attention(*call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+        return _cudnn.attention(call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
     q = varying_over(call.axis_name, q)
-    positions = _Positions(
-        _positions_of(q, arrays.query_positions, call.axis_name),
-        _positions_of(k, arrays.key_positions, call.axis_name),
-        arrays.key_positions is not None,
-    )
-    if offset is not None:
-        positions = positions._replace(queries=positions.queries + offset)
-    pairs = _structure(positions, call.is_causal, call.window, query_lengths, key_lengths, call.axis_name)
+    pairs = _pairs_of(call, arrays, q, k, (query_lengths, key_lengths), offset)
+    mods = Mods(arrays.score_mod, arrays.mask_mod)
+    return attend(call.plan, q, k, v, arrays.scale, bias, mask, pairs, mods, arrays.sinks)
+
+
+def _pairs_of(
+    call: _Call, arrays: _Arrays, q: Array, k: Array, lengths: tuple[Array | None, Array | None], offset: Array | None
+) -> Pairs:
+    """The structural masks, and what mods and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+    batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
+    query_positions = _positions(q, arrays.query_positions, call.axis_name)
+    query_positions = query_positions if offset is None else query_positions + offset
+    key_positions = _positions(k, arrays.key_positions, call.axis_name)
+    first_query = first_index(call.axis_name, q.shape[-3])
+    seen = functools.partial(seen_keys, q.shape[-3], size_over_devices(call.axis_name, k.shape[-3]))
+    first, end = seen_positions(query_positions, call.is_causal, call.window)
+    if arrays.key_positions is None or end is None:
+        pairs = Pairs(*seen(first, end, *lengths, first_query))
+    else:
+        bounds = seen(None, None, *lengths, first_query)
+        pairs = Pairs(*bounds, first_position=first, end_position=end, key_positions=key_positions)
     if arrays.query_segments is not None and arrays.key_segments is not None:
         segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
         pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
-    if arrays.mods.score is not None or arrays.mods.mask is not None:
-        pairs = _with_indices(pairs, positions, q, k)
+    if arrays.score_mod is not None or arrays.mask_mod is not None:
+        pairs = pairs._replace(
+            samples=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch),
+            heads=jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads),
+            query_positions=query_positions,
+            key_positions=key_positions,
+        )
     if arrays.dropout_key is not None:
-        heads, first_query = (k.shape[-2], q.shape[-2] // max(1, k.shape[-2])), first_index(call.axis_name, q.shape[-3])
         pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
-    return attend(call.config, q, k, v, arrays.scale, bias, mask, pairs, arrays.mods, arrays.sinks)
+    return pairs
+
+
+def _positions(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
+    """`[*batch or 1s, time]`; without given ones the indices among all devices, of NumPy if they are known."""
+    if positions is not None:
+        return _clipped(_over_time(positions, x))
+    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, first_index(axis_name, x.shape[-3])
+    index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+    return index if first is None else index + first
+
+
+def _over_time(x: Array, operand: Array) -> Array:
+    """`[*batch or 1s, time]`, expanded along time so that it can be cut to a tile."""
+    x = gathered_along(_at_rank(x, operand.ndim - 2), -1)
+    return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
 
 
 def _at_rank(x: Array, rank: int) -> Array:
@@ -492,36 +491,35 @@ def _at_rank(x: Array, rank: int) -> Array:
 
 def _clipped(x: Array) -> Array:
     """Integers as int32, so that none wraps around."""
-    limits = jnp.iinfo(x.dtype)
-    return jnp.clip(x, max(-_FARTHEST, int(limits.min)), min(_FARTHEST, int(limits.max))).astype(jnp.int32)
+    return jnp.clip(x, *_limits(x.dtype)).astype(jnp.int32)
 
 
-def _positions_of(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
-    return _index(x, axis_name) if positions is None else _clipped(_over_time(positions, x))
+def _limits(dtype: Any) -> tuple[int, int]:
+    info = jnp.iinfo(dtype)
+    return max(-_FARTHEST, int(info.min)), min(_FARTHEST, int(info.max))
 
 
-def _over_time(x: Array, operand: Array) -> Array:
-    """`[*batch or 1s, time]`, expanded along time so that it can be cut to a tile."""
-    x = gathered_along(_at_rank(x, operand.ndim - 2), -1)
-    return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
+def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:
+    """How far before and behind its own index a query may see keys, where that is known; None is any distance."""
+    if not isinstance(offset, numbers.Integral) or not (is_causal or window):
+        return None
+    left, right = window or (None, 0)
+    position = max(-_FARTHEST, min(_FARTHEST, int(offset)))
+    last = min(right, 0) if is_causal else right
+    return (None if left is None else left - position), last + position
 
 
-def _refusal_of_cudnn(reason: str) -> str:
-    return message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}.")
-
-
-# Checks of the arguments.
+# Checks of the arguments. Of None, which is an argument that is not given, they make None.
 
 
 def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array]:
     q, k, v = (as_float_array(_OP, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim < 3:
-        raise ValueError(
-            message(_OP, "query", f"shape {q.shape}", "[batch, time, heads, head_dim] or [time, heads, head_dim]")
-        )
-    same = f"that of query {q.shape} in its batch and head_dim"
-    if k.ndim != q.ndim or k.shape[:-3] != q.shape[:-3] or k.shape[-1] != q.shape[-1]:
-        raise ValueError(message(_OP, "key", f"shape {k.shape}", f"[batch, keys, key_heads, head_dim], {same}"))
+        expected = "[batch, time, heads, head_dim] or [time, heads, head_dim]"
+        raise ValueError(message(_OP, "query", f"shape {q.shape}", expected))
+    if k.shape[:-3] != q.shape[:-3] or k.ndim != q.ndim or k.shape[-1] != q.shape[-1]:
+        expected = f"[batch, keys, key_heads, head_dim], that of query {q.shape} in its batch and head_dim"
+        raise ValueError(message(_OP, "key", f"shape {k.shape}", expected))
     if v.shape[:-1] != k.shape[:-1]:
         expected = f"({', '.join(map(str, k.shape[:-1]))}, width), that of key but for the width"
         raise ValueError(message(_OP, "value", f"shape {v.shape}", expected))
@@ -540,31 +538,23 @@ def _as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[f
     if scale is None:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
+        number = as_number(_OP, "scale", scale)
         # Queries of 16 bits would be multiplied in float32, and so would their products with keys.
         is_static = knows_numbers or q.dtype.itemsize < 4
-        return (float(scale), None) if is_static else (1.0, np.asarray(float(scale), q.dtype))
+        return (number, None) if is_static else (1.0, np.asarray(number, q.dtype))
     scale = as_promoted_float_array(_OP, "scale", scale)
     if scale.size != 1:
         raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar, or an array of one element"))
     return 1.0, scale.reshape(())
 
 
-def _as_bias(bias: ArrayLike) -> Array:
-    array = as_array(_OP, "bias", bias)
-    if array.dtype == jnp.bool_:
-        raise TypeError(
-            message(_OP, "bias", "dtype bool", "numbers to add to the logits", "A mask is passed as mask=.")
-        )
-    return as_promoted_float_array(_OP, "bias", array)
-
-
 def _over_pairs(
-    argument: str, x: ArrayLike | None, as_typed: Callable[[Any], Array], q: Array, k: Array, num_keys: int
+    argument: str, x: ArrayLike | None, as_typed: Callable[..., Array], q: Array, k: Array, num_keys: int
 ) -> Array | None:
     """An array that broadcasts to `[*batch, N, T, num_keys]`, of which `k` may have a part."""
     if x is None:
         return None
-    array, target = as_typed(x), (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
+    array, target = as_typed(_OP, argument, x), (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
     shape = _without_ones(array, target)
     hint = ""
     if len(shape) == 2 and q.ndim == 4 and shape == (q.shape[0], k.shape[-3]):
@@ -577,6 +567,14 @@ def _over_pairs(
     return array
 
 
+def _as_bias(op: str, argument: str, bias: ArrayLike) -> Array:
+    array = as_array(op, argument, bias)
+    if array.dtype == jnp.bool_:
+        hint = "A mask is passed as mask=."
+        raise TypeError(message(op, argument, "dtype bool", "numbers to add to the logits", hint))
+    return as_promoted_float_array(op, argument, array)
+
+
 def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
     """The shape without the leading 1s by which its rank is above that of the target, as `_at_rank` drops them."""
     extra = max(0, x.ndim - len(target))
@@ -587,54 +585,46 @@ def _per_sample(argument: str, x: ArrayLike | None, q: Array) -> Array | None:
     """Integers that broadcast to the batch."""
     if x is None:
         return None
-    integers, batch = _as_integers(argument, x), q.shape[:-3]
+    integers, batch = _as_small_integers(_OP, argument, x), q.shape[:-3]
     shape = integers.shape if batch else _without_ones(integers, batch)
     check_broadcasts_to(_OP, argument, shape, batch, "the batch")
     return integers
 
 
-def _as_integers(argument: str, x: ArrayLike) -> Array:
+def _as_small_integers(op: str, argument: str, x: ArrayLike) -> Array:
     """Integers, none of which JAX truncates to 32 bits."""
     if isinstance(x, numbers.Integral):
         x = np.asarray(max(-_FARTHEST, min(_FARTHEST, int(x))))
-    if isinstance(x, (np.ndarray, np.generic)) and np.issubdtype(x.dtype, np.integer):
-        x = np.clip(x, max(-_FARTHEST, np.iinfo(x.dtype).min), min(_FARTHEST, np.iinfo(x.dtype).max))
-    return as_integer_array(_OP, argument, x)
+    elif isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+        x = np.clip(x, *_limits(x.dtype))
+    return as_integer_array(op, argument, x)
+
+
+def _per_time(
+    argument: str, x: ArrayLike | None, operand: Array, as_integers: Callable[..., Array] = _as_small_integers
+) -> Array | None:
+    """Integers that broadcast to `[*batch, time]`, of queries or keys."""
+    if x is None:
+        return None
+    integers = as_integers(_OP, argument, x)
+    hint = _HEADS_FIRST if integers.shape[-1:] == operand.shape[-2:-1] else ""
+    check_broadcasts_to(_OP, argument, integers.shape, operand.shape[:-2], "[batch, time]", hint)
+    return integers
 
 
 def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     if window is None:
         return None
-    left, right = as_window(
-        _OP, "local_window_size", tuple(window) if isinstance(window, Sequence) else (window, window)
-    )
+    sides = tuple(window) if isinstance(window, Sequence) else (window, window)
+    left, right = as_window(_OP, "local_window_size", sides)
     return max(-2 * _FARTHEST, min(2 * _FARTHEST, left)), max(-2 * _FARTHEST, min(2 * _FARTHEST, right))
 
 
-def _as_segments(query_ids: ArrayLike | None, key_ids: ArrayLike | None, q: Array, k: Array) -> dict[str, Array | None]:
-    has_segments = query_ids is not None or key_ids is not None
-    return {
-        "query_segments": _as_segment_ids("query_segment_ids", query_ids, q) if has_segments else None,
-        "key_segments": _as_segment_ids("key_value_segment_ids", key_ids, k) if has_segments else None,
-    }
-
-
-def _as_segment_ids(argument: str, ids: ArrayLike | None, x: Array) -> Array:
-    if ids is None:
+def _check_both_or_none(query_ids: ArrayLike | None, key_ids: ArrayLike | None) -> None:
+    if (query_ids is None) != (key_ids is None):
+        argument = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
         hint = "For self-attention give the same ids twice."
         raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given", hint))
-    return _checked_per_time(argument, as_integer_array(_OP, argument, ids), x)
-
-
-def _per_time(argument: str, x: ArrayLike | None, operand: Array) -> Array | None:
-    """Integers that broadcast to `[*batch, time]`, of queries or keys."""
-    return None if x is None else _checked_per_time(argument, _as_integers(argument, x), operand)
-
-
-def _checked_per_time(argument: str, x: Array, operand: Array) -> Array:
-    hint = _HEADS_FIRST if x.shape[-1:] == operand.shape[-2:-1] else ""
-    check_broadcasts_to(_OP, argument, x.shape, operand.shape[:-2], "[batch, time]", hint)
-    return x
 
 
 def _as_offset(
@@ -650,89 +640,32 @@ def _as_offset(
     return _per_sample("causal_offset", offset, q)
 
 
-def _check_lengths(arrays: _Arrays, sizes: Sequence[int]) -> Array | None:
+def _check_lengths(argument: str, lengths: Array | None, size: int, q: Array) -> Array | None:
     """Reports lengths below 0 or above the size, if label checks are on; which samples have some, for `nan_where_bad`.
 
     Without checks they are what the interval [0, length) of the indices says. Ids of segments are not looked at: one
     side may have an id that the other one lacks, as padding has.
     """
-    bad = None
-    for argument, lengths, size in (
-        ("query_seq_lengths", arrays.query_lengths, sizes[0]),
-        ("key_value_seq_lengths", arrays.key_lengths, sizes[1]),
-    ):
-        if lengths is not None:
-            is_valid = functools.partial(_is_length, size)
-            found = check_elements(_OP, lengths, lengths.shape, None, is_valid, f"outside [0, {size}]", argument)
-            bad = found if bad is None or found is None else bad | found
-    return None if bad is None else _at_rank(bad, arrays.q.ndim - 3)
+    if lengths is None:
+        return None
+    otherwise = f"outside [0, {size}]"
+    bad = check_elements(_OP, lengths, lengths.shape, None, lambda x: (x >= 0) & (x <= size), otherwise, argument)
+    return None if bad is None else _at_rank(bad, q.ndim - 3)
 
 
-def _is_length(size: int, lengths: Array) -> Array:
-    return (lengths >= 0) & (lengths <= size)
-
-
-# Which pairs count.
-
-
-class _Positions(NamedTuple):
-    """Of queries and keys, each `[*batch or 1s, time]`; and whether those of keys are not their indices."""
-
-    queries: Any
-    keys: Any
-    are_own: bool
-
-
-def _index(x: Array, axis_name: AxisName) -> Any:
-    """Among all devices, `[1, ..., time]`; of NumPy where it can be, which costs an eager call no operation."""
-    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, first_index(axis_name, x.shape[-3])
-    index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
-    return index if first is None else index + first
-
-
-def _structure(
-    positions: _Positions,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    query_lengths: Array | None,
-    key_lengths: Array | None,
-    axis_name: AxisName,
-) -> Pairs:
-    """The causal mask, the window and the lengths."""
-    first, end = seen_positions(positions.queries, is_causal, window)
-    num_queries, num_keys = positions.queries.shape[-1], positions.keys.shape[-1]
-    sizes = num_queries, size_over_devices(axis_name, num_keys)
-    lengths = query_lengths, key_lengths, first_index(axis_name, num_queries)
-    if not positions.are_own or end is None:
-        first, end = seen_keys(*sizes, first, end, *lengths)
-        return Pairs(first_key=first, end_key=end)
-    first_key, end_key = seen_keys(*sizes, None, None, *lengths)
-    return Pairs(first_key, end_key, first_position=first, end_position=end, key_positions=positions.keys)
-
-
-def _trace_mods(score_mod: Any, mask_mod: Any, q: Array) -> Mods:
+def _as_mask_mod(mask_mod: Any, q: Array) -> Mod | None:
     if isinstance(mask_mod, AttentionMask):
         check_samples(_OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
-    return Mods(
-        None if score_mod is None else trace(_OP, "score_mod", score_mod, of_logits=True, dtype=wide_dtype(q.dtype)),
-        None if mask_mod is None else trace(_OP, "mask_mod", mask_mod, of_logits=False, dtype=jnp.bool_),
-    )
+    return trace("mask_mod", mask_mod)
 
 
-def _with_indices(pairs: Pairs, positions: _Positions, q: Array, k: Array) -> Pairs:
-    """With what mods are told of a pair."""
-    batch, num_heads, num_key_heads = q.shape[:-3], q.shape[-2], k.shape[-2]
-    samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-    by_key_head = (num_key_heads, num_heads // max(1, num_key_heads))
-    heads = jnp.arange(num_heads, dtype=jnp.int32).reshape((1,) * len(batch) + by_key_head)
-    return pairs._replace(samples=samples, heads=heads, query_positions=positions.queries, key_positions=positions.keys)
-
-
-def _as_sinks(sinks: ArrayLike, q: Array) -> Array:
-    sinks = as_promoted_float_array(_OP, "sinks", sinks)
-    if sinks.shape != q.shape[-2:-1]:
-        raise ValueError(message(_OP, "sinks", f"shape {sinks.shape}", f"{q.shape[-2:-1]}, one for each query head"))
-    return sinks
+def _as_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
+    if sinks is None:
+        return None
+    array = as_promoted_float_array(_OP, "sinks", sinks)
+    if array.shape != q.shape[-2:-1]:
+        raise ValueError(message(_OP, "sinks", f"shape {array.shape}", f"{q.shape[-2:-1]}, one for each query head"))
+    return array
 
 
 def _as_soft_cap(soft_cap: Any) -> float | None:
@@ -764,38 +697,3 @@ def _as_dropout_key(key: Any, rate: float) -> Array | None:
     if key.ndim != (0 if is_typed else 1):
         raise ValueError(message(_OP, "dropout_key", f"shape {key.shape}", "one random key", hint))
     return jnp.asarray(key)
-
-
-def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:
-    """How far before and behind its own index a query may see keys, where that is known; None is any distance."""
-    if not isinstance(offset, numbers.Integral) or not (is_causal or window):
-        return None
-    left, right = window or (None, 0)
-    position = max(-_FARTHEST, min(_FARTHEST, int(offset)))
-    last = min(right, 0) if is_causal else right
-    return (None if left is None else left - position), last + position
-
-
-def _configure(
-    q: Array,
-    k: Array,
-    scale: float,
-    soft_cap: float | None,
-    dropout_rate: float,
-    can_skip: bool,
-    band: Band | None,
-    rounds: bool,
-) -> Config:
-    query_tile = max(platforms.FEWEST_QUERIES, platforms.QUERY_TILE * k.shape[-2] // max(1, q.shape[-2]))
-    key_tile = platforms.KEY_TILE if can_skip else platforms.KEY_TILE_IF_NOTHING_IS_SKIPPED
-    return Config(
-        scale=scale,
-        soft_cap=None if soft_cap is None else float(soft_cap),
-        dropout_rate=float(dropout_rate),
-        query_tile=query_tile,
-        key_tile=key_tile,
-        row_tile_logits=platforms.ROW_TILE_LOGITS,
-        band=band,
-        skips=True,
-        rounds=rounds,
-    )

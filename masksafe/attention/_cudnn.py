@@ -20,7 +20,7 @@ elements are NaN. Both are in a loop that runs at most once.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +30,16 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.masks import both, selected
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_sharded, vary_with
 from masksafe._core.switches import forward_mode
-from masksafe._core.tiles import Tiles
+from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe.attention._batch import attend_over_batch
-from masksafe.attention._formulas import Config as BlockConfig
-from masksafe.attention._heads import grouped_heads, keys_by_user, queries_by_user
-from masksafe.attention._mask import Pairs, once_if, seen_keys, seen_positions, unmasked
+from masksafe.attention._block import Plan
+from masksafe.attention._pairs import Pairs, block_of, grouped_heads, seen_keys, seen_positions
+
+_T = TypeVar("_T")
 
 Saved = list[Array]  # what the kernel keeps for its reverse pass; the last one is `is_bad`
 
@@ -46,10 +47,11 @@ Saved = list[Array]  # what the kernel keeps for its reverse pass; the last one 
 class Config(NamedTuple):
     """The static parameters."""
 
-    scale: float
+    plan: Plan
     is_causal: bool
-    left: int | None  # how many keys before its own a query sees
-    in_blocks: BlockConfig
+    window: tuple[int, int] | None
+    inner: Callable[..., tuple[Array, Array]]  # of the plan and the arrays: attention that keeps the contract
+    otherwise: str | None  # the error where the program is lowered for another platform; None runs `inner` there
 
 
 class Masks(NamedTuple):
@@ -70,48 +72,36 @@ class Operands(NamedTuple):
 
 
 def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array | None, q: Array, k: Array) -> Masks:
-    """From arrays in the public function's form, `[*batch or 1s, ...]`."""
-    lengths: list[Array | None] = [None, None]
-    if query_lengths is not None or key_lengths is not None:
-        for n, (given, x) in enumerate(((query_lengths, q), (key_lengths, k))):
-            size = x.shape[-3]
-            clipped = jnp.full((), size, jnp.int32) if given is None else jnp.clip(given[..., 0], 0, size)
-            lengths[n] = jnp.broadcast_to(clipped, x.shape[:-3])
-    return Masks(mask, *lengths)
+    """From arrays in the public function's form, `[*batch or 1s, ...]`; with both lengths or none."""
+    if query_lengths is None and key_lengths is None:
+        return Masks(mask, None, None)
+    lengths_and_sizes = (query_lengths, q.shape[-3]), (key_lengths, k.shape[-3])
+    clipped = [jnp.int32(size) if x is None else jnp.clip(x[..., 0], 0, size) for x, size in lengths_and_sizes]
+    return Masks(mask, *(jnp.broadcast_to(x, q.shape[:-3]) for x in clipped))
 
 
 # When it can run.
 
 
 def reason_against(
-    operands: Operands,
-    mask: Array | None,
-    *,
-    by_name: bool,
-    is_causal: bool,
-    window: tuple[int, int] | None,
-    has_lengths: bool,
-    has_offset: bool,
-    has_positions: bool,
-    has_segments: bool,
-    has_sinks: bool,
-    has_mods: bool,
-    has_array_scale: bool,
-    has_dropout: bool,
-    soft_cap: float | None,
-    return_residual: bool,
-    has_axis_name: bool,
+    config: Config, operands: Operands, mask: Array | None, given: set[str], return_residual: bool
 ) -> str | None:
     """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
     Unless the user has named it, it is not taken where it only might fail: for arrays that the compiler splits over
     devices as it likes, of which cuDNN's call takes few layouts.
+
+    Args:
+      config: the static parameters. An error for other platforms says that the user has named cuDNN.
+      operands: the arrays as the user gave them.
+      mask: likewise.
+      given: the names of all arrays and functions that the user gave.
+      return_residual: whether the logsumexp is asked for.
     """
     q, k, v, bias = operands
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
-    arrays = jax.tree.leaves((operands, mask))
-    has_arrays = bias is not None or mask is not None
-    left, right = (0, 0) if window is None else window
+    arrays, is_unnamed = jax.tree.leaves((operands, mask)), config.otherwise is None
+    has_window, (left, right) = config.window is not None, config.window or (0, 0)
     reasons = {
         f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "the value's width is not the query's": v.shape[-1] != width,
@@ -120,23 +110,23 @@ def reason_against(
         "a size is symbolic": any(map(has_symbolic_size, arrays)),
         "an array is empty": 0 in q.shape + k.shape,
         "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
-        "the scale is not a number": has_array_scale,
-        "it has no causal_offset": has_offset,
-        "it has no positions": has_positions,
-        "it has no sinks": has_sinks,
-        "it has no score_mod and no mask_mod": has_mods,
-        "it has no axis_name": has_axis_name,
-        "it has no segments": has_segments,
-        "it has no logit_soft_cap": soft_cap is not None,
-        "its dropout takes no key": has_dropout,
+        "the scale is not a number": "scale" in given,
+        "it has no causal_offset": "offset" in given,
+        "it has no positions": not given.isdisjoint({"query_positions", "key_positions"}),
+        "it has no sinks": "sinks" in given,
+        "it has no score_mod and no mask_mod": not given.isdisjoint({"score_mod", "mask_mod"}),
+        "it has no axis_name": config.plan.ring is not None,
+        "it has no segments": "query_segments" in given,
+        "it has no logit_soft_cap": config.plan.soft_cap is not None,
+        "its dropout takes no key": "dropout_key" in given,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
-        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not is_causal),
-        "its window takes no mask, bias or lengths": window is not None and (has_arrays or has_lengths),
-        "its window takes no more queries than keys": window is not None and num_queries > num_keys,
+        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.is_causal),
+        "its window takes no mask, bias or lengths": has_window and not given.isdisjoint({"bias", *Masks._fields}),
+        "its window takes no more queries than keys": has_window and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
         "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
-        "the compiler may split the arrays over a mesh": not by_name and any(map(is_on_automatic_mesh, arrays)),
+        "the compiler may split the arrays over a mesh": is_unnamed and any(map(is_on_automatic_mesh, arrays)),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     found = found or _refusal_of_jax(width, q.dtype)
@@ -168,20 +158,17 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def attention(config: Config, otherwise: str | None, operands: Operands, masks: Masks) -> Array:
-    """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA.
-
-    Elsewhere by the blockwise form; with `otherwise`, an error of this text when the program is lowered.
-    """
+@functools.partial(jax.jit, static_argnums=0)
+def attention(config: Config, operands: Operands, masks: Masks) -> Array:
+    """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA."""
     if operands.query.ndim == 3:
         operands, masks = jax.tree.map(lambda x: x[None], (operands, masks))
-        batched: Array = attention(config, otherwise, operands, masks)
+        batched: Array = attention(config, operands, masks)
         return batched[0]
 
     def elsewhere(operands: Operands, masks: Masks) -> Array:
-        if otherwise is not None:
-            return platforms.refused_when_lowered(otherwise, operands.query)
+        if config.otherwise is not None:
+            return platforms.refused_when_lowered(config.otherwise, operands.query)
         return _in_blocks(config, operands, masks)[0]
 
     out: Array = platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
@@ -189,10 +176,9 @@ def attention(config: Config, otherwise: str | None, operands: Operands, masks: 
 
 
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
+    """The output and the logsumexp `[B, T, N]`, with the contract kept."""
     q, k, v, bias = operands
-    pairs = _intervals(config, operands, masks)
-    results: tuple[Array, Array] = attend_over_batch(config.in_blocks, q, k, v, None, bias, masks.mask, pairs)
-    return results
+    return config.inner(config.plan, q, k, v, None, bias, masks.mask, _intervals(config, operands, masks))
 
 
 def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
@@ -215,34 +201,34 @@ def _attention(config: Config, operands: Operands, masks: Masks) -> Array:
 def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
     _, saved = jax.eval_shape(functools.partial(_evaluate, config), operands, masks)
     with forward_mode():
-        out, _ = _in_blocks(config, operands, masks)
-    return out, [jnp.zeros(x.shape, x.dtype) for x in saved]
+        return _in_blocks(config, operands, masks)[0], [jnp.zeros(x.shape, x.dtype) for x in saved]
 
 
 @with_derivatives_of(_evaluate_in_blocks)
 def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
-    def whole_batch(operands: Operands, masks: Masks) -> Any:
+    def whole_batch(operands: Operands, masks: Masks) -> tuple[Array, Saved]:
         out, lse, saved = _run_kernel(config, operands, masks)
         sees_any = _queries_that_see_any(config, operands, masks)
-        if sees_any is not None:
-            out, lse = jnp.where(sees_any[..., None], out, 0), jnp.where(sees_any, lse, 0)
-        is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))[..., None]
-        is_sound = _all_true([is_query_sound], [jnp.isfinite(operands.key)])
+        out, lse = selected(out, sees_any), selected(lse, sees_any)
+        is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))
+        is_sound = _all_true(is_query_sound, jnp.isfinite(operands.key))
         is_bad = ~(is_sound & _products_are_small(config, operands, masks))
-        out = _repaired_if(is_bad, functools.partial(_repair_output, config), out, (operands, masks))
+        out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
-    results: tuple[Array, Saved] = _over_vmap(whole_batch, operands, masks)
-    return results
+    return _over_vmap(whole_batch, operands, masks)
 
 
 def _in_small_tiles(config: Config) -> Config:
-    """For the repairs, whose memory is reserved even if nothing is repaired."""
-    return config._replace(in_blocks=config.in_blocks._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS))
+    """For the repairs, whose memory is reserved even if nothing is repaired.
+
+    Nor are they to make the program large: with a band, each part of the queries would have kernels of its own.
+    """
+    sizes = config.plan.sizes._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS)
+    return config._replace(plan=config.plan._replace(sizes=sizes, band=None))
 
 
-def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> Array:
-    operands, masks = args
+def _repair_output(config: Config, operands: Operands, masks: Masks) -> Array:
     exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
     clean = _cleaned(config, operands, masks)
     again, again_lse, _ = _run_kernel(config, clean, masks)
@@ -252,7 +238,7 @@ def _repair_output(config: Config, args: tuple[Operands, Masks], out: Array) -> 
 
 def _is_usable(config: Config, clean: Operands, masks: Masks, lse: Array, again_lse: Array) -> Array:
     """Whether no masked pair had a weight in the kernel's second run; `lse` is that of the blockwise form."""
-    seen_lse = jnp.where(jnp.isfinite(lse), again_lse, 0)
+    seen_lse = jnp.where(jnp.isfinite(lse)[..., None], again_lse, 0)
     return jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
 
 
@@ -271,28 +257,21 @@ def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest
 def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
     def whole_batch(operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
         *saved, was_bad = saved
-        sees_any = _queries_that_see_any(config, operands, masks)
-        if sees_any is not None:
-            d_out = jnp.where(sees_any[..., None], d_out, 0)
+        d_out = selected(d_out, _queries_that_see_any(config, operands, masks))
         gradients = _pull_back_kernel(config, operands, masks, out, saved, d_out)
-        is_q_sound, is_k_sound, is_v_sound, is_bias_sound = tuple(jax.tree.map(jnp.isfinite, gradients))
-        is_sound = _all_true([is_q_sound], [is_k_sound, is_v_sound])
-        if is_bias_sound is not None:
-            is_sound &= jnp.all(is_bias_sound)
-        is_bad = jnp.any(was_bad) | ~is_sound
+        is_sound = jax.tree.map(jnp.isfinite, gradients)
+        are_sound = _all_true(is_sound.query, is_sound.key & is_sound.value)
+        are_sound = are_sound if is_sound.bias is None else are_sound & jnp.all(is_sound.bias)
         repair = functools.partial(_repair_gradients, config)
-        repaired: Operands = _repaired_if(is_bad, repair, gradients, (operands, masks, d_out))
-        return repaired
+        return _repaired_if(jnp.any(was_bad) | ~are_sound, gradients, repair, operands, masks, d_out)
 
-    gradients: Operands = _over_vmap(whole_batch, operands, masks, out, saved, d_out)
-    return gradients
+    return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
 
 
-def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradients: Operands) -> Operands:
-    operands, masks, d_out = args
-    config_of_blocks = _in_small_tiles(config)
-    (_, lse), reverse = jax.vjp(lambda operands: _in_blocks(config_of_blocks, operands, masks), operands)
-    exact: Operands = reverse((d_out, jnp.zeros_like(lse)))[0]
+def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: Array) -> Operands:
+    in_blocks = functools.partial(_in_blocks, _in_small_tiles(config), masks=masks)
+    (_, lse), reverse = jax.vjp(in_blocks, operands)
+    (exact,) = reverse((d_out, jnp.zeros_like(lse)))
     clean = _cleaned(config, operands, masks)
     again_out, again_lse, saved = _run_kernel(config, clean, masks)
     clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
@@ -302,22 +281,23 @@ def _repair_gradients(config: Config, args: tuple[Operands, Masks, Array], gradi
     return repaired
 
 
-def _repaired_if(is_bad: Array, repair: Callable[[Any, Any], Any], state: Any, args: Any) -> Any:
-    """`repair(args, state)` if the scalar `is_bad` holds, else `state`, at no cost."""
+def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: Any) -> _T:
+    """`repair(*args)` if the scalar `is_bad` holds, else `results`, at no cost."""
 
-    def again(state: Any) -> Any:
+    def again(results: _T) -> Any:
         # XLA must not move work out of the loop, nor choose layouts outside for the sake of the loop.
-        held_args, held_state = lax.optimization_barrier((args, state))
-        return _in_row_major(repair(_in_row_major(held_args), held_state))
+        held_args, _ = lax.optimization_barrier((args, results))
+        return _in_row_major(repair(*_in_row_major(held_args)))
 
-    return once_if(is_bad, again, state)
+    repaired: _T = once_if(is_bad, again, results)
+    return repaired
 
 
 def _in_row_major(tree: Any) -> Any:
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x, tree)
 
 
-def _over_vmap(fn: Callable[..., Any], operands: Operands, masks: Masks, *rest: Any) -> Any:
+def _over_vmap(fn: Callable[..., _T], operands: Operands, masks: Masks, *rest: Any) -> _T:
     """`fn` of these arrays; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
 
     `jax.nn`'s own rule for `jax.vmap` takes few kinds of batches. Arrays over pairs are not repeated for every element.
@@ -326,44 +306,38 @@ def _over_vmap(fn: Callable[..., Any], operands: Operands, masks: Masks, *rest: 
 
     @op.def_vmap
     def rule(number: int, is_batched: Any, *args: Any) -> Any:
-        leaves, tree = jax.tree.flatten(args)
-        flags = jax.tree.leaves(is_batched)
         batch = args[0].query.shape[-4]
+
+        def element(i: Array) -> Any:
+            return op(*jax.tree.map(lambda x, flag: x[i] if flag else x, args, tuple(is_batched)))
 
         def merged(x: Array, flag: bool) -> Array:
             x = x if flag else x[None]
             return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
 
-        def in_turn(batched: list[Array]) -> Any:
-            elements = iter(batched)
-            chosen = [next(elements) if flag else x for x, flag in zip(leaves, flags, strict=True)]
-            return op(*jax.tree.unflatten(tree, chosen))
-
         if _has_arrays(*args[:2]):
-            results = lax.map(in_turn, [x for x, flag in zip(leaves, flags, strict=True) if flag])
+            results = lax.map(element, jnp.arange(number))
         else:
-            results = op(*jax.tree.unflatten(tree, map(merged, leaves, flags)))
+            results = op(*jax.tree.map(merged, args, tuple(is_batched)))
             results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    return op(operands, masks, *rest)
+    results: _T = op(operands, masks, *rest)
+    return results
 
 
 # The kernel.
 
 
 def _run_kernel(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array, Saved]:
-    """The output and the logsumexp `[B, T, N]` with cuDNN's faults, and what the reverse pass needs besides.
+    """The output and the logsumexp `[B, T, N, 1]` with cuDNN's faults, and what the reverse pass needs besides.
 
     `jax.nn` rounds the logsumexp to 16 bits.
     """
     operands, masks = _for_kernel(operands, masks)
     (out, lse), pull_back = jax.vjp(lambda operands: _call(config, operands, masks), operands)
-    lse = lse.astype(jnp.float32)
     saved, _ = _split(pull_back, (operands, masks, out))
-    if _is_in_shard_map():
-        out, lse, saved = vary_with((out, lse, saved), (operands, masks))
-    return out, lse, saved
+    return _varying_with((out, lse.astype(jnp.float32)[..., None], saved), (operands, masks))
 
 
 def _pull_back_kernel(
@@ -378,37 +352,45 @@ def _pull_back_kernel(
         joins.append(_split(pull_back, (operands, masks, out))[1])
 
     jax.eval_shape(trace, *known)
-    pull_back = joins[0](saved, known)
-    (gradients,) = pull_back((d_out, jnp.zeros_like(d_out[..., 0])))
-    if _is_in_shard_map():
-        gradients = vary_with(gradients, (operands, masks, d_out))
-    return _zero_where_masked(config, operands, masks, gradients)
+    (gradients,) = joins[0](saved, known)((d_out, jnp.zeros_like(d_out[..., 0])))
+    return _zero_where_masked(config, operands, masks, _varying_with(gradients, (operands, masks, d_out)))
+
+
+def _varying_with(tree: _T, others: Any) -> _T:
+    """Inside `jax.shard_map` the results of the kernel do not vary by themselves."""
+    varying: _T = vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
+    return varying
 
 
 def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     return jax.nn.dot_product_attention(
         *operands,
         masks.mask,
-        scale=config.scale,
-        is_causal=config.is_causal,
+        scale=config.plan.scale,
+        is_causal=config.is_causal or config.window is not None,
         query_seq_lengths=masks.query_lengths,
         key_value_seq_lengths=masks.key_lengths,
-        local_window_size=None if config.left is None else (config.left, 0),
+        local_window_size=config.window and (config.window[0], 0),
         implementation="cudnn",
         return_residual=True,
     )
 
 
 def _for_kernel(operands: Operands, masks: Masks) -> tuple[Operands, Masks]:
-    """With the bias that masks as a mask; the mask for all queries and keys; and lengths that are not too long."""
-    q, k, v, bias = operands
+    """With the bias that masks as a mask, and the mask for all queries and keys."""
     mask = _allowed_by_arrays(operands, masks)
-    if mask is not None:
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], q.shape[1], k.shape[1]))
-        if bias is not None:
-            shared = [axis for axis in (0, 1) if bias.shape[axis] == 1]
-            bias = jnp.where(any_of(mask, shared, keepdims=True), bias, 0)
-    return Operands(q, k, v, bias), masks._replace(mask=mask)
+    if mask is None:
+        return operands, masks
+    mask = jnp.broadcast_to(mask, (*mask.shape[:2], operands.query.shape[1], operands.key.shape[1]))
+    return operands._replace(bias=_unmasked_bias(operands.bias, mask)), masks._replace(mask=mask)
+
+
+def _unmasked_bias(bias: Array | None, mask: Array) -> Array | None:
+    """The bias or its gradient, 0 where all pairs that share it are masked."""
+    if bias is None:
+        return None
+    shared = [axis for axis in (0, 1) if bias.shape[axis] == 1]
+    return jnp.where(any_of(mask, shared, keepdims=True), bias, 0)
 
 
 def _split(pull_back: Any, known: Any) -> tuple[Saved, Callable[[Saved, Any], Any]]:
@@ -432,16 +414,15 @@ def _split(pull_back: Any, known: Any) -> tuple[Saved, Callable[[Saved, Any], An
 # What the results tell.
 
 
-def _all_true(by_query: list[Array], by_key: list[Array]) -> Array:
-    """Whether all elements hold, of arrays `[B, T, N, H]` and of arrays `[B, S, K, H]`.
+def _all_true(by_query: Array, by_key: Array) -> Array:
+    """Whether all elements hold, of an array `[B, T, N, H]` and of one `[B, S, K, H]`.
 
     In self-attention a key head is compared with the query heads that share it, so that XLA makes one pass of it all.
     """
-    is_sound, is_key_sound = (functools.reduce(jnp.logical_and, group) for group in (by_query, by_key))
-    batch, num_keys, key_heads, width = is_key_sound.shape
-    if is_sound.shape[1] != num_keys:
-        return jnp.all(is_sound) & jnp.all(is_key_sound)
-    return jnp.all(is_sound.reshape(batch, num_keys, key_heads, -1, width) & is_key_sound[..., None, :])
+    batch, num_keys, key_heads, width = by_key.shape
+    if by_query.shape[1] != num_keys:
+        return jnp.all(by_query) & jnp.all(by_key)
+    return jnp.all(by_query.reshape(batch, num_keys, key_heads, -1, width) & by_key[..., None, :])
 
 
 def _limit(operands: Operands, masks: Masks) -> float:
@@ -458,7 +439,7 @@ def _products_are_small(config: Config, operands: Operands, masks: Masks) -> Arr
     if not _has_arrays(operands, masks):
         return True
     largest_q, largest_k = (jnp.sqrt(jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), -1))) for x in operands[:2])
-    return abs(config.scale) * largest_q * largest_k < _limit(operands, masks)
+    return abs(config.plan.scale) * largest_q * largest_k < _limit(operands, masks)
 
 
 # What is masked.
@@ -466,20 +447,16 @@ def _products_are_small(config: Config, operands: Operands, masks: Masks) -> Arr
 
 def _intervals(config: Config, operands: Operands, masks: Masks) -> Pairs:
     """The structural masks; made again where they are needed, so that no loop has to carry them."""
-    window = None if config.left is None else (config.left, 0)
     num_queries, num_keys = operands.query.shape[-3], operands.key.shape[-3]
     index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (operands.query.ndim - 3) + (num_queries,))
-    bounds = seen_positions(index, config.is_causal, window)
+    bounds = seen_positions(index, config.is_causal, config.window)
     lengths = [None if x is None else x[..., None] for x in masks[1:]]
     return Pairs(*seen_keys(num_queries, num_keys, *bounds, *lengths))
 
 
 def _allowed_by_arrays(operands: Operands, masks: Masks) -> Array | None:
     """Where neither the mask nor a bias of -inf excludes a pair."""
-    is_live_bias = None if operands.bias is None else operands.bias != -jnp.inf
-    if masks.mask is None or is_live_bias is None:
-        return masks.mask if is_live_bias is None else is_live_bias
-    return masks.mask & is_live_bias
+    return both(masks.mask, None if operands.bias is None else operands.bias != -jnp.inf)
 
 
 def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
@@ -487,10 +464,10 @@ def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
     q, k = operands[:2]
     allowed = _allowed_by_arrays(operands, masks)
     grouped = None if allowed is None else grouped_heads(allowed, k.shape[2])
-    all_queries, all_keys = (Tiles(x.shape[1], x.shape[1]).tile(0) for x in (q, k))
-    pairs = unmasked(_intervals(config, operands, masks)._replace(allowed=grouped), all_queries, all_keys)
-    assert pairs is not None
-    return jnp.broadcast_to(pairs, (*pairs.shape[:3], q.shape[1], k.shape[1]))
+    pairs = _intervals(config, operands, masks)._replace(allowed=grouped)
+    mask = block_of(pairs, whole(q.shape[1]), whole(k.shape[1])).mask
+    assert mask is not None
+    return jnp.broadcast_to(mask, (*mask.shape[:3], q.shape[1], k.shape[1]))
 
 
 def _has_arrays(operands: Operands, masks: Masks) -> bool:
@@ -498,53 +475,43 @@ def _has_arrays(operands: Operands, masks: Masks) -> bool:
 
 
 def _queries_that_see_any(config: Config, operands: Operands, masks: Masks) -> Array | None:
-    """`[B or 1, T, N or 1]`; None if every query sees a key, as with no mask but the causal one or a window."""
+    """`[B or 1, T, N or 1, 1]`; None if every query sees a key, as with no mask but the causal one or a window."""
     if _has_arrays(operands, masks):
         q, k = operands[:2]
-        sees_any = any_of(_unmasked_pairs(config, operands, masks), -1)[..., None]
-        sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1], 1))
-        return queries_by_user(sees_any)[..., 0]
+        sees_any = any_of(_unmasked_pairs(config, operands, masks), -1)
+        sees_any = jnp.broadcast_to(sees_any, (sees_any.shape[0], k.shape[2], q.shape[2] // k.shape[2], q.shape[1]))
+        return jnp.moveaxis(sees_any.reshape(sees_any.shape[0], q.shape[2], q.shape[1], 1), 1, 2)
     first, end = _intervals(config, operands, masks)[:2]
     if masks.key_lengths is None or end is None:
         return None
-    return (end > (0 if first is None else first))[..., None]
+    return (end > (0 if first is None else first))[..., None, None]
 
 
 def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Array | None:
-    """`[B or 1, S, K or 1]`; None if every key is."""
+    """`[B or 1, S, K or 1, 1]`; None if every key is."""
     q, k = operands[:2]
     if _has_arrays(operands, masks):
-        return keys_by_user(any_of(_unmasked_pairs(config, operands, masks), (2, 3))[..., None])[..., 0]
+        return jnp.swapaxes(any_of(_unmasked_pairs(config, operands, masks), (2, 3)), 1, 2)[..., None]
     first, end = _intervals(config, operands, masks)[:2]
     if end is None or (masks.key_lengths is None and q.shape[1] >= k.shape[1]):
         return None
     end = jnp.max(end if first is None else jnp.where(first < end, end, 0), 1)  # they overlap, from the first key on
-    return (jnp.arange(k.shape[1], dtype=jnp.int32) < end[:, None])[..., None]
+    return (jnp.arange(k.shape[1], dtype=jnp.int32) < end[:, None])[..., None, None]
 
 
 def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradients: Operands) -> Operands:
     sees_any, is_seen = _queries_that_see_any(config, operands, masks), _keys_that_are_seen(config, operands, masks)
-
-    def selected(where: Array | None, x: Array) -> Array:
-        return x if where is None else jnp.where(where[..., None], x, 0)
-
     d_q, d_k, d_v, d_bias = gradients
     if d_bias is not None and (config.is_causal or masks.key_lengths is not None):
         pairs = _unmasked_pairs(config, operands, masks)
-        pairs = pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:])
-        shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
-        d_bias = jnp.where(any_of(pairs, shared, keepdims=True), d_bias, 0)
-    return Operands(selected(sees_any, d_q), selected(is_seen, d_k), selected(is_seen, d_v), d_bias)
+        d_bias = _unmasked_bias(d_bias, pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:]))
+    return Operands(selected(d_q, sees_any), selected(d_k, is_seen), selected(d_v, is_seen), d_bias)
 
 
 def _cleaned(config: Config, operands: Operands, masks: Masks) -> Operands:
     """With 0 for bad elements, for queries that see no key and for keys that no query sees."""
-    finite: Operands = jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), operands)
-    clean = _zero_where_masked(config, operands, masks, finite._replace(bias=None))
-    if operands.bias is None or finite.bias is None:
-        return clean
-    return clean._replace(bias=jnp.where(operands.bias == -jnp.inf, operands.bias, finite.bias))  # still masks
-
-
-def _is_in_shard_map() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+    finite: Operands = jax.tree.map(lambda x: selected(x, jnp.isfinite(x)), operands._replace(bias=None))
+    bias = operands.bias
+    if bias is not None:
+        bias = selected(bias, jnp.isfinite(bias) | (bias == -jnp.inf))  # which still masks
+    return _zero_where_masked(config, operands, masks, finite)._replace(bias=bias)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,45 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of
 
 _OP = "merge_attention"
+
+
+class Partial(NamedTuple):
+    """Results for some of the keys; the sums are of exp(x - largest), for the logits x."""
+
+    weighted: Array  # [..., width of v], or the output, if it is divided by the total
+    largest: Array  # [..., 1], -inf for a query that sees no key
+    total: Array  # [..., 1]
+
+    @classmethod
+    def nothing(cls, like: Array, width: int) -> "Partial":
+        """The results for no key of queries `[..., 1]`, which vary over the devices as `like` does."""
+        zero = jnp.zeros_like(like, wide_dtype(like.dtype))
+        return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), zero - jnp.inf, zero)
+
+    def plus(self, other: "Partial") -> "Partial":
+        """The results for the keys of both."""
+        before, after = lax.stop_gradient((self.largest, other.largest))
+        largest = jnp.maximum(before, after)
+        shift = shift_of(largest)
+        decay, growth = jnp.exp(before - shift), jnp.exp(after - shift)
+        return Partial(
+            self.weighted * decay + other.weighted * growth, largest, self.total * decay + other.total * growth
+        )
+
+    def divided(self) -> "Partial":
+        """With the output, and the total 1 for a query that sees no key."""
+        total = jnp.where(self.total == 0, 1, self.total)
+        return Partial(self.weighted / total, self.largest, total)
+
+    def multiplied(self) -> "Partial":
+        """The inverse of `divided`; what a query that sees no key has counts for nothing in `plus`."""
+        return Partial(self.weighted * self.total, self.largest, self.total)
+
+
+def shift_of(largest: Array) -> Array:
+    """The largest logit as what is subtracted from logits: finite for a query that sees no key, whose are all -inf."""
+    return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
+
 
 Outs = tuple[Array | None, ...]
 Arrays = tuple[Array, ...]

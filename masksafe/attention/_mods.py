@@ -23,6 +23,8 @@ from masksafe._core.sharding import is_sharded, vary_with
 from masksafe._core.typing import Array
 from masksafe.attention_masks import AttentionMask
 
+_OP = "dot_product_attention"
+
 Arrays = tuple[Array, ...]
 
 
@@ -56,13 +58,17 @@ def _hidden(jaxpr: Jaxpr) -> Iterator[Any]:
     """What the text of a jaxpr may not show; arrays by identity."""
     for equation in jaxpr.eqns:
         yield from (id(x.val) for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
-        for x in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+        for x in _parameters(equation):
             if isinstance(x, ClosedJaxpr):
                 yield from map(id, x.consts)
             if _is_jaxpr(x):
                 yield from _hidden(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
             else:
                 yield x if isinstance(x, Hashable) else id(x)
+
+
+def _parameters(equation: Any) -> list[Any]:
+    return jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
 
 
 def _is_jaxpr(x: Any) -> bool:
@@ -84,7 +90,7 @@ class Mod:
         constants = [next(kinds[kind]) for kind in self.program.is_captured]
         (result,) = _evaluate(self.program.jaxpr, constants, inputs)
         if not any(self.program.uses):  # but it has to vary as the pairs do
-            result = _varying_alike([jnp.asarray(result), *map(jnp.asarray, inputs)])[0]
+            result = _varying_alike([result, *inputs])[0]
         return result  # type: ignore[no-any-return]
 
 
@@ -101,8 +107,7 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         return x.val if isinstance(x, Literal) else values[x]
 
     for equation in jaxpr.eqns:
-        arguments = [jnp.asarray(value(x)) for x in equation.invars]
-        arguments = _varying_alike(arguments)
+        arguments = _varying_alike([value(x) for x in equation.invars])
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
         if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
             results: Sequence[Any] = arguments
@@ -112,7 +117,7 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
             try:
                 found = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
             except (TypeError, ValueError) as error:
-                if not any(map(_is_jaxpr, jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr))):
+                if not any(map(_is_jaxpr, _parameters(equation))):
                     raise
                 raise ValueError(_REFUSAL_ON_A_MESH.format(primitive.name)) from error
             results = found if primitive.multiple_results else [found]
@@ -123,24 +128,22 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
 _RETYPINGS = ("pvary", "pcast")
 
 _REFUSAL_ON_A_MESH = (
-    "dot_product_attention: score_mod or mask_mod: got a function with {}; expected one without control flow and "
+    f"{_OP}: score_mod or mask_mod: got a function with {{}}; expected one without control flow and "
     "rules of derivatives of its own, as arrays are split over an explicit mesh or jax.shard_map checks how they vary. "
     "There, check_vma=False allows it."
 )
 
-
 _REFUSAL_BESIDE_MANUAL_AXES = message(
-    "dot_product_attention",
+    _OP,
     "score_mod",
     "a function, inside a jax.shard_map over some of the axes of an explicit mesh, of which others split the arrays",
     "a jax.shard_map over these axes as well, or None",
 )
 
 
-def _varying_alike(arguments: list[Any]) -> list[Any]:
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return arguments
-    return list(vary_with(arguments, arguments))
+def _varying_alike(values: Sequence[Any]) -> list[Array]:
+    arrays = list(map(jnp.asarray, values))
+    return list(vary_with(arrays, arrays)) if jax.sharding.get_abstract_mesh().manual_axes else arrays
 
 
 class Mods(NamedTuple):
@@ -150,33 +153,32 @@ class Mods(NamedTuple):
     mask: Mod | None = None
 
 
-def trace(op: str, argument: str, fn: Any, *, of_logits: bool, dtype: Any) -> Mod:
-    """The user's function, traced for one pair; `dtype` is that of its result, and of the logit if it gets one."""
+def trace(argument: str, fn: Any, logit_dtype: Any = None) -> Mod | None:
+    """The user's function, traced for one pair; a mask if it gets no logit, which else has the dtype."""
+    if fn is None:
+        return None
     if not callable(fn):
-        raise TypeError(message(op, argument, f"type {type(fn).__name__}", "a function, or None"))
-    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * 4
-    if isinstance(fn, AttentionMask) and not of_logits:
+        raise TypeError(message(_OP, argument, f"type {type(fn).__name__}", "a function, or None"))
+    is_mask = logit_dtype is None
+    indices = [jax.ShapeDtypeStruct((), jnp.int32)] * len(_INDICES)
+    if isinstance(fn, AttentionMask) and is_mask:
         arrays = jax.tree.leaves(fn)
         if all(isinstance(x, jax.Array) for x in arrays):  # no function of the user is in it
             return Mod((), tuple(arrays), _program_of_mask(_call_mask.trace(fn, *indices).jaxpr))
-    _check_parameters(op, argument, fn, (["logit"] if of_logits else []) + _INDICES)
+    _check_parameters(argument, fn, _INDICES if is_mask else ["logit", *_INDICES])
+    inputs = indices if is_mask else [jax.ShapeDtypeStruct((), logit_dtype), *indices]
     try:
-        closed, result = jax.make_jaxpr(fn, return_shape=True)(*[jax.ShapeDtypeStruct((), dtype)] * of_logits, *indices)
+        closed, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     except jax.errors.TracerBoolConversionError as error:
         hint = "Write &, | and ~, or jnp.logical_and and its like, and jnp.where in place of if."
         found = "a function that asks whether a traced value is true, as and, or, not and if do"
-        raise TypeError(message(op, argument, found, "one that computes with arrays alone", hint)) from error
-    expected = "one float for each pair" if of_logits else "one boolean for each pair"
-    if not isinstance(result, jax.ShapeDtypeStruct):
-        raise TypeError(message(op, argument, f"a result of type {type(result).__name__}", expected))
-    if result.shape != ():
-        hint = "It is called for one pair, with numbers."
-        raise ValueError(message(op, argument, f"a result of shape {result.shape}", expected, hint))
-    if not (jnp.issubdtype(result.dtype, jnp.floating) if of_logits else result.dtype == jnp.bool_):
-        raise TypeError(message(op, argument, f"a result of dtype {result.dtype}", expected))
-    is_captured = tuple(bool(jnp.issubdtype(jnp.result_type(x), jnp.inexact)) for x in closed.consts)
-    constants = list(zip(map(jnp.asarray, closed.consts), is_captured, strict=True))
-    captured, others = (tuple(x for x, kind in constants if kind == wanted) for wanted in (True, False))
+        raise TypeError(message(_OP, argument, found, "one that computes with arrays alone", hint)) from error
+    _check_result(argument, result, is_mask)
+    constants = list(map(jnp.asarray, closed.consts))
+    is_captured = tuple(bool(jnp.issubdtype(x.dtype, jnp.inexact)) for x in constants)
+    captured, others = (
+        tuple(x for x, kind in zip(constants, is_captured, strict=True) if kind == wanted) for wanted in (True, False)
+    )
     return Mod(captured, others, Program(closed.jaxpr, is_captured))
 
 
@@ -194,7 +196,7 @@ def _program_of_mask(traced: ClosedJaxpr) -> Program:
 _INDICES = ["batch", "head", "query_position", "key_position"]
 
 
-def _check_parameters(op: str, argument: str, fn: Callable[..., Any], names: list[str]) -> None:
+def _check_parameters(argument: str, fn: Callable[..., Any], names: list[str]) -> None:
     try:
         signature = inspect.signature(fn)
     except ValueError:  # some functions do not tell
@@ -203,7 +205,18 @@ def _check_parameters(op: str, argument: str, fn: Callable[..., Any], names: lis
         signature.bind(*names)
     except TypeError as error:
         expected = f"one that can be called as ({', '.join(names)})"
-        raise TypeError(message(op, argument, f"a function of {signature}", expected)) from error
+        raise TypeError(message(_OP, argument, f"a function of {signature}", expected)) from error
+
+
+def _check_result(argument: str, result: Any, is_mask: bool) -> None:
+    expected = "one boolean for each pair" if is_mask else "one float for each pair"
+    if not isinstance(result, jax.ShapeDtypeStruct):
+        raise TypeError(message(_OP, argument, f"a result of type {type(result).__name__}", expected))
+    if result.shape != ():
+        hint = "It is called for one pair, with numbers."
+        raise ValueError(message(_OP, argument, f"a result of shape {result.shape}", expected, hint))
+    if not jnp.issubdtype(result.dtype, jnp.bool_ if is_mask else jnp.floating):
+        raise TypeError(message(_OP, argument, f"a result of dtype {result.dtype}", expected))
 
 
 # Applied to the pairs of a block.
@@ -221,21 +234,62 @@ _INDICES_ALONG = {
 Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
 
 
+def _over_axes(fn: Callable[..., Array], axes: Sequence[tuple[int | None, ...]]) -> Callable[..., Array]:
+    """`fn` of a pair over axes of a block, from the outermost on; of each is told along which inputs it goes."""
+    for in_axes in reversed(axes):
+        fn = jax.vmap(fn, in_axes)
+    return fn
+
+
 def mask_of(mod: Mod, indices: Indices) -> Array:
     """The booleans of a `mask_mod` `[B, K, G, T, S]`, with size 1 on axes along which they cannot differ."""
     uses = mod.program.uses
     # Whole on an explicit mesh: JAX does not look anything up by indices that are split.
     whole = [jax.sharding.reshard(x, PartitionSpec()) if is_sharded(x) else x for x in indices]
     used = [x if is_used else 0 for x, is_used in zip(whole, uses, strict=True)]
-    along = {
-        axis: tuple(a if is_used else None for a, is_used in zip(_INDICES_ALONG[axis], uses, strict=True))
+    along = [
+        tuple(a if is_used else None for a, is_used in zip(_INDICES_ALONG[axis], uses, strict=True))
         for axis in QUERIES_FIRST
-    }
-    fn = lambda *used: mod.of_pair(mod.captured, *used)  # noqa: E731
-    differing = [axis for axis in QUERIES_FIRST if any(a is not None for a in along[axis])]
-    for axis in reversed(differing):
-        fn = jax.vmap(fn, along[axis])
-    return jnp.expand_dims(fn(*used), [i for i, axis in enumerate(QUERIES_FIRST) if axis not in differing])
+    ]
+    differing = [in_axes for in_axes in along if set(in_axes) != {None}]
+    result = _over_axes(functools.partial(mod.of_pair, mod.captured), differing)(*used)
+    return jnp.expand_dims(result, [i for i, in_axes in enumerate(along) if set(in_axes) == {None}])
+
+
+def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices, axes: str = QUERIES_FIRST) -> Array:
+    """The logits of a block after `score_mod`."""
+
+    def of_block(x: Array, captured: Arrays, *indices: Array) -> Array:
+        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0, *_INDICES_ALONG[axis]) for axis in axes])
+        return fn(x, *indices).astype(x.dtype)
+
+    return _with_automatic_axes(of_block, x, captured, *indices)
+
+
+def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask: Array) -> Array:
+    """The same of a block in the order of `QUERIES_FIRST`, in whose derivatives a masked pair has no part.
+
+    In its place stands an unmasked pair of the block: so the function is never asked about a masked one. In a block
+    without any, what was captured gets no gradient.
+    """
+
+    def of_block(x: Array, captured: Arrays, mask: Array, *indices: Array) -> Array:
+        sample, head, query, key = indices
+        of_samples, of_heads = sample[:, None, None, None, None], head[None, ..., None, None]
+        arrays = x, of_samples, of_heads, query[:, None, None, :, None], key[:, None, None, None]
+        mask = jnp.broadcast_to(mask, x.shape)
+        _, is_first = first_of(mask)
+
+        def only_unmasked(array: Array) -> Array:
+            array = jnp.broadcast_to(array, x.shape)
+            return jnp.where(mask, array, jnp.sum(jnp.where(is_first, array, 0), dtype=array.dtype))
+
+        is_live = jnp.any(mask)
+        captured = tuple(jnp.where(is_live, a, lax.stop_gradient(a)) for a in captured)
+        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0,) * len(arrays)] * x.ndim)
+        return fn(*map(only_unmasked, arrays)).astype(x.dtype)
+
+    return _with_automatic_axes(of_block, x, captured, mask, *indices)
 
 
 def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) -> Array:
@@ -249,44 +303,3 @@ def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) ->
         raise ValueError(_REFUSAL_BESIDE_MANUAL_AXES)
     result: Array = jax.sharding.auto_axes(fn, out_sharding=jax.typeof(x).sharding)(x, *arguments)
     return result
-
-
-def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices, axes: str = QUERIES_FIRST) -> Array:
-    """The logits of a block after `score_mod`."""
-
-    def of_block(x: Array, captured: Arrays, *indices: Array) -> Array:
-        fn: Callable[..., Array] = lambda *pair: mod.of_pair(captured, *pair)  # noqa: E731
-        for axis in reversed(axes):
-            fn = jax.vmap(fn, (0, *_INDICES_ALONG[axis]))
-        return fn(x, *indices).astype(x.dtype)
-
-    return _with_automatic_axes(of_block, x, captured, *indices)
-
-
-def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask: Array) -> Array:
-    """The same of a block in the order of `QUERIES_FIRST`, in whose derivatives a masked pair has no part.
-
-    In its place stands an unmasked pair of the block: so the function is never asked about a masked one. In a block
-    without any, what was captured gets no gradient.
-    """
-
-    def of_block(
-        x: Array, captured: Arrays, mask: Array, sample: Array, head: Array, query: Array, key: Array
-    ) -> Array:
-        of_samples, of_heads = sample[:, None, None, None, None], head[None, ..., None, None]
-        arrays = x, of_samples, of_heads, query[:, None, None, :, None], key[:, None, None, None]
-        mask = jnp.broadcast_to(mask, x.shape)
-        _, is_first = first_of(mask)
-
-        def only_unmasked(array: Array) -> Array:
-            array = jnp.broadcast_to(array, x.shape)
-            return jnp.where(mask, array, jnp.sum(jnp.where(is_first, array, 0), dtype=array.dtype))
-
-        is_live = jnp.any(mask)
-        captured = tuple(jnp.where(is_live, a, lax.stop_gradient(a)) for a in captured)
-        fn: Callable[..., Array] = lambda *pair: mod.of_pair(captured, *pair)  # noqa: E731
-        for _ in QUERIES_FIRST:
-            fn = jax.vmap(fn)
-        return fn(*map(only_unmasked, arrays)).astype(x.dtype)
-
-    return _with_automatic_axes(of_block, x, captured, mask, *indices)

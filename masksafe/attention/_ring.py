@@ -22,13 +22,11 @@ from jax import lax
 
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, vary_with, varying_over
-from masksafe._core.tiles import Tiles, divide
+from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
-from masksafe.attention._dropout import from_key
-from masksafe.attention._formulas import Adjustments, Band, Config, Gradients, Ring
-from masksafe.attention._heads import keys_by_problem, queries_by_problem, queries_by_user
-from masksafe.attention._mask import Pairs, has_live_block, once_if
-from masksafe.attention._passes import Parts, run_forward, run_reverse, zero_sums
+from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Inputs, Plan, Ring
+from masksafe.attention._merge import Partial
+from masksafe.attention._pairs import OVER_PAIRS, add_at, cut, has_live_block, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
@@ -66,59 +64,59 @@ class _Moving(NamedTuple):
     positions: Array | None
     segments: Array | None
 
+    @classmethod
+    def of(cls, ring: Ring, inputs: Inputs) -> "_Moving":
+        of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
+        return cls(inputs.k, inputs.v, *varying_over(ring.axis_name, of_keys))
 
-def _moving(ring: Ring, k: Array, v: Array, pairs: Pairs) -> _Moving:
-    return _Moving(k, v, *varying_over(ring.axis_name, (pairs.key_positions, pairs.key_segments)))
 
-
-def run_forward_in_ring(config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs) -> Parts:
-    """As `run_forward`, for the keys of all devices."""
-    assert config.ring is not None
+def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
+    """`inner(plan, inputs)` for the keys of all devices."""
+    ring = plan.ring
+    assert ring is not None
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
-    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs))
+    q, k, v, adjustments = vary_with(inputs[:-1], inputs)
+    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
-    def visit(step: Any, moving: _Moving, state: _Merged) -> _Merged:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
+    def visit(step: Any, moving: _Moving, state: Partial) -> Partial:
+        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
 
-        def add(state: _Merged) -> _Merged:
-            return _merged(state, *run_forward(own, q, moving.k, moving.v, adjustments_of_step, pairs_of_step))
+        def add(state: Partial) -> Partial:
+            return state.plus(inner(plan_of_step, seen).multiplied())
 
-        if not config.skips:  # JAX differentiates the plain form: so it recomputes each step instead of storing it
-            recomputed: _Merged = jax.checkpoint(add)(state)
+        if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
+            recomputed: Partial = jax.checkpoint(add)(state)
             return recomputed
-        return _if_live(own, add, state, q, moving.k, adjustments_of_step.of(pairs_of_step))
+        return _if_live(plan, add, state, seen)
 
-    nothing = vary_with(_nothing(q, v), q)
-    return _divided(_go_round(config.ring, visit, _moving(config.ring, k, v, pairs), nothing))
+    nothing = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
+    state: Partial = _go_round(ring, visit, _Moving.of(ring, inputs), nothing)
+    return state.divided()
 
 
 def run_reverse_in_ring(
-    config: Config, q: Array, k: Array, v: Array, adjustments: Adjustments, pairs: Pairs, *results_and_cotangents: Array
+    inner: Callable[[Plan, Cotangents, Inputs], Gradients], plan: Plan, queries: Cotangents, inputs: Inputs
 ) -> Gradients:
-    """As `run_reverse`, for the keys of all devices."""
-    ring = config.ring
+    """`inner(plan, queries, inputs)` for the keys of all devices."""
+    ring = plan.ring
     assert ring is not None
+    queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
+    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
-        own, adjustments_of_step, pairs_of_step = _seen_in_step(config, step, q, moving, adjustments, pairs)
-        first_key = _first_key(ring, step, moving.k)
+        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
         if not (isinstance(step, int) and step == 0):
             sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
 
         def add(sums: Gradients) -> Gradients:
-            keys = moving.k, moving.v
-            d = run_reverse(own, q, *keys, adjustments_of_step, pairs_of_step, *results_and_cotangents)
-            added = _add_adjustments(sums.adjustments, d.adjustments, first_key)
+            d = inner(plan_of_step, queries, seen)
+            added = _add_adjustments(sums.adjustments, d.adjustments, _first_key(ring, step, moving.k))
             return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
 
-        return _if_live(own, add, sums, q, moving.k, adjustments_of_step.of(pairs_of_step))
+        return _if_live(plan, add, sums, seen)
 
-    q, k, v, adjustments = vary_with((q, k, v, adjustments), (q, k, v, adjustments, pairs, results_and_cotangents))
-    d_lse = results_and_cotangents[-1]
-    no_d_q, no_d_k, no_d_v = (jnp.zeros_like(x, d_lse.dtype) for x in (q, k, v))
-    nothing = Gradients(no_d_q, no_d_k, no_d_v, zero_sums(adjustments, d_lse))
-    nothing = vary_with(nothing, q)
-    sums = _go_round(ring, visit, _moving(ring, k, v, pairs), nothing)
+    nothing = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), Gradients(q, k, v, adjustments))
+    sums = _go_round(ring, visit, _Moving.of(ring, inputs), vary_with(nothing, q))
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
     return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
@@ -162,11 +160,11 @@ def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
     return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
-def _if_live(
-    config: Config, add: Callable[[_State], _State], state: _State, q: Array, k: Array, pairs: Pairs
-) -> _State:
+def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: Inputs) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
-    is_live = has_live_block(pairs, divide(q.shape[1], config.query_tile), Tiles(k.shape[1], k.shape[1]))
+    num_queries, num_keys = seen.q.shape[1], seen.k.shape[1]
+    of_queries, of_keys = divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys)
+    is_live = has_live_block(seen.adjustments.of(seen.pairs), of_queries, of_keys)
     return add(state) if is_live is None else once_if(is_live, add, state)
 
 
@@ -180,30 +178,29 @@ def _first_key(ring: Ring, step: Any, k: Array) -> Array:
     return first_key
 
 
-def _seen_in_step(
-    config: Config, step: Any, q: Array, moving: _Moving, adjustments: Adjustments, pairs: Pairs
-) -> tuple[Config, Adjustments, Pairs]:
-    """The parameters, adjustments and pairs of this device's queries and the keys that it has in a step."""
-    ring = config.ring
+def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tuple[Plan, Inputs]:
+    """The parameters and inputs of this device's queries and the keys that it has in a step."""
+    ring, (q, _, _, adjustments, pairs) = plan.ring, inputs
     assert ring is not None
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
 
     def in_step(index: Array | None) -> Array | None:
         return None if index is None else jnp.clip(index - first_key, 0, num_keys)
 
-    def cut(x: Array | None) -> Array | None:
-        return x if x is None or x.shape[-1] == 1 else lax.dynamic_slice_in_dim(x, first_key, num_keys, -1)
+    def of_step(x: Array | None) -> Array | None:
+        return None if x is None else cut(x, OVER_PAIRS, {"s": (first_key, num_keys)})
 
     own = pairs._replace(
         first_key=in_step(pairs.first_key),
         end_key=in_step(pairs.end_key),
         key_positions=moving.positions,
         key_segments=moving.segments,
-        allowed=cut(pairs.allowed),
-        query_words=from_key(pairs.query_words, first_key),
+        allowed=of_step(pairs.allowed),
+        query_words=words_from_key(pairs.query_words, first_key),
     )
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
-    return config._replace(band=band), adjustments._replace(bias=cut(adjustments.bias)), own
+    seen = Inputs(q, moving.k, moving.v, adjustments._replace(bias=of_step(adjustments.bias)), own)
+    return plan._replace(band=band), seen
 
 
 def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
@@ -218,43 +215,5 @@ def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adj
     """The sums, in which the bias is that of the keys of all devices, plus the cotangents of a step."""
     bias = sums.bias
     if bias is not None and d.bias is not None:
-        if bias.shape == d.bias.shape:
-            bias = bias + d.bias
-        else:
-            bias = lax.dynamic_update_slice_in_dim(bias, d.bias, first_key, -1)
+        bias = add_at(bias, d.bias, {"s": (first_key, d.bias.shape[-1])})
     return Adjustments(bias, tuple(s + d for s, d in zip(sums.captured, d.captured, strict=True)))
-
-
-# Merging.
-
-
-class _Merged(NamedTuple):
-    """The partial results of some steps; the sums are of exp(x - largest)."""
-
-    weighted: Array  # [B, T, N, width of v]
-    largest: Array  # [B, T, N]
-    total: Array  # [B, T, N]
-
-
-def _nothing(q: Array, v: Array) -> _Merged:
-    # Made from a product, so that it has the sharding of the results.
-    zero = jnp.zeros_like(q[..., :1], wide_dtype(q.dtype))
-    of_values = jnp.zeros_like(keys_by_problem(v[:, :1]), zero.dtype)[:, :, None]
-    weighted = queries_by_user(queries_by_problem(zero, v.shape[2]) * of_values)
-    return _Merged(weighted, zero[..., 0] - jnp.inf, zero[..., 0])
-
-
-def _merged(state: _Merged, out: Array, largest: Array, total: Array) -> _Merged:
-    """The results of the steps before with those of one more."""
-    before, largest = lax.stop_gradient((state.largest, largest))
-    of_both = jnp.maximum(before, largest)
-    shift = jnp.where(of_both == -jnp.inf, 0, of_both)
-    decay = jnp.exp(before - shift)
-    total = jnp.where(largest == -jnp.inf, 0, total * jnp.exp(largest - shift))  # 1 for a query that sees no key
-    weighted = state.weighted * decay[..., None] + out * total[..., None]
-    return _Merged(weighted, of_both, state.total * decay + total)
-
-
-def _divided(state: _Merged) -> Parts:
-    total = jnp.where(state.total == 0, 1, state.total)
-    return state.weighted / total[..., None], state.largest, total

@@ -6,7 +6,6 @@ import pytest
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.attention import _rowwise
 
 attention = masksafe.dot_product_attention
 
@@ -16,32 +15,25 @@ def few_of(values, *kept):
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
-def shrink_blocks(monkeypatch, size=4):
-    # The sizes of blocks are in the key of the compilation cache, so that programs for others are not found.
-    for name in ("QUERY_TILE", "KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED", "FEWEST_QUERIES"):
-        monkeypatch.setattr(platforms, name, size)
-    for name in ("IN_TURN_LOGITS_OF_ONE", "IN_TURN_LOGITS_OF_ALL"):
-        monkeypatch.setattr(platforms, name, 1)
+def give_sizes(monkeypatch, **sizes):
+    """Other sizes of blocks. A program is compiled for its sizes: one for others is not found by them."""
+    monkeypatch.setattr(platforms, "ATTENTION", platforms.ATTENTION._replace(**sizes))
+
+
+def shrink_blocks(monkeypatch, size=4, **others):
+    tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
+    give_sizes(monkeypatch, **tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
 
 
 def decode_always(monkeypatch):
     """All calls as decoding, in blocks of a few keys; and the reverse pass sample by sample."""
-    monkeypatch.setattr(platforms, "FEW_QUERIES", 2**20)
-    monkeypatch.setattr(platforms, "FEWEST_KEYS_OF_FEW_QUERIES", 1)
-    monkeypatch.setattr(platforms, "KEY_BLOCK_ELEMENTS", 16)
-    for name in ("IN_TURN_LOGITS_OF_ALL", "REVERSE_AT_ONCE_LOGITS"):
-        monkeypatch.setattr(platforms, name, 1)
-    for name in ("KEY_TILE", "KEY_TILE_IF_NOTHING_IS_SKIPPED"):  # of another size, for the compilation cache
-        monkeypatch.setattr(platforms, name, getattr(platforms, name) + 1)
+    few = dict(few_queries=2**20, fewest_keys_of_few_queries=1, key_block_elements=16)
+    give_sizes(monkeypatch, in_turn_logits_of_all=1, reverse_at_once_logits=1, **few)
 
 
 def by_rows(monkeypatch):
-    """The form for an accelerator, in tiles of few queries of one sample and head. Forgets programs for the CPU."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(platforms, "ROW_TILE_LOGITS", 21)
-    monkeypatch.setattr(platforms, "SKIPPING_ROW_TILE_LOGITS", 16)
-    monkeypatch.setattr(_rowwise, "_ALIGNMENT", 2)
-    jax.clear_caches()
+    """The form for an accelerator, in tiles of few queries of one sample and head."""
+    give_sizes(monkeypatch, form="elsewhere", row_tile_logits=21, skipping_row_tile_logits=16, alignment=2)
 
 
 def assert_close(actual, expected, tolerance=2e-5):

@@ -104,6 +104,7 @@ BAD_ARGUMENTS = {
     ),
     "an offset": (dict(causal_offset=1.5), TypeError, "causal_offset: got dtype"),
     "a scale": (dict(scale=jnp.ones(2)), ValueError, "scale: got shape"),
+    "a scale beyond floats": (dict(scale=10**400), TypeError, "scale: got type int"),
     "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
     "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
     "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),

@@ -27,6 +27,7 @@ from attention_cases import (
     window,
     with_gradients,
 )
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
@@ -398,6 +399,16 @@ def test_what_cudnn_lacks_is_refused_by_name_and_taken_over_otherwise(name):
         attention(*inputs, implementation="cudnn", **arguments)
     chosen, xla = (jax.make_jaxpr(lambda: attention(*inputs, implementation=i, **arguments))() for i in (None, "xla"))  # noqa: B023
     assert str(chosen) == str(xla)
+
+
+def test_label_checks_of_lengths():
+    inputs, lengths = inputs_of(), np.array([2, 9])
+    run = lambda lengths: attention(*inputs, key_value_seq_lengths=lengths)  # noqa: E731
+    with masksafe.label_checks("checkify"):
+        error, out = checkify.checkify(jax.jit(run))(lengths)
+    assert "key_value_seq_lengths are outside" in error.get()
+    np.testing.assert_array_equal(np.isnan(wide(out)).all((1, 2, 3)), [False, True])
+    assert_same_bits(out[0], run(lengths)[0])
 
 
 def test_more_batch_dimensions_are_refused():

@@ -15,6 +15,7 @@ from attention_cases import (
     causal,
     exact,
     few_of,
+    give_sizes,
     normals,
     random_inputs,
     replaced,
@@ -25,9 +26,8 @@ from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
-from masksafe._core import platforms
 from masksafe._core.tiles import divide
-from masksafe.attention._mask import Pairs, live_blocks
+from masksafe.attention._pairs import Pairs, live_blocks
 from masksafe.testing import assert_consistent
 
 
@@ -295,8 +295,7 @@ def results_of(jaxpr):
 
 def test_no_array_over_all_pairs_is_computed(monkeypatch):
     # On other platforms there are such arrays in the trace, but within a kernel: XLA fuses them into their sum.
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: on_cpu(*args))
-    jax.clear_caches()
+    give_sizes(monkeypatch, form="cpu")
     mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
     bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
 
@@ -356,9 +355,8 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
     def spy(pairs: Pairs, queries, keys):
         raise SeenError(live_blocks(pairs, queries, keys), queries, keys)
 
-    monkeypatch.setattr("masksafe.attention._blockwise.live_blocks", spy)
-    shrink_blocks(monkeypatch, size)
-    monkeypatch.setattr("masksafe._core.platforms.IN_TURN_LOGITS_OF_ALL", 2**30)
+    monkeypatch.setattr("masksafe.attention._blocks.live_blocks", spy)
+    shrink_blocks(monkeypatch, size, in_turn_logits_of_all=2**30)
     with jax.disable_jit(), pytest.raises(SeenError) as caught:
         attention(*random_inputs(), **arguments)
     live, queries, keys = caught.value.args

@@ -1,0 +1,524 @@
+"""What surrounds a pass: devices, batch, sinks, derivatives, platforms, and problems solved at once or in turn.
+
+Values and first derivatives in reverse mode come from the kernels, which skip dead blocks. Every other derivative,
+forward mode and all second derivatives, is that of the plain form: the same blocks in loops of fixed length. JAX can
+differentiate it to any order, and it holds no array over all pairs either.
+
+A problem is the work of one key head of one sample. An accelerator wants all problems in one large product. On a CPU,
+large problems are solved in turn: their blocks stay in the cache, and each problem skips the blocks that its own mask
+excludes, not only those that the masks of all problems exclude.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from masksafe._core import platforms
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.own_shard_map import on_own_devices
+from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.row_blocks import as_bits, from_bits
+from masksafe._core.sharding import has_symbolic_size, may_loop
+from masksafe._core.tiles import Tile, divide, part
+from masksafe._core.typing import Array
+from masksafe._core.unfolded import any_of
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, are_finite
+from masksafe.attention._blocks import attend_in_blocks, pull_back_in_blocks, tiles_of
+from masksafe.attention._merge import Partial, with_sinks
+from masksafe.attention._mods import Mods
+from masksafe.attention._pairs import AXES, Pairs, Problems, grouped_heads
+from masksafe.attention._ring import run_forward_in_ring, run_reverse_in_ring
+from masksafe.attention._rows import attend_by_rows, most_logits_at_once, pull_back_by_rows
+
+# Devices and batch.
+
+
+def attend(
+    plan: Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    pairs: Pairs,
+    mods: Mods = Mods(),  # noqa: B008
+    sinks: Array | None = None,
+) -> tuple[Array, Array]:
+    """Output and logsumexp for arrays with any batch dimensions; `bias` and `mask` are `[*batch, N, T, S]`.
+
+    On a mesh whose explicit axes split batch or heads, each device solves the problems of its own. Queries and keys are
+    whole, as are arrays that a mod closes over.
+    """
+    batch = [f"batch {axis}" for axis in range(q.ndim - 3)]
+    of_operands, of_pairs = PartitionSpec(*batch, None, "heads"), PartitionSpec(*batch, "heads")
+    of_all = PartitionSpec()
+    by_axis = {"k": "heads", "g": "heads" if k.shape[-2] == 1 else None}
+
+    def of_field(name: str) -> PartitionSpec:
+        return PartitionSpec(*batch, *(by_axis.get(axis) for axis in AXES.get(name, "b")[1:]))
+
+    def alike(tree: Any, names: PartitionSpec) -> Any:
+        return jax.tree.map(lambda _: names, tree)
+
+    names_of_pairs = Pairs(*(alike(x, of_field(name)) for name, x in pairs._asdict().items()))
+    of_args: list[tuple[Any, Any]] = [
+        *((x, of_operands) for x in (q, k, v)),
+        (scale, alike(scale, of_all)),
+        *((x, alike(x, of_pairs)) for x in (bias, mask)),
+        (pairs, names_of_pairs),
+        (mods, alike(mods, of_all)),
+        (sinks, alike(sinks, PartitionSpec("heads"))),
+    ]
+    args, names = zip(*of_args, strict=True)
+    fn = functools.partial(_attend_over_batch, plan)
+    results: tuple[Array, Array] = on_own_devices(fn, args, names, (of_operands, of_operands))
+    return results
+
+
+def _attend_over_batch(
+    plan: Plan,
+    q: Array,
+    k: Array,
+    v: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    pairs: Pairs,
+    mods: Mods,
+    sinks: Array | None,
+) -> tuple[Array, Array]:
+    scaled = q if scale is None else scaled_queries(q, scale)
+    mask = None if mask is None else grouped_heads(mask, k.shape[-2])
+    out, lse = _attend_flattened(plan, mods, scaled, k, v, bias, pairs._replace(allowed=mask))
+    out = out if sinks is None else with_sinks(out, lse, sinks)
+    return out.astype(q.dtype), lse
+
+
+def scaled_queries(q: Array, scale: Array) -> Array:
+    """The queries times the scale, in the wide dtype."""
+    wide = q.astype(wide_dtype(q.dtype))
+    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
+    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
+
+
+def _attend_flattened(
+    plan: Plan, mods: Mods, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
+) -> tuple[Array, Array]:
+    """For one batch dimension in place of any number."""
+    batch = q.shape[:-3]
+    if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
+        dtype = wide_dtype(q.dtype)
+        out_dtype = q.dtype if plan.rounds else dtype
+        return jnp.zeros((*q.shape[:-1], v.shape[-1]), out_dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
+    if q.shape[-1] == 0:  # all products are 0, as those of a column of zeros
+        q, k = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) for x in (q, k))
+    leaves, tree = jax.tree.flatten((bias, pairs))
+    batch_shapes = [x.shape[: len(batch)] for x in leaves]
+    if all(shape in (batch, (1,) * len(batch)) for shape in batch_shapes):
+        size = math.prod(batch)
+
+        def flatten(x: Array) -> Array:
+            lead = x.shape[: len(batch)]
+            return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
+
+        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flatten, leaves))
+        adjustments = Adjustments(flat_bias, () if mods.score is None else mods.score.captured)
+        flat_pairs = Adjustments().of(flat_pairs._replace(score_mod=mods.score, mask_mod=mods.mask))
+        out, lse = _attention(plan, Inputs(flatten(q), flatten(k), flatten(v), adjustments, flat_pairs))
+        return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
+    # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.
+    axes = [0 if shape[0] == batch[0] else None for shape in batch_shapes]
+    leaves = [x if axis == 0 else x[0] for x, axis in zip(leaves, axes, strict=True)]
+
+    def attend_to_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
+        return _attend_flattened(plan, mods, q, k, v, *jax.tree.unflatten(tree, leaves))
+
+    return jax.vmap(attend_to_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)
+
+
+# The op and its derivatives, for arrays in the user's layout.
+
+_Result = tuple[Array, Array]
+
+
+def _forward(plan: Plan, inputs: Inputs) -> tuple[_Result, tuple[Inputs, Partial]]:
+    results = _evaluate(plan, _grouped(inputs))
+    # The output is kept unrounded, since delta depends on it.
+    return _rounded(plan, inputs, results), (inputs, results)
+
+
+def _reverse(plan: Plan, residuals: tuple[Inputs, Partial], cotangents: _Result) -> tuple[Any]:
+    (inputs, results), (d_out, d_lse) = residuals, cotangents
+    d = _pull_back(plan, _grouped(inputs), results, d_out, d_lse[..., None])
+    d_adjustments = jax.tree.map(lambda d, x: d.reshape(x.shape), d.adjustments, inputs.adjustments)
+    return (Inputs(d.query, d.key, d.value, d_adjustments, None),)  # type: ignore[arg-type]
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def _attention(plan: Plan, inputs: Inputs) -> _Result:
+    """Output `[B, T, N, width of v]` and logsumexp `[B, T, N]`, wide, but the output if it is rounded.
+
+    The bias of the inputs is `[B, N, T, S]` with size 1 where it broadcasts.
+    """
+    return _rounded(plan, inputs, _evaluate(plan, _grouped(inputs)))
+
+
+def _grouped(inputs: Inputs) -> Inputs:
+    """With the bias as the kernels take it.
+
+    It is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new one with
+    a NaN under the mask would set off `jax_debug_nans`.
+    """
+    bias = inputs.adjustments.bias
+    if bias is None:
+        return inputs
+    return inputs._replace(adjustments=inputs.adjustments._replace(bias=grouped_heads(bias, inputs.k.shape[2])))
+
+
+def _rounded(plan: Plan, inputs: Inputs, results: Partial) -> _Result:
+    out = results.weighted.astype(inputs.q.dtype) if plan.rounds else results.weighted
+    return out, _logsumexp(results)[..., 0]
+
+
+def _logsumexp(results: Partial) -> Array:
+    return results.largest + jnp.log(results.total)
+
+
+def _evaluate_plainly(plan: Plan, inputs: Inputs) -> Partial:
+    return _run_forward(plan._replace(is_plain=True), inputs)
+
+
+@with_derivatives_of(_evaluate_plainly)
+def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
+    return _run_forward(plan, inputs)
+
+
+def _run_forward(plan: Plan, inputs: Inputs) -> Partial:
+    return _pass_forward(plan, inputs) if plan.ring is None else run_forward_in_ring(_pass_forward, plan, inputs)
+
+
+def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
+    wanted, delta = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
+    lse = lax.stop_gradient(_logsumexp(results))
+    # A sound query without a cotangent may have one in a derivative.
+    live = (lse != -jnp.inf) & (wanted | (jnp.isfinite(lse) & jnp.isfinite(delta)))
+    inputs = _with_live_queries(inputs, live)
+
+    def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:
+        results = _evaluate_plainly(plan, Inputs(q, k, v, adjustments, inputs.pairs))
+        return results.weighted, _logsumexp(results)
+
+    _, reverse = jax.vjp(plain, *inputs[:-1])
+    return Gradients(*reverse((jnp.where(live, d_out, 0).astype(d_lse.dtype), jnp.where(live, d_lse, 0))))
+
+
+@with_derivatives_of(_pull_back_plainly)
+def _pull_back(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
+    wanted, delta = _find_wanted_queries(results.weighted, d_out, d_lse)
+    # What is bad makes all columns of an output NaN. The sum of exponentials tells as well, but XLA for a GPU would
+    # compute it in one more pass over the logits.
+    is_sound = jnp.isfinite(results.weighted[..., :1]) & jnp.isfinite(delta)
+    d_lse, largest = (jnp.where(is_sound, x, jnp.nan) for x in (d_lse, results.largest))
+    queries = Cotangents(inputs.q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
+    args = plan, queries, _with_live_queries(inputs, wanted)
+    d = _pass_reverse(*args) if plan.ring is None else run_reverse_in_ring(_pass_reverse, *args)
+    return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, inputs.adjustments))
+
+
+def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array, Array]:
+    """Which queries have a cotangent that is not 0, and delta; both `[B, T, N, 1]`.
+
+    A query with a NaN whose cotangents are all 0 takes no part in the reverse pass: such a NaN has been selected away
+    after the op, as a loss does with padded queries.
+    """
+    wide = jnp.promote_types(out.dtype, d_lse.dtype)
+    is_wanted = d_out != 0
+    delta = jnp.sum(jnp.where(is_wanted, out.astype(wide) * d_out.astype(wide), 0), -1, keepdims=True) - d_lse
+    return any_of(is_wanted, -1, keepdims=True) | (d_lse != 0), delta
+
+
+def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
+    """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
+    live_queries = _queries_by_problem(live, inputs.k.shape[2])[..., 0]
+    return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
+
+
+# The passes for the keys that a device holds, in the schedule that the platform wants.
+
+
+def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
+    """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
+    q, k, v, adjustments, pairs = inputs
+    on_cpu, elsewhere = (functools.partial(f, plan) for f in (_forward_on_cpu, _forward_elsewhere))
+    results: Partial = _as_platform_wants(plan, on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
+    return results
+
+
+def _forward_on_cpu(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
+    if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
+        return _attend_sample_by_sample(plan, q, k, v, pairs)
+
+    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
+        (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
+        q, k, v = map(widened, (q, k, v))
+        queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
+        tiles = tiles_of(plan, q.shape[2], q.shape[3], k.shape[2], pairs)
+        if tiles[0].number == tiles[1].number == 1:
+            return attend_by_rows(plan, queries, keys, pairs), (), carry
+        return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], *tiles), (), carry
+
+    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
+    results: Partial = _solve(kernel, *args, _steps_on_cpu(plan, q, k, pairs))[0]
+    return results
+
+
+def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
+    plan = plan._replace(on_accelerator=True)
+
+    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
+        return attend_by_rows(plan, Queries.of(plan, *by_query), Keys.of(*by_key), pairs), (), carry
+
+    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
+    results: Partial = _solve(kernel, *args, _steps_elsewhere(plan, q, k, pairs))[0]
+    return results
+
+
+def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
+    """The cotangents of q, k and v, and those of the adjustments, which are wide.
+
+    All are wide, and parts of sums, if other devices have more of the keys: then the results are those of all keys.
+    """
+    q, k, v, adjustments, pairs = inputs
+    dtypes = q.dtype, k.dtype, v.dtype
+
+    def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+        _, num_queries, heads, _ = queries.q.shape
+        tiles = tiles_of(plan, heads // k.shape[2], num_queries, k.shape[1], pairs)
+        is_one = tiles[0].number == tiles[1].number == 1
+
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
+            queries, keys = jax.tree.map(widened, (by_query, by_key))
+            queries, keys = queries.cleaned(plan), Keys.of(*keys)
+            if is_one:
+                return _by_user(plan, pull_back_by_rows(plan, queries, keys, pairs, sums), dtypes)
+            return _by_user(plan, pull_back_in_blocks(plan, queries, keys, pairs, sums, *tiles), dtypes)
+
+        steps = _steps_on_cpu(plan, queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
+        return _solve(kernel, _of_rows(plan, queries) if is_one else queries, (k, v), pairs, sums, steps)
+
+    def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+        # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
+        queries, k, v, pairs = lax.optimization_barrier((_of_rows(plan, queries), k, v, pairs))
+        there = plan._replace(on_accelerator=True)
+
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
+            d = pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums)
+            return _by_user(plan, d, dtypes)
+
+        return _solve(kernel, queries, (k, v), pairs, sums, _steps_elsewhere(there, queries.q, k, pairs))
+
+    args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
+    (d_q,), (d_k, d_v), sums = _as_platform_wants(plan, on_cpu, elsewhere, *args)
+    return Gradients(d_q, d_k, d_v, sums)
+
+
+def _of_rows(plan: Plan, queries: Cotangents) -> Cotangents:
+    """What tiles with all keys of their queries need: only in a ring there are more."""
+    return Cotangents(*queries[:3]) if plan.ring is None else queries
+
+
+def _as_platform_wants(plan: Plan, on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
+    if plan.sizes.form is None:
+        return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    return (on_cpu if plan.sizes.form == "cpu" else elsewhere)(*args)
+
+
+def _by_user(plan: Plan, d: Gradients, dtypes: Any) -> "_Results":
+    if plan.ring is None:
+        of_q, of_k, of_v = dtypes
+        return (d.query.astype(of_q),), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
+    return (d.query,), (d.key, d.value), d.adjustments
+
+
+def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
+    """Where sums of the cotangents of the adjustments begin."""
+
+    # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
+    # result.
+    def zero(x: Array) -> Array:
+        return jnp.zeros_like(x, jnp.promote_types(x.dtype, d_lse.dtype)) + jnp.sum(d_lse[..., :0])
+
+    zeros: Adjustments = jax.tree.map(zero, adjustments)
+    return zeros
+
+
+# Problems, at once or in turn.
+
+_Arrays = Any  # a tuple of arrays by query, or of arrays by key
+_Results = tuple[_Arrays, _Arrays, Any]  # by query, by key, the carry
+
+
+class _Steps(NamedTuple):
+    """Of how many samples and key heads the problems are solved at a time: several samples have all their heads."""
+
+    samples: int
+    heads: int
+    unroll: int = 1  # that of `lax.scan`
+
+
+def _steps_on_cpu(plan: Plan, q: Array, k: Array, pairs: Pairs, most_logits: int | None = None) -> _Steps | None:
+    """None for all at once. Samples that are worked on together have at most so many logits; None is any number."""
+    if not may_loop((q, k, pairs)):
+        return None
+    num_problems, logits = k.shape[0] * k.shape[2], _number_of_logits(q, k)
+    if num_problems == 1 or logits < plan.sizes.in_turn_logits_of_all:
+        return None
+    if logits >= num_problems * plan.sizes.in_turn_logits_of_one:
+        return _Steps(1, 1)
+    if most_logits is None or logits <= most_logits:
+        return None
+    return _Steps(_largest_divisor(k.shape[0], k.shape[0] * most_logits // logits), k.shape[2])
+
+
+def _steps_elsewhere(plan: Plan, q: Array, k: Array, pairs: Pairs) -> _Steps | None:
+    if not may_loop((q, k, pairs)):
+        return None
+    batch, _, num_key_heads, _ = k.shape
+    most = most_logits_at_once(plan) * batch * num_key_heads // max(1, _number_of_logits(q, k))
+    samples = _largest_divisor(batch, most // num_key_heads)
+    heads = num_key_heads if most >= num_key_heads else _largest_divisor(num_key_heads, most)
+    # Two steps in a body save launches; with more of them XLA would keep the logits of all.
+    return None if (samples, heads) == (batch, num_key_heads) else _Steps(samples, heads, unroll=2)
+
+
+def _number_of_logits(q: Array, k: Array) -> int:
+    return math.prod(q.shape[:3]) * k.shape[1]
+
+
+def _largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` up to `most`, at least 1."""
+    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
+
+
+def _solve(
+    kernel: Callable[[_Arrays, _Arrays, Pairs, Any], _Results],
+    by_query: _Arrays,
+    by_key: _Arrays,
+    pairs: Pairs,
+    carry: Any,
+    steps: _Steps | None,
+) -> _Results:
+    """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
+
+    Args:
+      kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry, which
+        returns arrays by query, arrays by key and the carry. Problems solved in turn hand the carry on.
+      by_query: arrays `[B, T, N, n]`.
+      by_key: arrays `[B, S, K, n]`.
+      pairs: what masks the pairs.
+      carry: a pytree, for sums over problems.
+      steps: None for all problems at once.
+    """
+    batch, _, num_key_heads, _ = by_key[0].shape
+    group = by_query[0].shape[2] // num_key_heads
+
+    def solve(problems: Problems | None, carry: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
+        heads = num_key_heads if problems is None else problems.heads
+
+        def own(x: Array, of_key_head: int) -> Array:
+            if problems is None:
+                return x
+            first = problems.head if of_key_head == 1 else problems.head * of_key_head
+            of_heads = first, heads * of_key_head
+            return part(x, {0: (problems.sample, problems.samples), 2: of_heads})
+
+        of_queries = jax.tree.map(lambda x: _queries_by_problem(own(x, group), heads), by_query)
+        of_keys = jax.tree.map(lambda x: _keys_by_problem(own(x, 1)), by_key)
+        own_pairs = pairs if problems is None else pairs.only(problems)
+        of_queries, of_keys, carry = kernel(of_queries, of_keys, own_pairs, carry)
+        return carry, (of_queries, of_keys)
+
+    if steps is None:
+        carry, results = solve(None, carry)
+    else:
+        samples, heads, unroll = steps
+
+        def step(carry: Any, n: Array) -> Any:
+            if heads == num_key_heads:
+                return solve(Problems(n * samples, 0, samples, heads), carry)
+            steps_of_sample = num_key_heads // heads
+            head = lax.rem(n, steps_of_sample)
+            return solve(Problems(lax.div(n, steps_of_sample), head if heads == 1 else head * heads, 1, heads), carry)
+
+        numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
+        carry, results = lax.scan(step, carry, numbers, unroll=unroll)
+        # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
+        results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
+    return jax.tree.map(_queries_by_user, results[0]), jax.tree.map(_keys_by_user, results[1]), carry
+
+
+# Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own
+# live blocks of keys, of which each is cut from the user's arrays and cleaned when its turn comes: what no query of a
+# sample sees is not even read, as the unused part of a cache of keys.
+
+
+def _has_few_queries(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
+    if not may_loop((q, k, pairs)) or has_symbolic_size(q) or has_symbolic_size(k):
+        return False
+    if k.shape[0] == 1 and not jax.tree.leaves(pairs):  # both cores are faster on one block
+        return False
+    rows = q.shape[1] * q.shape[2] // k.shape[2]
+    return rows <= plan.sizes.few_queries and k.shape[1] >= plan.sizes.fewest_keys_of_few_queries
+
+
+def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
+    num_queries, (_, num_keys, num_key_heads, width) = q.shape[1], k.shape
+    of_keys = divide(num_keys, max(1, plan.sizes.key_block_elements // max(1, num_key_heads * width)))
+    bits = as_bits(k), as_bits(v)
+
+    def one_sample(i: Array) -> Partial:
+        def keys_of(tile: Tile) -> Keys:
+            cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
+            k_j, v_j = (from_bits(x, k.dtype) for x in cut)
+            k_j, v_j, is_sound = map(_keys_by_problem, (k_j, v_j, are_finite(k_j, v_j)))
+            return Keys.of(widened(k_j), widened(v_j), is_sound)
+
+        own = pairs.only(Problems(i, 0, 1, num_key_heads))
+        q_i = part(q, {0: (i, 1)})
+        of_problems = (_queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
+        queries, of_queries = Queries.of(plan, *of_problems), divide(num_queries, num_queries)
+        return attend_in_blocks(plan, queries, keys_of, own, v.shape[-1], of_queries, of_keys)
+
+    results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))
+    return Partial(*(_queries_by_user(x[:, 0]) for x in results))
+
+
+# Layouts.
+
+
+def _queries_by_problem(x: Array, num_key_heads: int) -> Array:
+    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
+
+
+def _queries_by_user(x: Array) -> Array:
+    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def _keys_by_problem(x: Array) -> Array:
+    """`[B, S, K, n]` to `[B, K, S, n]`."""
+    return jnp.moveaxis(x, 1, 2)
+
+
+def _keys_by_user(x: Array) -> Array:
+    """`[B, K, S, n]` to `[B, S, K, n]`."""
+    return jnp.moveaxis(x, 2, 1)

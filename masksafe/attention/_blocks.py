@@ -1,0 +1,113 @@
+"""Attention in blocks of queries and keys, with no array over all pairs in either pass: the schedule for a CPU.
+
+The forward pass goes through the keys with a running maximum (Milakov and Gimelshein, "Online normalizer
+calculation for softmax", 2018). The reverse pass does not use the logsumexp, whose rounding error would enter every
+weight, but its two parts: the largest logit and the sum of exp(x - largest).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles
+from masksafe._core.typing import Array
+from masksafe.attention._block import (
+    Adjustments,
+    Cotangents,
+    Gradients,
+    Keys,
+    Plan,
+    Queries,
+    attend_to_block,
+    dot_pairs_with_keys,
+    dot_pairs_with_queries,
+    pull_back_block,
+    split_scale,
+    times,
+)
+from masksafe.attention._merge import Partial
+from masksafe.attention._mods import KEYS_FIRST
+from masksafe.attention._pairs import Pairs, block_of, live_blocks
+
+
+def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pairs) -> tuple[Tiles, Tiles]:
+    """The tiles of queries and of keys; `group` query heads share a key head."""
+    sizes = plan.sizes
+    of_queries = divide(num_queries, max(sizes.fewest_queries, sizes.query_tile // max(1, group)))
+    if pairs.mask_any():
+        return of_queries, divide(num_keys, sizes.key_tile)
+    if isinstance(num_queries, int) and group * num_queries <= sizes.few_queries:
+        return of_queries, divide(num_keys, num_keys)
+    return of_queries, divide(num_keys, sizes.key_tile_if_nothing_is_skipped)
+
+
+def attend_in_blocks(
+    plan: Plan,
+    queries: Queries,
+    keys_of: Callable[[Tile], Keys],
+    pairs: Pairs,
+    width: int,
+    of_queries: Tiles,
+    of_keys: Tiles,
+) -> Partial:
+    """The results of all keys, of which `keys_of` gives those of a tile; a query that sees no key has the sum 1."""
+    live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
+
+    def one_tile(i: Any) -> Partial:
+        query_tile = of_queries.tile(i)
+        tile_queries = queries.take(query_tile)
+
+        def add_keys(j: Any, state: Partial) -> Partial:
+            key_tile = of_keys.tile(j)
+            block = block_of(pairs, query_tile, key_tile, plan.dropout_rate)
+            return state.plus(attend_to_block(plan, tile_queries, keys_of(key_tile), block))
+
+        nothing = Partial.nothing(tile_queries.q[..., :1], width)
+        live_tiles = None if live is None else element(live, i)
+        state: Partial = for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)
+        return state.divided()
+
+    # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
+    results: Partial = of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
+    return results
+
+
+def pull_back_in_blocks(
+    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, of_queries: Tiles, of_keys: Tiles
+) -> Gradients:
+    """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
+    live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
+
+    def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:
+        key_tile = of_keys.tile(j)
+        tile_keys = keys.take(key_tile)
+
+        def add_queries(i: Any, state: Gradients) -> Gradients:
+            query_tile = of_queries.tile(i)
+            block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), queries.take(query_tile)
+            # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
+            d = pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
+            return Gradients(
+                add_to_part(
+                    state.query, dot_pairs_with_keys(d.d_dots, tile_keys.k), {3: (query_tile.start, query_tile.size)}
+                ),
+                state.key + dot_pairs_with_queries(d.d_dots, part.q),
+                state.value + dot_pairs_with_queries(d.weights, part.d_out),
+                state.adjustments.plus(jnp.moveaxis(d.d_biased, 2, -1), d.d_captured, block),
+            )
+
+        no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
+        state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
+        state = for_live_tiles(None if live is None else element(live, j, 1), of_queries.number, add_queries, state)
+        return (state.query, state.adjustments), (state.key, state.value)
+
+    carry = jnp.zeros_like(queries.q, queries.d_lse.dtype), sums
+    if of_keys.number == 1:
+        (d_q, sums), (d_k, d_v) = one_tile(carry, 0)
+    else:
+        (d_q, sums), of_tiles = lax.scan(one_tile, carry, jnp.arange(of_keys.number, dtype=jnp.int32))
+        d_k, d_v = map(of_keys.join, of_tiles)
+    return Gradients(times(d_q, plan.scale), times(d_k, split_scale(plan, queries.q)[1]), d_v, sums)

@@ -1,0 +1,187 @@
+"""Attention in tiles of queries, each with all of its keys: the schedule for an accelerator, and for small problems.
+
+A row of logits is whole, so its softmax needs no running sums, and XLA makes one kernel of it that reads the row once.
+The reverse pass computes the softmax again in the same way, and needs of the forward pass only delta and what is bad;
+more only if other devices have more of the keys. No loop has a length that depends on values, since the host of an
+accelerator would have to wait for them.
+
+XLA for a GPU recognises a softmax by its form: between a reduction and the row that uses it there may be operations
+with a constant, such as a maximum, but no selection.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.tiles import Tile, Tiles, divide, whole
+from masksafe._core.typing import Array
+from masksafe.attention._block import (
+    Adjustments,
+    Cotangents,
+    Gradients,
+    Keys,
+    Plan,
+    Queries,
+    attend_to_block,
+    dot_queries_of_rows,
+    dot_values,
+    drop,
+    logits,
+    nonzero,
+    pull_back_block,
+    split_scale,
+    times,
+)
+from masksafe.attention._merge import Partial, shift_of
+from masksafe.attention._pairs import Block, Pairs, block_of
+
+_F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight below 6e-5 would lose digits
+
+
+def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Partial:
+    """The results of all keys; a query that sees no key has the sum 1."""
+
+    def one_tile(tile: "_Tile") -> Partial:
+        block = block_of(pairs, tile.queries, tile.keys, plan.dropout_rate)
+        attend = _attend_by_softmax if plan.on_accelerator and not plan.is_plain else _attend_by_sums
+        return attend(plan, queries.take(tile.queries), keys.take(tile.keys), block)
+
+    def one_part(part: _Part) -> Partial:
+        # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
+        solve = lambda i: one_tile(part.tile(i))  # noqa: E731
+        results: Partial = part.tiles.join_map(jax.checkpoint(solve) if plan.is_plain else solve)
+        return results
+
+    parts = [one_part(part) for part in _parts(plan, queries.q, keys.k)]
+    return Partial(*(_joined(x) for x in zip(*parts, strict=True)))
+
+
+def _attend_by_sums(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
+    """Divided after the product: its derivative at a masked value may overflow, but is in no sum over the row."""
+    return attend_to_block(plan, queries, keys, block).divided()
+
+
+def _attend_by_softmax(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
+    """Divided before the product, which XLA knows as a softmax."""
+    x = logits(plan, queries, keys, block)
+    largest = jnp.max(x, -1, keepdims=True)
+    exps = jnp.exp(x - shift_of(largest))
+    total = jnp.sum(exps, -1, keepdims=True)
+    factor = _F16_WEIGHTS if keys.v.dtype == jnp.float16 else 1.0
+    out = dot_values(drop(plan, block, exps / nonzero(total)) * factor, keys.v) / factor
+    return Partial(out, largest, jnp.where(total == 0, 1, total))
+
+
+def pull_back_by_rows(plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments) -> Gradients:
+    """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
+
+    def one_tile(tile: "_Tile", sums: Adjustments) -> Gradients:
+        part, tile_keys = queries.take(tile.queries), keys.take(tile.keys)
+        block = block_of(pairs, tile.queries, tile.keys, plan.dropout_rate)
+        d = pull_back_block(plan, part, tile_keys, block)
+        d_k, d_v = dot_queries_of_rows(d.d_dots, part.q), dot_queries_of_rows(d.weights, part.d_out)
+        return Gradients(dot_values(d.d_dots, tile_keys.k), d_k, d_v, sums.plus(d.d_biased, d.d_captured, block))
+
+    d_q, d_k, d_v = [], [], []
+    for part in _parts(plan, queries.q, keys.k):
+        of_part = _add_up_tiles(part, one_tile, keys, sums, queries.d_lse.dtype)
+        sums = of_part.adjustments
+        d_q.append(of_part.query)
+        d_k.append(_padded(of_part.key, part.keys, keys.k.shape[2]))
+        d_v.append(_padded(of_part.value, part.keys, keys.k.shape[2]))
+    d_k_sum = times(functools.reduce(jnp.add, d_k), split_scale(plan, queries.q)[1])
+    return Gradients(times(_joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
+
+
+def _joined(parts: Any) -> Array:
+    joined: Array = jnp.concatenate(parts, 3) if len(parts) > 1 else parts[0]
+    return joined
+
+
+# Parts and tiles. Part of the queries has the same keys, and is small enough for one tile or is gone through in a loop.
+
+
+class _Tile(NamedTuple):
+    """Some queries and all keys that they may see."""
+
+    queries: Tile
+    keys: Tile
+
+
+class _Part(NamedTuple):
+    """Queries from `start` on, in tiles, whose keys are the same."""
+
+    start: int
+    tiles: Tiles
+    keys: Tile
+
+    def tile(self, i: Any) -> _Tile:
+        start, size, first, is_ragged = self.tiles.tile(i)
+        return _Tile(Tile(self.start + start, size, self.start + first, is_ragged), self.keys)
+
+
+def most_logits_at_once(plan: Plan) -> int:
+    """How many logits of all problems together may be worked on, maybe in several parts."""
+    return plan.sizes.row_tile_logits * (1 if plan.band is None else plan.sizes.skipping_row_tiles)
+
+
+def _parts(plan: Plan, q: Array, k: Array) -> Iterator[_Part]:
+    """The queries in parts: one for all, or several if a static mask hides some keys from all queries of a part."""
+    sizes, length, num_keys = plan.sizes, q.shape[3], k.shape[2]
+    if not all(isinstance(n, int) for n in (*q.shape, num_keys)):
+        yield _Part(0, Tiles(length, length), whole(num_keys))
+        return
+    logits = math.prod(q.shape[:4]) * num_keys
+    most_queries = max(1, sizes.row_tile_logits * length // max(1, logits))
+    number = 1
+    if plan.band is not None:
+        number = max(1, min(sizes.skipping_row_tiles, logits // sizes.skipping_row_tile_logits))
+    size = _multiple_above(-(-length // number), sizes.alignment)
+    for start in range(0, length, size):
+        tiles = divide(min(size, length - start), most_queries)
+        yield _Part(start, tiles, _seen_keys(plan, start, tiles.length, num_keys))
+
+
+def _seen_keys(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
+    """The keys that some queries may see by the static mask; at least one."""
+    if plan.band is None:
+        return whole(num_keys)
+    (left, right), alignment = plan.band, plan.sizes.alignment
+    end = max(1, min(num_keys, _multiple_above(start + length + right, alignment)))
+    first = 0 if left is None else max(0, start - left)
+    first = min(first // alignment * alignment, end - 1)
+    return Tile(first, end - first, first, False)
+
+
+def _multiple_above(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
+
+
+def _add_up_tiles(part: _Part, one_tile: Any, keys: Keys, sums: Adjustments, dtype: Any) -> Gradients:
+    """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
+    if part.tiles.number == 1:
+        gradients: Gradients = one_tile(part.tile(0), sums)
+        return gradients
+
+    def add_tile(carry: Any, i: Array) -> tuple[Any, Array]:
+        d_k, d_v, sums = carry
+        of_tile = one_tile(part.tile(i), sums)
+        return (d_k + of_tile.key, d_v + of_tile.value, of_tile.adjustments), of_tile.query
+
+    no_d_k, no_d_v = (jnp.zeros_like(x, dtype) for x in (keys.take(part.keys).k, keys.take(part.keys).v))
+    numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
+    (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
+    return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
+
+
+def _padded(x: Array, keys: Tile, num_keys: int) -> Array:
+    """`x` of some keys as an array of all keys, 0 for the others."""
+    if keys.size is num_keys or keys.size == num_keys:
+        return x
+    behind = num_keys - keys.start - keys.size
+    return jnp.pad(x, ((0, 0), (0, 0), (keys.start, behind), (0, 0)))
