@@ -99,11 +99,12 @@ def reason_against(
       return_residual: whether the logsumexp is asked for.
     """
     q, k, v, bias = operands
+    if q.dtype not in (jnp.float16, jnp.bfloat16):  # first, since the other questions would delay an eager call
+        return f"the dtype is {q.dtype}, not float16 or bfloat16"
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
     arrays, is_unnamed = jax.tree.leaves((operands, mask)), config.otherwise is None
     has_window, (left, right) = config.window is not None, config.window or (0, 0)
     reasons = {
-        f"the dtype is {q.dtype}, not float16 or bfloat16": q.dtype not in (jnp.float16, jnp.bfloat16),
         "the value's width is not the query's": v.shape[-1] != width,
         f"the width {width} is not a multiple of 8": width % 8 != 0,
         f"there are {q.ndim - 3} batch dimensions, not at most one": q.ndim > 4,
