@@ -486,9 +486,8 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
     def one_sample(i: Array) -> Partial:
         def keys_of(tile: Tile) -> Keys:
             cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
-            k_j, v_j = (from_bits(x, k.dtype) for x in cut)
-            k_j, v_j, is_sound = map(_keys_by_problem, (k_j, v_j, are_finite(k_j, v_j)))
-            return Keys.of(widened(k_j), widened(v_j), is_sound)
+            k_j, v_j = (widened(_keys_by_problem(from_bits(x, k.dtype))) for x in cut)
+            return Keys.of(k_j, v_j, are_finite(k_j, v_j))  # of so few keys one copy serves all uses
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
