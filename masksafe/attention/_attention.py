@@ -24,7 +24,7 @@ from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.own_shard_map import on_own_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
-from masksafe._core.sharding import has_symbolic_size, may_loop
+from masksafe._core.sharding import may_loop
 from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
@@ -470,7 +470,7 @@ def _solve(
 
 
 def _has_few_queries(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
-    if not may_loop((q, k, pairs)) or has_symbolic_size(q) or has_symbolic_size(k):
+    if not may_loop((q, k, pairs)):
         return False
     if k.shape[0] == 1 and not jax.tree.leaves(pairs):  # both cores are faster on one block
         return False

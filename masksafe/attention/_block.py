@@ -128,7 +128,7 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, plan: Plan, q: Array, is_sound: Array) -> "Queries":
-        return cls(times(finite_or_zero(q), split_scale(plan, q)[0]), is_sound)
+        return cls(_cleaned_queries(plan, q), is_sound)
 
     def take(self, tile: Tile) -> "Queries":
         return Queries(*(take(x, 3, tile) for x in self))
@@ -150,8 +150,7 @@ class Cotangents(NamedTuple):
 
     def cleaned(self, plan: Plan) -> "Cotangents":
         """With 0 for bad elements of the first two, and queries as in `Queries`."""
-        q = times(finite_or_zero(self.q), split_scale(plan, self.q)[0])
-        return self._replace(q=q, d_out=finite_or_zero(self.d_out))
+        return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
 
     def take(self, tile: Tile) -> "Cotangents":
         part: Cotangents = jax.tree.map(lambda x: take(x, 3, tile), self)
@@ -161,6 +160,10 @@ class Cotangents(NamedTuple):
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
     """The factors of the queries and of the logits: the scale is applied to queries unless that would round them."""
     return (plan.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, plan.scale)
+
+
+def _cleaned_queries(plan: Plan, q: Array) -> Array:
+    return times(finite_or_zero(q), split_scale(plan, q)[0])
 
 
 def finite_or_zero(x: Array) -> Array:
@@ -185,10 +188,15 @@ def times(x: Array, factor: float) -> Array:
 
 def attend_to_block(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
     """The block's part of the outputs `[B, K, G, queries, width of v]`."""
-    x = logits(plan, queries, keys, block)
+    exps, largest, total = exponentials(logits(plan, queries, keys, block))
+    return Partial(dot_values(drop(plan, block, exps), keys.v), largest, total)
+
+
+def exponentials(x: Array) -> tuple[Array, Array, Array]:
+    """exp(x - largest) of logits, 0 in a row without keys; and the largest and the sum of the exponentials of a row."""
     largest = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
     exps = jnp.exp(x - shift_of(largest))
-    return Partial(dot_values(drop(plan, block, exps), keys.v), largest, jnp.sum(exps, -1, keepdims=True))
+    return exps, largest, jnp.sum(exps, -1, keepdims=True)
 
 
 def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
@@ -274,9 +282,8 @@ def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, axes: s
     capped = _capped(plan, dots, mask)
     x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block, axes)
     if queries.largest is None or queries.total is None:
-        x = _poisoned(x, jnp.isfinite(queries.d_lse), mask)
-        exps = jnp.exp(x - shift_of(jnp.max(x, -1, keepdims=True)))
-        p = jnp.where(mask, exps / nonzero(jnp.sum(exps, -1, keepdims=True)), 0)
+        exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
+        p = jnp.where(mask, exps / nonzero(total), 0)
     else:
         p = jnp.exp(jnp.where(mask, x - turned(queries.largest), -jnp.inf)) * turned(1 / queries.total)
     return p, capped, pull_back_adjustments
@@ -303,7 +310,7 @@ def _adjusted_with_rule(capped: Array, mask: Array, block: Block, axes: str) -> 
     The rule takes the cotangent of the logits, 0 under the mask, and returns those of the capped products with their
     bias, and of what `score_mod` captured.
     """
-    to_axes, to_queries_first = (keys_first, _queries_first) if axes == KEYS_FIRST else (_as_it_is, _as_it_is)
+    to_axes, to_queries_first = (keys_first, queries_first) if axes == KEYS_FIRST else (_as_it_is, _as_it_is)
     x, mod, indices = _with_bias(capped, block, to_axes), block.score_mod, block.indices
     if mod is None or indices is None:
         return x, lambda d_x: (d_x, ())
@@ -385,5 +392,6 @@ def keys_first(x: Array) -> Array:
     return jnp.moveaxis(x, -1, 2)
 
 
-def _queries_first(x: Array) -> Array:
+def queries_first(x: Array) -> Array:
+    """The inverse of `keys_first`."""
     return jnp.moveaxis(x, 2, -1)

@@ -25,6 +25,7 @@ from masksafe.attention._block import (
     dot_pairs_with_keys,
     dot_pairs_with_queries,
     pull_back_block,
+    queries_first,
     split_scale,
     times,
 )
@@ -96,7 +97,7 @@ def pull_back_in_blocks(
                 ),
                 state.key + dot_pairs_with_queries(d.d_dots, part.q),
                 state.value + dot_pairs_with_queries(d.weights, part.d_out),
-                state.adjustments.plus(jnp.moveaxis(d.d_biased, 2, -1), d.d_captured, block),
+                state.adjustments.plus(queries_first(d.d_biased), d.d_captured, block),
             )
 
         no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))

@@ -266,7 +266,7 @@ def has_live_block(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
 
 
 def _find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE))
+    of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE), query_words=None)  # nor are weights drawn for it
     by_pairs = _live_by_pairs(of_pairs, queries, keys) if of_pairs.mask_any() else None
     return _conjunction([_live_by_structure(pairs, queries, keys), by_pairs])
 

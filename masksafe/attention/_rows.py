@@ -31,13 +31,14 @@ from masksafe.attention._block import (
     dot_queries_of_rows,
     dot_values,
     drop,
+    exponentials,
     logits,
     nonzero,
     pull_back_block,
     split_scale,
     times,
 )
-from masksafe.attention._merge import Partial, shift_of
+from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Block, Pairs, block_of
 
 _F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight below 6e-5 would lose digits
@@ -68,10 +69,7 @@ def _attend_by_sums(plan: Plan, queries: Queries, keys: Keys, block: Block) -> P
 
 def _attend_by_softmax(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
     """Divided before the product, which XLA knows as a softmax."""
-    x = logits(plan, queries, keys, block)
-    largest = jnp.max(x, -1, keepdims=True)
-    exps = jnp.exp(x - shift_of(largest))
-    total = jnp.sum(exps, -1, keepdims=True)
+    exps, largest, total = exponentials(logits(plan, queries, keys, block))
     factor = _F16_WEIGHTS if keys.v.dtype == jnp.float16 else 1.0
     out = dot_values(drop(plan, block, exps / nonzero(total)) * factor, keys.v) / factor
     return Partial(out, largest, jnp.where(total == 0, 1, total))
