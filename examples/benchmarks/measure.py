@@ -89,6 +89,11 @@ class Case:
     eager: bool = False
     passes: tuple[str, ...] = PASSES
 
+    @property
+    def columns(self) -> dict[str, str]:
+        """What a line of a CSV says of the case."""
+        return {name: getattr(self, name) for name in ("work", "mask", "dtype", "size", "shape")}
+
 
 @dataclass(frozen=True)
 class Benchmark:
@@ -177,11 +182,7 @@ def measure_case(benchmark: str, case: Case, rounds: int, budget: float) -> list
 def row_of(benchmark: str, case: Case, what: str, name: str, timing: Timing, candidate: Candidate) -> Row:
     return Row(
         benchmark=benchmark,
-        work=case.work,
-        mask=case.mask,
-        dtype=case.dtype,
-        size=case.size,
-        shape=case.shape,
+        **case.columns,
         eager=case.eager,
         what=what,
         candidate=name,

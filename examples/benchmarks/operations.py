@@ -92,11 +92,7 @@ def size_row(benchmark: str, case: Case, what: str, candidate: str, step: Callab
     count, instructions, seconds = measure_size(step, *args)
     return Size(
         benchmark=benchmark,
-        work=case.work,
-        mask=case.mask,
-        dtype=case.dtype,
-        size=case.size,
-        shape=case.shape,
+        **case.columns,
         what=what,
         candidate=candidate,
         operations=count,
