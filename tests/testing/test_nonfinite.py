@@ -243,8 +243,8 @@ NO_OPS = {"losses", "testing", "forward_mode", "label_checks", "set_label_checks
 # Their gradients do not depend on the logarithm, or are 0 or 1 where it is NaN.
 FINITE_GRADIENTS = {
     "softmax_cross_entropy of labels", "kl_divergence", "kl_divergence_with_log_targets", "hinge_loss",
-    "perceptron_loss", "smooth_labels", "sum", "mean", "mask_where", "dot_product_attention of a value",
-    "merge_attention", "MaskedMean", "value_and_grad_of_mean", "zigzag", "undo_zigzag",
+    "perceptron_loss", "smooth_labels", "sum", "mean", "mask_where", "merge_attention", "MaskedMean",
+    "value_and_grad_of_mean", "zigzag", "undo_zigzag",
 }  # fmt: skip
 
 
