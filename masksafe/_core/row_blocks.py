@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from masksafe._core import platforms
 from masksafe._core.derivatives import with_derivatives_of
 from masksafe._core.own_shard_map import on_each_device, split_of
-from masksafe._core.sharding import are_whole, may_loop, varying_zero
+from masksafe._core.sharding import are_whole, may_loop, vary_with
+from masksafe._core.tiles import divisor_near, part
 from masksafe._core.typing import Array, Axes
 
 
@@ -71,7 +72,7 @@ def by_row_blocks(
         return fn(rows, *others)
 
     def in_blocks(*args: Any) -> tuple[Any, Any]:
-        return _in_blocks(_Loop(fn, rows.shape[:leading], _divisor_near(count, block)), *args)
+        return _in_blocks(_Loop(fn, rows.shape[:leading], divisor_near(count, block)), *args)
 
     mapped, totals = platforms.on_cpu_or_elsewhere(in_blocks, fn, rows, *others)
     return mapped, totals
@@ -134,14 +135,14 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         mapped, totals = loop.fn(*jax.tree.unflatten(tree, parts))
         return jax.tree.map(as_bits, mapped), totals
 
-    def step(totals: Any, i: Array) -> tuple[Any, Any]:
-        mapped, added = apply(i * loop.block, loop.block)
-        return jax.tree.map(jnp.add, totals, added), mapped
+    def step(carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Any]:
+        totals, start = carry
+        mapped, added = apply(start, loop.block)
+        return (jax.tree.map(jnp.add, totals, added), start + loop.block), mapped
 
     outputs, totals = jax.eval_shape(loop.fn, *args)
-    zero = varying_zero(arrays)
-    totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype) + zero.astype(t.dtype), totals)
-    totals, blocks = lax.scan(step, totals, jnp.arange(whole))
+    totals = vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
+    (totals, _), blocks = lax.scan(step, (totals, jnp.zeros((), jnp.int32)), length=whole)
     parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
     if rest:
         mapped, added = apply(whole * loop.block, rest)
@@ -153,11 +154,6 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     return jax.tree.map(join, outputs, *parts), totals
 
 
-def _divisor_near(count: int, block: int) -> int:
-    """A divisor of `count` in (`block / 2`, `block`], since a remainder costs a copy of the results; else `block`."""
-    return next((b for b in range(block, block // 2, -1) if count % b == 0), block)
-
-
 def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
     row = a.shape[len(leading) :]
     if math.prod(a.shape[: len(leading)]) == 1:
@@ -166,7 +162,7 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
 
 
 def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
-    return a if a.shape[0] == 1 else lax.dynamic_slice_in_dim(a, start, size)
+    return a if a.shape[0] == 1 else part(a, {0: (start, size)})
 
 
 # XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is

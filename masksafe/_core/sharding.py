@@ -116,7 +116,10 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def vary_with(tree: Any, others: Any) -> Any:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
-    zero = varying_zero([x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)])
+    arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
+    if _are_on_no_mesh(arrays):
+        return tree
+    zero = varying_zero(arrays)
 
     def moved(x: jax.Array) -> jax.Array:
         if not is_random_key(x):
@@ -142,8 +145,15 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
 
     It is a sum over empty slices, which XLA removes.
     """
+    if _are_on_no_mesh(arrays):
+        return jnp.zeros((), jnp.float32)
     plain = [jax.random.key_data(x) if is_random_key(x) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros((), jnp.float32))
+
+
+def _are_on_no_mesh(arrays: list[jax.Array]) -> bool:
+    """Whether the types of the arrays can say nothing of devices."""
+    return jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays)
 
 
 def is_random_key(x: jax.Array) -> bool:

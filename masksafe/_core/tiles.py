@@ -81,6 +81,11 @@ def divide(length: int, target: int) -> Tiles:
     return Tiles(length, -(-length // max(1, -(-length // target))))
 
 
+def divisor_near(count: int, size: int) -> int:
+    """A divisor of `count` in (`size / 2`, `size`], since a remainder costs a copy of the results; else `size`."""
+    return next((n for n in range(size, size // 2, -1) if count % n == 0), size)
+
+
 def whole(length: int) -> Tile:
     """The whole axis."""
     return Tile(0, length, 0, False)

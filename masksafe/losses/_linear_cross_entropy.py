@@ -20,9 +20,11 @@ from masksafe._core.row_moments import or_one
 from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._linear import _arguments as arguments
-from masksafe.losses._linear._cross_entropy import CrossEntropy
-from masksafe.losses._linear._rules import Options, token_outputs, weighted_sum
+from masksafe.losses._rows import _arguments as arguments
+from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Linear
 
 _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -219,16 +221,17 @@ def linear_softmax_cross_entropy(
         (*labels.shape, kernel.shape[1]),
         axis_name,
     )
-    args = features, labels, live, kernel, bias, class_weights if formula.of_all_classes else None
+    layer = Linear(features, kernel, bias)
+    inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
     with_components = as_bool(_OP, "with_components", with_components)
     if with_components or reduction == "none":
-        losses = tuple(map(_weighted, token_outputs(options, *args), factors))
+        losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
         results: tuple[Array, ...] = (
             _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
         )
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
-        results = (weighted_sum(options, *args, factors),)
+        results = (weighted_sum(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
         divide = jnp.divide if of_labels is None else quotient  # a number of tokens has no derivative

@@ -15,10 +15,11 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, selected
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._linear import _arguments as arguments
-from masksafe.losses._linear._divergence_blocks import Linear, TopK, is_repeated
-from masksafe.losses._linear._divergence_rules import Options, summed_loss, token_losses
-from masksafe.losses._linear._divergences import DIRECTIONS, JENSEN_SHANNON, Divergence
+from masksafe.losses._rows import _arguments as arguments
+from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Divergence, Kind, TopK, is_repeated
+from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Linear
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 _REDUCTIONS = ("mean", "sum", "none")
@@ -138,11 +139,12 @@ def linear_kl_divergence(
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
-    options = _read_options(_OP, temperature, direction, beta, True, target_gradients, reduction, block_size)
+    options = _read_options(_OP, temperature, direction, beta, reduction, block_size, target_gradients=target_gradients)
     if not target_gradients:
         teacher = lax.stop_gradient(teacher)
     student, teacher = (_without_masked_classes(layer, class_mask) for layer in (student, teacher))
-    return _reduced(options, reduction, student, teacher, live, _with_any_class(live, tokens, class_mask))
+    inputs = Inputs((student, teacher), None, None, _with_any_class(live, tokens, class_mask))
+    return _reduced(options, reduction, inputs, live)
 
 
 def linear_kl_divergence_with_top_k_targets(
@@ -228,10 +230,12 @@ def linear_kl_divergence_with_top_k_targets(
     live, class_mask = _read_masks(op, tokens, classes, where, class_mask)
     if rest not in _RESTS:
         raise ValueError(message(op, "rest", f"value {rest!r}", f"one of {', '.join(_RESTS)}"))
-    options = _read_options(op, temperature, direction, beta, rest == "bucket", False, reduction, block_size)
+    with_rest = rest == "bucket"
+    options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
     student = _without_masked_classes(student, class_mask)
-    losses = _reduced(options, reduction, student, targets, live, _with_any_class(live, tokens, class_mask))
+    inputs = Inputs((student,), targets, None, _with_any_class(live, tokens, class_mask))
+    losses = _reduced(options, reduction, inputs, live)
     return nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
@@ -267,10 +271,9 @@ def _read_options(
     temperature: float,
     direction: str,
     beta: float,
-    with_rest: bool,
-    target_gradients: bool,
     reduction: str,
     block_size: int | None,
+    **flags: bool,
 ) -> Options:
     for name, value, values in (("direction", direction, DIRECTIONS), ("reduction", reduction, _REDUCTIONS)):
         if value not in values:
@@ -279,8 +282,8 @@ def _read_options(
     if not 0 < beta < 1:
         hint = 'For the limits pass direction="forward" or "reverse".'
         raise ValueError(message(op, "beta", f"value {beta}", "a number between 0 and 1, both excluded", hint))
-    divergence = Divergence(direction, beta if direction == JENSEN_SHANNON else 0.5)
-    return Options(divergence, temperature, with_rest, target_gradients, arguments.read_block_size(op, block_size))
+    kind = Kind(direction, beta if direction == JENSEN_SHANNON else 0.5)
+    return Options(Divergence(kind, temperature, **flags), arguments.read_block_size(op, block_size))
 
 
 def _without_masked_classes(layer: Linear, class_mask: Array | None) -> Linear:
@@ -327,19 +330,12 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     return functools.reduce(jnp.logical_or, bad) if bad else None
 
 
-def _reduced(
-    options: Options,
-    reduction: str,
-    student: Linear,
-    targets: Linear | TopK,
-    where: Array | None,
-    live: Array | None,
-) -> Array:
-    """The reduced losses of the tokens that are `live`, all of which are in `where`."""
+def _reduced(options: Options, reduction: str, inputs: Inputs, where: Array | None) -> Array:
+    """The reduced losses of the tokens that are live, all of which are in `where`."""
     if reduction == "none":
-        return token_losses(options, student, targets, live)
-    total = summed_loss(options, student, targets, live)
+        return token_outputs(options, inputs)[0]
+    total = weighted_sum(options, inputs, (jnp.ones((), inputs.sum_dtype),))
     if reduction == "sum":
         return total
-    count = jnp.asarray(math.prod(student.features.shape[:-1])) if where is None else number_of(where)
+    count = jnp.asarray(math.prod(inputs.layers[0].features.shape[:-1])) if where is None else number_of(where)
     return total / jnp.maximum(count, 1).astype(total.dtype)

@@ -8,10 +8,12 @@ from masksafe._core import sharding
 from masksafe._core.arguments import as_bool
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._linear import _arguments as arguments
-from masksafe.losses._linear._cross_entropy import CrossEntropy
-from masksafe.losses._linear._log_probs import LogProbAndEntropy
-from masksafe.losses._linear._rules import Options, token_outputs
+from masksafe.losses._rows import _arguments as arguments
+from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._log_probs import LogProbAndEntropy
+from masksafe.losses._rows._rules import Options, token_outputs
+from masksafe.losses._rows._sources import Linear
 
 _OP = "linear_log_probs"
 
@@ -153,7 +155,7 @@ def linear_log_probs(
     )
     mask = None if where is None else where[..., None]
     bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, kernel.shape[1]), axis_name)
-    outputs = token_outputs(options, features, labels, where, kernel, bias, None)
+    outputs = token_outputs(options, Inputs((Linear(features, kernel, bias),), labels, None, where))
     if with_entropy:
         log_probs, entropies = outputs
         return nan_where_bad(log_probs, bad_rows), entropies

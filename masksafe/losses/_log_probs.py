@@ -36,7 +36,7 @@ from masksafe.losses._layout import (
     from_rows,
     shape_with_classes,
 )
-from masksafe.losses._linear._arguments import read_temperature
+from masksafe.losses._rows._arguments import read_temperature
 
 
 @overload

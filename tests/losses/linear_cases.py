@@ -9,7 +9,7 @@ import pytest
 
 import masksafe
 from masksafe._core import platforms
-from masksafe.losses._linear import _rules
+from masksafe.losses._rows import _rules
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 

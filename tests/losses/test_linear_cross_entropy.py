@@ -19,7 +19,7 @@ from linear_cases import (
 
 import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._linear._tiles import default_sizes
+from masksafe.losses._rows._tiles import default_sizes
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24

@@ -15,8 +15,8 @@ from linear_cases import assert_every_other_derivative, assert_trees_close, slow
 import masksafe
 from masksafe._core import platforms
 from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
-from masksafe.losses._linear import _divergence_rules
-from masksafe.losses._linear._divergence_blocks import is_repeated
+from masksafe.losses._rows import _rules
+from masksafe.losses._rows._divergence import is_repeated
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, WIDTH_OF_TARGETS, CLASSES, K = 40, 6, 5, 24, 4
@@ -33,14 +33,14 @@ REDUCTIONS = "mean", "sum", "none"
 @pytest.fixture(autouse=True)
 def small_class_blocks(monkeypatch):
     """So that there are several, and the last one is ragged."""
-    monkeypatch.setattr(_divergence_rules, "default_class_tile", lambda *_: 5)
+    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
 
 
 @pytest.fixture
 def elsewhere(monkeypatch):
     """The sizes for accelerators, on a CPU, with several blocks."""
     monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(_divergence_rules, "default_token_block_elsewhere", lambda _: 12)
+    monkeypatch.setattr(_rules, "default_token_block_elsewhere", lambda *_: 12)
 
 
 def divergence_of(log_p, log_q, direction="forward", beta=0.5):

@@ -26,7 +26,7 @@ from masksafe._core import platforms, sharding
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, finite_shift, nan_if_bad
+from masksafe.losses._rows._formula import LabelFormula, Part, finite_shift, nan_if_bad
 
 _FAR = 1000.0  # below the largest: exp(-1000) is 0 in every dtype, and times 1000 still 0, unlike 0 times infinity
 
@@ -50,7 +50,7 @@ class RowCotangents(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class LogProbAndEntropy(Formula):
+class LogProbAndEntropy(LabelFormula):
     """The outputs of a row: the log-probability of its label, and its entropy."""
 
     @property
@@ -61,9 +61,8 @@ class LogProbAndEntropy(Formula):
     def of_labels(self) -> tuple[bool, ...]:
         return True, False
 
-    @property
-    def nothing(self) -> Sums:
-        return Sums(*map(jnp.asarray, (-jnp.inf, -1.0, 0.0, 0.0)))
+    def nothing(self, zero: Array) -> Sums:
+        return Sums(zero - jnp.inf, zero - 1, zero, zero)
 
     def sums(self, part: Part) -> Sums:
         x = selected(self.x(part.logits), part.live, -jnp.inf)
@@ -100,13 +99,13 @@ class LogProbAndEntropy(Formula):
         others += total(has_largest.astype(others.dtype)) - 1  # one instance of the largest is left out of all
         return Sums(largest, others, total(sums.label), total(spread))
 
-    def outputs(self, sums: Sums, labels: Array, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: Sums, data: Array, classes: int) -> tuple[Array, ...]:
         others, shift = _others(sums), finite_shift(sums.largest)
-        valid = nan_unless(is_class(labels, classes), others.dtype)  # a product makes the derivatives NaN as well
+        valid = nan_unless(is_class(data, classes), others.dtype)  # a product makes the derivatives NaN as well
         log_total = jnp.log1p(others)
         return -((shift - sums.label) + log_total) * valid, log_total + sums.spread / (1 + others)
 
-    def outputs_of_logits(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
+    def outputs_of_part(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
         """As `outputs`, but with c* as a constant, and all of its logit's derivatives."""
         x = self.x(part.logits)
         is_top = _is_first_of_largest(lax.stop_gradient(x), axis_name)

@@ -21,8 +21,9 @@ removes a common offset. The sum of exponentials excludes the label, which matte
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -30,17 +31,17 @@ from masksafe._core import sharding
 from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._linear._formula import Formula, Part, finite_shift, nan_if_bad
+from masksafe.losses._rows._formula import LabelFormula, Part, largest_of, nan_if_bad
 
 
 class Sums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`."""
+    """Sums over the classes of each row `[..., 1]`; the last two only for the mean over all classes."""
 
-    largest: Array
+    largest: Array  # at least the lowest finite number
     others: Array  # the sum of exp(x - largest) without the label
     label: Array  # x at the label, 0 if the label is not among the classes
-    weight: Array  # the sum of the classes' weights
-    total: Array  # the weighted sum of x - largest
+    weight: Array | None = None  # the sum of the classes' weights
+    total: Array | None = None  # the weighted sum of x - largest
 
 
 class RowCotangents(NamedTuple):
@@ -53,7 +54,7 @@ class RowCotangents(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy(Formula):
+class CrossEntropy(LabelFormula):
     """Which of the three a row has as its outputs, in this order."""
 
     of_label: bool = True
@@ -68,93 +69,106 @@ class CrossEntropy(Formula):
     def of_labels(self) -> tuple[bool, ...]:
         return (True,) * (self.of_label + self.of_all_classes) + (False,) * self.of_logsumexp
 
-    @property
-    def nothing(self) -> Sums:
-        return Sums(*map(jnp.asarray, (-jnp.inf, 0.0, 0.0, 0.0, 0.0)))
+    def nothing(self, zero: Array) -> Sums:
+        sums = Sums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero)
+        return sums._replace(weight=zero, total=zero) if self.of_all_classes else sums
 
     def sums(self, part: Part) -> Sums:
         x, live = self.x(part.logits), part.live
-        largest = lax.stop_gradient(jnp.max(selected(x, live, -jnp.inf), -1, keepdims=True))
-        shift = finite_shift(largest)
+        largest = largest_of(x, live)
         is_other = ~part.is_label if live is None else ~part.is_label & live
-        others = jnp.sum(jnp.where(is_other, jnp.exp(x - shift), 0), -1, keepdims=True)
-        label = jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
+        others = jnp.sum(jnp.where(is_other, jnp.exp(x - largest), 0.0), -1, keepdims=True)
+        label = jnp.sum(jnp.where(part.is_label, x, 0.0), -1, keepdims=True)
         if not self.of_all_classes:
-            return Sums(largest, others, label, jnp.zeros_like(largest), jnp.zeros_like(largest))
-        weights, terms = _weighted(jnp.ones_like(x), part.class_weights), _weighted(x - shift, part.class_weights)
+            return Sums(largest, others, label)
+        weights, terms = _weighted(jnp.ones_like(x), part.class_weights), _weighted(x - largest, part.class_weights)
         weight, total = (jnp.sum(selected(terms, live), -1, keepdims=True) for terms in (weights, terms))
         return Sums(largest, others, label, weight, total)
 
     def sums_of_each(self, part: Part) -> Sums:
         x = self.x(part.logits)
-        zero = jnp.zeros_like(x)
-        weight = _weighted(zero + 1, part.class_weights) if self.of_all_classes else zero
-        total = _weighted(x - finite_shift(x), part.class_weights) if self.of_all_classes else zero
-        return Sums(x, jnp.where(part.is_label, 0, zero + 1), jnp.where(part.is_label, x, 0), weight, total)
+        largest = jnp.maximum(x, float(jnp.finfo(x.dtype).min))
+        one = jnp.ones_like(x)
+        sums = Sums(largest, jnp.where(part.is_label | (x < largest), 0.0, one), jnp.where(part.is_label, x, 0.0))
+        if not self.of_all_classes:
+            return sums
+        weight, total = (_weighted(terms, part.class_weights) for terms in (one, x - largest))
+        return sums._replace(weight=weight, total=total)
 
     def add(self, a: Sums, b: Sums) -> Sums:
         largest = jnp.maximum(a.largest, b.largest)
-        a, b = _rebased(largest, a), _rebased(largest, b)
-        return Sums(largest, *(of_a + of_b for of_a, of_b in zip(a[1:], b[1:], strict=True)))
+        total: Sums = jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))
+        return total._replace(largest=largest)
 
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
         if axis_name is None:
             return sums
-        total = functools.partial(sharding.sum_over_devices, axis_name)
         largest = sharding.max_over_devices(axis_name, lax.stop_gradient(sums.largest))
-        return Sums(largest, *map(total, _rebased(largest, sums)[1:]))
+        total: Sums = jax.tree.map(functools.partial(sharding.sum_over_devices, axis_name), _rebased(largest, sums))
+        return total._replace(largest=largest)
 
-    def outputs(self, sums: Sums, labels: Array, classes: int) -> tuple[Array, ...]:
-        label = sums.label - finite_shift(sums.largest)
+    def outputs(self, sums: Sums, data: Array, classes: int) -> tuple[Array, ...]:
+        label = sums.label - sums.largest
         logsumexp = jnp.log1p(sums.others + jnp.expm1(label))  # relative to the largest
-        has_label = is_class(labels, classes)
+        has_label = is_class(data, classes)
         valid = nan_unless(has_label, label.dtype)  # a product makes the derivatives NaN as well
         outputs = []
         if self.of_label:
             outputs += [(logsumexp - label) * valid]
         if self.of_all_classes:
+            assert sums.weight is not None
+            assert sums.total is not None
             outputs += [(logsumexp * (sums.weight / classes) - sums.total / classes) * valid]
         if self.of_logsumexp:
             outputs += [jnp.square(_logsumexp(sums, has_label))]
         return tuple(outputs)
 
-    def outputs_of_logits(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
+    def outputs_of_part(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
         return self.outputs(self.add_devices(axis_name, self.sums(part)), labels, classes)
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_rest = list(d_outputs)
         has_label = is_class(labels, classes)
-        of_label = nan_if_bad(d_rest.pop(0), has_label) if self.of_label else 0
+        of_label = nan_if_bad(d_rest.pop(0), has_label) if self.of_label else None
         of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes if self.of_all_classes else None
-        of_logsumexp = 0 if of_weights is None else of_weights * sums.weight
+        of_logsumexp = None if of_weights is None else of_weights * cast(Array, sums.weight)
         if self.of_logsumexp:
-            of_logsumexp += 2 * _logsumexp(sums, has_label) * d_rest.pop(0)
-        shift = finite_shift(sums.largest)
+            of_logsumexp = _sum(of_logsumexp, 2 * _logsumexp(sums, has_label) * d_rest.pop(0))
         exp_label = _exp_label(sums, has_label)
         exp_total = sums.others + exp_label
         # The probability of the label minus 1 is computed as -others / total, not as a difference.
-        at_label = of_logsumexp * exp_label / exp_total - of_label * (sums.others / exp_total)
-        return RowCotangents(shift, (of_label + of_logsumexp) / exp_total, of_weights, at_label)
+        of_total = None if of_logsumexp is None else of_logsumexp * exp_label
+        at_label = _sum(of_total, None if of_label is None else -of_label * sums.others) / exp_total
+        return RowCotangents(sums.largest, _sum(of_label, of_logsumexp) / exp_total, of_weights, at_label)
 
     def cotangents_of_x(self, x: Array, part: Part, rows: RowCotangents) -> Array:
         d_x = jnp.where(part.is_label, rows.at_label, jnp.exp(x - rows.shift) * rows.of_exp)
         return d_x if rows.of_weights is None else d_x - _weighted(rows.of_weights, part.class_weights)
 
 
+def _sum(a: Array | None, b: Array | None) -> Array:
+    """The sum of what is given."""
+    total: Any = b if a is None else a if b is None else a + b
+    return total
+
+
 def _rebased(largest: Array, sums: Sums) -> Sums:
-    """The same sums relative to another largest logit."""
-    step = finite_shift(sums.largest) - finite_shift(largest)
-    others = jnp.where(sums.largest == -jnp.inf, 0, sums.others * jnp.exp(step))
-    return sums._replace(largest=largest, others=others, total=sums.total + sums.weight * step)
+    """The same sums relative to another largest logit, but for that itself."""
+    step = sums.largest - largest
+    moved = Sums(None, sums.others * jnp.exp(step), sums.label)  # type: ignore[arg-type]
+    if sums.weight is None or sums.total is None:
+        return moved
+    step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
+    return moved._replace(weight=sums.weight, total=sums.total + sums.weight * step)
 
 
 def _logsumexp(sums: Sums, has_label: Array) -> Array:
-    return finite_shift(sums.largest) + jnp.log(sums.others + _exp_label(sums, has_label))
+    return sums.largest + jnp.log(sums.others + _exp_label(sums, has_label))
 
 
 def _exp_label(sums: Sums, has_label: Array) -> Array:
     """The term of the label in the sum of exponentials; 0 if the label is out of range."""
-    return jnp.where(has_label, jnp.exp(sums.label - finite_shift(sums.largest)), 0)
+    return jnp.where(has_label, jnp.exp(sums.label - sums.largest), 0.0)
 
 
 def _weighted(x: Array, weights: Array | None) -> Array:
@@ -162,4 +176,4 @@ def _weighted(x: Array, weights: Array | None) -> Array:
     if weights is None:
         return x
     weights = jnp.expand_dims(weights, range(x.ndim - 1)).astype(x.dtype)
-    return jnp.where(weights == 0, 0, x * weights)
+    return jnp.where(weights == 0, 0.0, x * weights)
