@@ -27,6 +27,7 @@ from masksafe.losses._cross_entropy_rows import (
     Plan,
     Rows,
     evaluate_rows,
+    gradient_of_exps,
     is_sound,
     probs_minus_targets,
     target_costs,
@@ -296,12 +297,19 @@ class _Config(NamedTuple):
 
 
 def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
-    rows = _evaluate(config, False, logits, labels, where)
-    return _loss_of_rows(config, logits, rows), (logits, labels, where, rows)
+    if _may_keep_exps(config, logits, labels, where):
+        kept, rows = _evaluate_and_keep(config.axes, logits, labels)
+    else:
+        kept, rows = logits, _evaluate(config, False, logits, labels, where)
+    return _loss_of_rows(config, logits, rows), (kept, labels, where, rows)
 
 
 def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
-    return *_pull_back(config.axes, *residuals, sharding.whole_cotangent(config.axis_name, d_loss)), None
+    kept, labels, where, rows = residuals
+    d_loss = sharding.whole_cotangent(config.axis_name, d_loss)
+    if _may_keep_exps(config, kept, labels, where):
+        return _pull_back_kept(config.axes, kept, labels, rows, d_loss), None, None
+    return *_pull_back(config.axes, *residuals, d_loss), None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
@@ -319,6 +327,46 @@ def _evaluate(config: _Config, loss_alone: bool, logits: Array, labels: Array, w
     # In blocks, the devices would have to exchange sums once per block.
     plan = Plan(config.axis_name is None, loss_alone, config.axis_name)
     return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where))
+
+
+# With labels and without a mask, a CPU keeps the exponentials in place of the logits, and the reverse pass multiplies
+# them where they are: to compute them takes as long as all else. Those of 16-bit logits would be twice as large. A mask
+# would have to be applied once before the exponentials and once after them, each time to an array in memory.
+
+
+def _may_keep_exps(config: _Config, logits: Array, labels: Array, where: Array | None) -> bool:
+    is_plain = where is None and config.axis_name is None and sharding.may_loop((logits, labels))
+    return is_plain and logits.dtype.itemsize >= 4 and not is_soft(labels)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array) -> tuple[Array, Rows]:
+    """The exponentials on a CPU, elsewhere the logits; and the rows."""
+
+    def on_cpu(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
+        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, None)
+        return from_rows(axes, logits, rows.exps), rows._replace(exps=None)
+
+    def elsewhere(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
+        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, None)
+
+    x, labels, _ = as_rows(axes, logits, labels, None)
+    kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, logits, x, labels)
+    return kept
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pull_back_kept(axes: Axes, kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
+    def on_cpu(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
+        exps, _, _ = as_rows(axes, kept, labels, None)
+        d_x = gradient_of_exps(rows._replace(exps=exps), d_loss.astype(rows.loss.dtype)[..., None])
+        return from_rows(axes, kept, d_x)
+
+    def elsewhere(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
+        return _pull_back(axes, kept, labels, None, rows, d_loss)[0]
+
+    d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, rows, d_loss)
+    return d_logits
 
 
 @functools.partial(jax.jit, static_argnums=0)

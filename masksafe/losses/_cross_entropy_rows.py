@@ -23,6 +23,7 @@ Two measures preserve all digits.
 """
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
     in_blocks: bool  # in blocks of rows rather than all at once
     loss_alone: bool = False  # the other results are None
     axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
+    keeps_exps: bool = False  # for labels only, all rows at once, and nothing masked
 
 
 class Rows(NamedTuple):
@@ -56,6 +58,7 @@ class Rows(NamedTuple):
     log_sum: Any = None  # the log of the sum of exp(logits - shift); 0 in a row with nothing left
     total: Any = None  # the sum of the targets; NaN for a label out of range
     label: Array | None = None  # as a class of this device, or outside [0, num_classes); None for targets
+    exps: Array | None = None  # exp(logits - shift), but 0 at the label, `[..., num_classes]`; or None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -63,7 +66,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> R
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
 
     def row_values(by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
-        rows = _row_values(plan.axis_name, by_arithmetic, x, labels, where)
+        rows = _row_values(plan, by_arithmetic, x, labels, where)
         return Rows(rows.loss) if plan.loss_alone else rows
 
     by_selection, by_arithmetic = (functools.partial(row_values, form) for form in (False, True))
@@ -96,7 +99,8 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     no_shift, no_label = (
         None if a is None else zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label)
     )
-    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label)
+    d_exps = None if rows.exps is None else rows.exps * x_dot
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label, d_exps)
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:
@@ -106,17 +110,19 @@ def _instantiate(tangent: Any, primal: Array) -> Array:
     return dense
 
 
-def _row_values(axis_name: str | None, by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
+def _row_values(plan: Plan, by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
     dtype = _accumulation_dtype(x, labels)
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
-        return Rows(zero, zero, zero, zero, None if is_soft(labels) else jnp.full(zero.shape, -1, jnp.int32))
+        label = None if is_soft(labels) else jnp.full(zero.shape, -1, jnp.int32)
+        return Rows(zero, zero, zero, zero, label, x if plan.keeps_exps else None)
     if is_soft(labels):
         return _rows_of_targets(dtype, by_arithmetic, x, labels, where)
-    return _rows_of_labels(axis_name, x, labels, where)
+    return _rows_of_labels(plan, x, labels, where)
 
 
-def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array | None) -> Rows:
+def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
+    axis_name = plan.axis_name
     dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
     live_rows = None if where is None else sharding.any_over_devices(axis_name, any_of(where, -1))
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
@@ -124,7 +130,8 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
 
     x = lowest_under_mask(x, where)
     shift = below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
-    exps = selected(exps_of_others(x.astype(dtype) - shift, label), where)
+    z = x.astype(dtype) - shift
+    exps = selected(_with_label(jnp.exp(z), label, 0.0) if plan.keeps_exps else exps_of_others(z, label), where)
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
     others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
     log_sum = jnp.log1p(others + jnp.expm1(label_z))
@@ -132,7 +139,7 @@ def _rows_of_labels(axis_name: str | None, x: Array, labels: Array, where: Array
     label_z, log_sum, shift = (selected(a, live_rows) for a in (label_z, log_sum, shift.squeeze(-1)))
     total = selected(nan_unless(valid.squeeze(-1), dtype), live_rows, 1)
     loss, shift, log_sum, total = (a[..., None] for a in (total * (log_sum - label_z), shift, log_sum, total))
-    return Rows(loss, shift, log_sum, total, label)
+    return Rows(loss, shift, log_sum, total, label, exps if plan.keeps_exps else None)
 
 
 def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None) -> Rows:
@@ -165,6 +172,17 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
     z, exps = _relative_exps(x, where, rows.shift)
     is_largest = z == 0
     return exps * jnp.where(is_largest, scale_of_largest, scale) + (jnp.where(is_largest, exps * rows.total, 0) - t)
+
+
+def gradient_of_exps(rows: Rows, d_loss: Array) -> Array:
+    """The cotangents of the logits from the exponentials that were kept, in place of `probs_minus_targets`."""
+    assert rows.exps is not None
+    assert rows.label is not None
+    sound = is_sound(rows)
+    # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
+    live = sound | (d_loss != 0)
+    of_exps, of_label = (jnp.where(sound, x, jnp.nan) * d_loss for x in (jnp.exp(-rows.log_sum), jnp.expm1(-rows.loss)))
+    return _with_label(selected(rows.exps * of_exps, live), rows.label, selected(of_label, live))
 
 
 def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
@@ -200,12 +218,28 @@ def label_here(axis_name: str | None, labels: Array, number: int) -> Array:
 
 def value_at_label(axis_name: str | None, x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, from the device that holds the label; any number for an invalid label."""
-    last = x.shape[-1] - 1
-    index = jnp.clip(label, 0, last)
+    index = _index_of(label, x.shape[-1])
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
     live = where if where is None or where.shape[-1] == 1 else _pick(where, index)
     value = selected(_pick(x, index), live, -jnp.inf)
-    return value if axis_name is None else sharding.sum_over_devices(axis_name, jnp.where(label <= last, value, 0))
+    is_here = label < x.shape[-1]
+    return value if axis_name is None else sharding.sum_over_devices(axis_name, jnp.where(is_here, value, 0))
+
+
+def _index_of(label: Array, number: int) -> Array:
+    """A class of this device for every label, any for one that is none."""
+    return jnp.clip(label, 0, number - 1)
+
+
+def _with_label(x: Array, label: Array, value: Array | float) -> Array:
+    """`x` with other elements at the labels, written in place if XLA can; at any class for one that is none."""
+    number = math.prod(x.shape[:-1])
+    rows, index = x.reshape(number, x.shape[-1]), _index_of(label, x.shape[-1])
+    places = jnp.arange(number), index.reshape(number)
+    values = value.reshape(number) if isinstance(value, jax.Array) else value
+    how: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    changed = rows.at[places].set(values, indices_are_sorted=True, unique_indices=True, **how)
+    return changed.reshape(x.shape)
 
 
 def _pick(x: Array, index: Array) -> Array:

@@ -759,6 +759,15 @@ def test_no_temporary_of_the_logits_size(dtype, masked, monkeypatch):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 2048 * 4096 * jnp.dtype(dtype).itemsize
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_a_mask_one_array_of_the_logits_size_is_kept(dtype):
+    logits = jnp.asarray(LOGITS, dtype)
+    _, pull_back = jax.vjp(lambda x: integer(x, LABELS), logits)
+    (kept,) = [a for a in jax.tree.leaves(pull_back) if a.size >= logits.size]
+    assert kept.dtype == logits.dtype
+    assert (np.asarray(kept) == np.asarray(logits)).all() == (dtype == "bfloat16")  # else the exponentials
+
+
 @pytest.mark.parametrize("loss", ["integer", "soft"])
 def test_residuals_are_the_arguments_and_row_values(loss):
     labels = LABELS if loss == "integer" else TARGETS
