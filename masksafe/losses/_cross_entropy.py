@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -345,7 +345,7 @@ def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array) -> tuple[Array,
 
     def on_cpu(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
         rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, None)
-        return from_rows(axes, logits, rows.exps), rows._replace(exps=None)
+        return from_rows(axes, logits, cast(Array, rows.exps)), rows._replace(exps=None)
 
     def elsewhere(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
         return logits, evaluate_rows(Plan(in_blocks=False), x, labels, None)
@@ -363,7 +363,8 @@ def _pull_back_kept(axes: Axes, kept: Array, labels: Array, rows: Rows, d_loss: 
         return from_rows(axes, kept, d_x)
 
     def elsewhere(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
-        return _pull_back(axes, kept, labels, None, rows, d_loss)[0]
+        d_logits, _ = _pull_back(axes, kept, labels, None, rows, d_loss)
+        return cast(Array, d_logits)
 
     d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, rows, d_loss)
     return d_logits

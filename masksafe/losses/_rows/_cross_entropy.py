@@ -142,14 +142,13 @@ class CrossEntropy(LabelFormula):
         return RowCotangents(sums.largest, _sum(of_label, of_logsumexp) / exp_total, of_weights, at_label)
 
     def cotangents_of_x(self, x: Array, part: Part, rows: RowCotangents) -> Array:
-        d_x = jnp.where(part.is_label, rows.at_label, jnp.exp(x - rows.shift) * rows.of_exp)
+        d_x: Array = jnp.where(part.is_label, rows.at_label, jnp.exp(x - rows.shift) * rows.of_exp)
         return d_x if rows.of_weights is None else d_x - _weighted(rows.of_weights, part.class_weights)
 
 
 def _sum(a: Array | None, b: Array | None) -> Array:
     """The sum of what is given."""
-    total: Any = b if a is None else a if b is None else a + b
-    return total
+    return cast(Array, b if a is None else a if b is None else a + b)
 
 
 def _rebased(largest: Array, sums: Sums) -> Sums:

@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -129,7 +129,7 @@ class Divergence(Formula):
         x, targets, _ = self._top_k(logits[0], data)
         teacher, student = _few_classes(x, targets, sums.rest)
         pair = pair_of(teacher, student, sums.teacher, sums.student)
-        d_student = student_cotangents(self.kind, pair, sums.sums) * (d * sums.valid)
+        d_student = student_cotangents(self.kind, pair, sums.sums) * (d * cast(Array, sums.valid))
         if sums.rest is None:
             return (_with_classes(jnp.zeros_like(x), targets.classes, d_student),)
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]

@@ -42,13 +42,13 @@ class Options(NamedTuple):
     def config(self, inputs: Inputs) -> Config:
         """With the sizes of blocks for these arrays."""
         if any(map(has_symbolic_size, jax.tree.leaves(inputs))):
-            sizes = [SizesByMask(Sizes(1, 1), Sizes(1, 1))] * 2
-        else:
-            sizes = [SizesByMask(*(_choose_sizes(self, inputs.layers, *how) for how in hows)) for hows in _HOWS]
-        return Config(self.formula, *sizes, self.axis_name)
-
-
-_HOWS = [[(on_cpu, is_masked) for is_masked in (False, True)] for on_cpu in (True, False)]
+            one_pass = SizesByMask(Sizes(1, 1), Sizes(1, 1))
+            return Config(self.formula, one_pass, one_pass, self.axis_name)
+        on_cpu, elsewhere = (
+            SizesByMask(*(_choose_sizes(self, inputs.layers, on_cpu, is_masked) for is_masked in (False, True)))
+            for on_cpu in (True, False)
+        )
+        return Config(self.formula, on_cpu, elsewhere, self.axis_name)
 
 
 def _choose_sizes(options: Options, layers: tuple[Linear, ...], on_cpu: bool, is_masked: bool) -> Sizes:
@@ -489,13 +489,14 @@ def _multiplied(
         return None if gradient is None else selected(_times(d_total, gradient), where)
 
     where = live_rows, any_live, any_live
-    return _cast(tuple(Gradients(*map(multiplied, d, where)) for d in saved.gradients), inputs)  # type: ignore[arg-type]
+    products = tuple(Gradients(*map(multiplied, d, where)) for d in saved.gradients)  # type: ignore[arg-type]
+    return _cast(products, inputs)
 
 
 def _plain_multiplied(
     config: Config, inputs: Inputs, weights: Outputs, _: _Saved, d_total: Array
 ) -> tuple[Gradients, ...]:
-    _, gradients = _plain_outputs_and_gradients(config, inputs, _scaled_weights(config, inputs, weights))
+    gradients = _plain_outputs_and_gradients(config, inputs, _scaled_weights(config, inputs, weights))[1]
     return _multiplied(config, inputs, weights, _Saved(gradients, None), d_total)
 
 
