@@ -269,7 +269,8 @@ def _flat(inputs: Inputs) -> Inputs:
     leading = inputs.layers[0].features.ndim - 1
 
     def rows(x: Array) -> Array:
-        return x.reshape(math.prod(x.shape[:leading]), x.shape[-1] if x.ndim > leading else 1)
+        flat = x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+        return flat[:, None] if flat.ndim == 1 else flat
 
     layers = tuple(Linear(rows(x.features).astype(x.dtype), x.kernel.astype(x.dtype), x.bias) for x in inputs.layers)
     live = None if inputs.live is None else inputs.live.reshape(-1)
@@ -277,13 +278,13 @@ def _flat(inputs: Inputs) -> Inputs:
 
 
 def _flat_outputs(d_outputs: Outputs) -> Outputs:
-    return tuple(d.reshape(-1, 1) for d in d_outputs)
+    return tuple(d.reshape(-1)[:, None] for d in d_outputs)
 
 
 def _per_token(inputs: Inputs, outputs: Outputs) -> Outputs:
     """Outputs `[N, 1]` in the user's layout, 0 where masked."""
     shape = inputs.layers[0].features.shape[:-1]
-    return tuple(selected(x.reshape(shape), inputs.live) for x in outputs)
+    return tuple(selected(x[:, 0].reshape(shape), inputs.live) for x in outputs)
 
 
 def _plain_outputs(config: Config, inputs: Inputs) -> Outputs:
@@ -304,7 +305,7 @@ def _plain_outputs(config: Config, inputs: Inputs) -> Outputs:
     else:
         outputs = lax.map(jax.checkpoint(of_tokens), rows, batch_size=config.on_cpu.unmasked.token_block)
     shape = inputs.layers[0].features.shape[:-1]
-    return cast(Outputs, vary_with(tuple(x.reshape(shape) for x in outputs), inputs))
+    return cast(Outputs, vary_with(tuple(x[:, 0].reshape(shape) for x in outputs), inputs))
 
 
 def _outputs(config: Config, inputs: Inputs) -> Outputs:
