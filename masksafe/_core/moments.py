@@ -47,11 +47,12 @@ class Mean(NamedTuple):
     remainder: Array | None  # None where the rounding error of the centre does not matter
 
 
-def count(x: Array, axes: Axes, where: Array | None) -> Array:
-    """The number of unmasked elements of `x`, in the real dtype of `x`; the reduced axes stay."""
+def count(x: Array, axes: Axes, where: Array | None) -> Array | float:
+    """The number of unmasked elements of `x`, in its real dtype; the reduced axes stay. A float if it is known."""
     dtype = jnp.finfo(x.dtype).dtype
     if where is None:
-        return jnp.full([1] * x.ndim, math.prod(x.shape[a] for a in axes), dtype)
+        number = math.prod(x.shape[a] for a in axes)
+        return float(number) if isinstance(number, int) else jnp.full([1] * x.ndim, number, dtype)
     # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
     repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
     return number_of(where, axes, keepdims=True).astype(dtype) * repeats
@@ -59,7 +60,15 @@ def count(x: Array, axes: Axes, where: Array | None) -> Array:
 
 def average(x: Array, axes: Axes, where: Array | None) -> Array:
     """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return jnp.sum(x, axes, keepdims=True) / jnp.maximum(count(x, axes, where), 1)
+    return jnp.sum(x, axes, keepdims=True) / _at_least_one(count(x, axes, where))
+
+
+def _positive_or_one(n: Array | float) -> Array | float:
+    return (n if n > 0 else 1.0) if isinstance(n, float) else jnp.where(n > 0, n, 1)
+
+
+def _at_least_one(n: Array | float) -> Array | float:
+    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
 
 
 def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:
@@ -95,12 +104,13 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
     return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
 
 
-def variance(correction: float, mean: Mean, square_sum: Array, n: Array, divide: Divide = jnp.divide) -> Array:
+def variance(correction: float, mean: Mean, square_sum: Array, n: Array | float, divide: Divide = jnp.divide) -> Array:
     """The variance of `n` elements with this sum of squared deviations; 0 where `n` does not exceed `correction`."""
     degrees_of_freedom = n - correction
-    variance = divide(square_sum, jnp.where(degrees_of_freedom > 0, degrees_of_freedom, 1))
+    is_defined, divisor = degrees_of_freedom > 0, _positive_or_one(degrees_of_freedom)
+    variance = divide(square_sum, divisor)
     # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
-    return jnp.where((degrees_of_freedom > 0) & ~is_rounding(variance, mean), variance, 0 * variance)
+    return jnp.where(is_defined & ~is_rounding(variance, mean), variance, 0 * variance)
 
 
 # Few passes over an array, for accelerators.
@@ -149,7 +159,7 @@ def mean_and_squares(x: Array, axes: Axes, where: Array | None) -> tuple[Mean, A
         return _merge_pairs(wide, axes, where)
     shift = average(wide, axes, where)
     shifted = widened(x) - shift
-    number = jnp.maximum(count(wide, axes, where), 1)
+    number = _at_least_one(count(wide, axes, where))
     return about_mean(shift, sums(axes, where, shifted, shifted * shifted), number)
 
 
@@ -174,7 +184,7 @@ def sums(axes: Axes, where: Array | None, *arrays: Array) -> list[Array]:
 
 
 def about_mean(
-    shift: Array, sums_about_shift: list[Array], n: Array | int, divide: Divide = jnp.divide
+    shift: Array, sums_about_shift: list[Array], n: Array | float, divide: Divide = jnp.divide
 ) -> tuple[Mean, Array]:
     """The mean, and the sum of squares about it, from the sums of `x - shift` and of its square; `n` is not 0."""
     total, square_sum = sums_about_shift
