@@ -42,8 +42,12 @@ class Partial(NamedTuple):
         )
 
     def divided(self) -> "Partial":
-        """With the output, and the total 1 for a query that sees no key."""
-        total = jnp.where(self.total == 0, 1, self.total)
+        """With the output, and the total 1 for a query that sees no key.
+
+        What is bad has a NaN as its largest logit. It is taken from there, since XLA's CPU compiler of jax 0.12 makes
+        a number of the exponential of a NaN that it has selected in the same loop.
+        """
+        total = jnp.where(jnp.isnan(self.largest), self.largest, jnp.where(self.total == 0, 1, self.total))
         return Partial(self.weighted / total, self.largest, total)
 
     def multiplied(self) -> "Partial":
