@@ -52,5 +52,6 @@ def product_or_zero(t: Array, x: Array, *, by_arithmetic: bool = False) -> Array
     """The product t x, and 0 where t is 0, even if x is infinite."""
     if not by_arithmetic:
         return jnp.where(t == 0, 0, t * x)
-    bound = jnp.maximum((jnp.abs(jnp.sign(t)) - 0.5) * jnp.inf, 0)  # 0 where t is 0, else inf
+    largest = float(jnp.finfo(t.dtype).max)
+    bound = jnp.abs(t) * largest * largest + largest  # infinite unless t is 0, and then finite
     return t * jnp.minimum(jnp.maximum(x, -bound), bound)

@@ -29,6 +29,7 @@ from masksafe.losses._cross_entropy_rows import (
     evaluate_rows,
     gradient_of_exps,
     is_sound,
+    missed_slopes,
     probs_minus_targets,
     target_costs,
 )
@@ -241,14 +242,19 @@ def softmax_cross_entropy_with_integer_labels(
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
     config = _Config(axes, logits.dtype, axis_name)
     loss = sharding.same_on_all_devices(
-        axis_name, _cross_entropy(config, broadcast_widened(logits, shape), labels, where)
+        axis_name, _cross_entropy(config, broadcast_widened(logits, shape), labels, where, None)
     )
     return nan_where_bad(loss, bad_rows)
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
     """The loss of targets that have the shape of the logits and need not be distributions; nothing is checked."""
-    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), logits, targets, where)
+    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), logits, targets, where, None)
+
+
+def poly_loss(axes: Axes, dtype: Any, logits: Array, targets: Array, where: Array | None, epsilon: Array) -> Array:
+    """The loss of targets that have the shape of the logits, for an epsilon of each row; nothing is checked."""
+    return _cross_entropy(_Config(axes, dtype), logits, targets, where, epsilon)
 
 
 def soft_cross_entropy(
@@ -272,7 +278,7 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = check_distributions(op, labels, where, axes)
     return nan_where_bad(
-        _cross_entropy(_Config(axes, dtype), broadcast_widened(logits, shape), labels, where), bad_rows
+        _cross_entropy(_Config(axes, dtype), broadcast_widened(logits, shape), labels, where, None), bad_rows
     )
 
 
@@ -285,7 +291,7 @@ def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
 # The core. It takes the arguments in the user's layout, which avoids copies among the residuals. It is jitted, which
 # hides the NaN of masked elements even from jax_debug_nans.
 
-_Residuals = tuple[Array, Array, Array | None, Rows]
+_Residuals = tuple[Array, Array, Array | None, Array | None, Rows]
 
 
 class _Config(NamedTuple):
@@ -296,25 +302,28 @@ class _Config(NamedTuple):
     axis_name: str | None = None  # the mesh axis over which the classes are split
 
 
-def _forward(config: _Config, logits: Array, labels: Array, where: Array | None) -> tuple[Array, _Residuals]:
+def _forward(
+    config: _Config, logits: Array, labels: Array, where: Array | None, epsilon: Array | None
+) -> tuple[Array, _Residuals]:
     if _may_keep_exps(config, logits, labels, where):
         kept, rows = _evaluate_and_keep(config.axes, logits, labels)
     else:
-        kept, rows = logits, _evaluate(config, False, logits, labels, where)
-    return _loss_of_rows(config, logits, rows), (kept, labels, where, rows)
+        kept, rows = logits, _evaluate(config, False, logits, labels, where, epsilon)
+    return _loss_of_rows(config, logits, rows), (kept, labels, where, epsilon, rows)
 
 
-def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None]:
-    kept, labels, where, rows = residuals
+def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None, Array | None]:
+    kept, labels, where, _, rows = residuals
     d_loss = sharding.whole_cotangent(config.axis_name, d_loss)
     if _may_keep_exps(config, kept, labels, where):
-        return _pull_back_kept(config.axes, kept, labels, rows, d_loss), None, None
-    return *_pull_back(config.axes, *residuals, d_loss), None
+        return _pull_back_kept(config.axes, kept, labels, rows, d_loss), None, None, None
+    d_logits, d_labels, d_epsilon = _pull_back(config.axes, *residuals, d_loss)
+    return d_logits, d_labels, None, d_epsilon
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _cross_entropy(config: _Config, logits: Array, labels: Array, where: Array | None) -> Array:
-    return _loss_of_rows(config, logits, _evaluate(config, True, logits, labels, where))
+def _cross_entropy(config: _Config, logits: Array, labels: Array, where: Array | None, epsilon: Array | None) -> Array:
+    return _loss_of_rows(config, logits, _evaluate(config, True, logits, labels, where, epsilon))
 
 
 def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
@@ -323,10 +332,16 @@ def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(config: _Config, loss_alone: bool, logits: Array, labels: Array, where: Array | None) -> Rows:
+def _evaluate(
+    config: _Config, loss_alone: bool, logits: Array, labels: Array, where: Array | None, epsilon: Array | None
+) -> Rows:
     # In blocks, the devices would have to exchange sums once per block.
     plan = Plan(config.axis_name is None, loss_alone, config.axis_name)
-    return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where))
+    return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where), _of_rows(epsilon))
+
+
+def _of_rows(x: Array | None) -> Array | None:
+    return None if x is None else x[..., None]
 
 
 # With labels and without a mask, a CPU keeps the exponentials in place of the logits, and the reverse pass multiplies
@@ -344,11 +359,11 @@ def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array) -> tuple[Array,
     """The exponentials on a CPU, elsewhere the logits; and the rows."""
 
     def on_cpu(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
-        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, None)
+        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, None, None)
         return from_rows(axes, logits, cast(Array, rows.exps)), rows._replace(exps=None)
 
     def elsewhere(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
-        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, None)
+        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, None, None)
 
     x, labels, _ = as_rows(axes, logits, labels, None)
     kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, logits, x, labels)
@@ -363,7 +378,7 @@ def _pull_back_kept(axes: Axes, kept: Array, labels: Array, rows: Rows, d_loss: 
         return from_rows(axes, kept, d_x)
 
     def elsewhere(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
-        d_logits, _ = _pull_back(axes, kept, labels, None, rows, d_loss)
+        d_logits, *_ = _pull_back(axes, kept, labels, None, None, rows, d_loss)
         return cast(Array, d_logits)
 
     d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, rows, d_loss)
@@ -372,33 +387,48 @@ def _pull_back_kept(axes: Axes, kept: Array, labels: Array, rows: Rows, d_loss: 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    axes: Axes, logits: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array
-) -> tuple[Array, Array | None]:
+    axes: Axes,
+    logits: Array,
+    labels: Array,
+    where: Array | None,
+    epsilon: Array | None,
+    rows: Rows,
+    d_loss: Array,
+) -> tuple[Array, Array | None, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
+    epsilon = _of_rows(epsilon)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
         rows, x, t = platforms.apart_on_cpu((rows, x, t))
         if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
-            rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask)
+            rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
     live = is_sound(rows) | (d_loss != 0)
     live = live if mask is None else live & mask
+    slopes = probs_minus_targets(x, t, mask, rows)
+    costs = target_costs(x, t, mask, rows) if is_soft(labels) else None
+    d_epsilon = None
+    if epsilon is not None:
+        of_logits, of_targets = missed_slopes(x, t, mask, rows)
+        slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
+        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_logits = from_rows(axes, logits, jnp.where(live, probs_minus_targets(x, t, mask, rows) * d_loss, 0))
-    if not is_soft(labels):
-        return d_logits, None
-    costs = target_costs(x, t, mask, rows)
+    d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
+    if costs is None:
+        return d_logits, None, None
     live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)
-    return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))
+    return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0)), d_epsilon
 
 
-def _keep_rows(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
+def _keep_rows(rows: Rows, x: Array, t: Array, *_: Array | None) -> tuple[Rows, Array, Array]:
     return rows, x, t
 
 
-def _evaluate_again(rows: Rows, x: Array, t: Array, mask: Array | None) -> tuple[Rows, Array, Array]:
+def _evaluate_again(
+    rows: Rows, x: Array, t: Array, mask: Array | None, epsilon: Array | None
+) -> tuple[Rows, Array, Array]:
     # The kernel that writes the gradient reads the whole row anyway. Kept results of the forward pass would be computed
     # by a kernel of their own, with one more pass over the logits, since XLA's kernels for rows have only one result.
     x, t = lax.optimization_barrier((x, t))
-    return evaluate_rows(Plan(in_blocks=False), x, t, mask), x, t
+    return evaluate_rows(Plan(in_blocks=False), x, t, mask, epsilon), x, t

@@ -10,6 +10,13 @@ targets :math:`t` and the sums over the unmasked classes,
   \frac{\partial \ell}{\partial x_j} = T p_j - t_j, \qquad
   \frac{\partial \ell}{\partial t_j} = L - x_j, \qquad T = \sum_j t_j.
 
+PolyLoss adds :math:`\epsilon M`, where :math:`M` is the part of the targets that the probabilities miss,
+
+.. math::
+  M = \sum_j t_j (1 - p_j), \qquad
+  \frac{\partial M}{\partial x_j} = p_j \bigl((T - t_j) - M\bigr), \qquad
+  \frac{\partial M}{\partial t_j} = 1 - p_j.
+
 Two measures preserve all digits.
 
 * :math:`L` is stored in two parts, the largest logit (`shift`) and :math:`\log \sum_j e^{x_j - \text{shift}}`
@@ -24,7 +31,7 @@ Two measures preserve all digits.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,49 +65,57 @@ class Rows(NamedTuple):
     log_sum: Any = None  # the log of the sum of exp(logits - shift); 0 in a row with nothing left
     total: Any = None  # the sum of the targets; NaN for a label out of range
     label: Array | None = None  # as a class of this device, or outside [0, num_classes); None for targets
+    missed: Array | None = None  # the sum of targets times 1 - p; None unless it is a term of the loss
     exps: Array | None = None  # exp(logits - shift), but 0 at the label, `[..., num_classes]`; or None
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
+def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None, epsilon: Array | None = None) -> Rows:
     """The forward pass, differentiable to any order, and with it the reverse rule, which uses its results."""
 
-    def row_values(by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
-        rows = _row_values(plan, by_arithmetic, x, labels, where)
+    def row_values(by_arithmetic: bool, *arrays: Any) -> Rows:
+        rows = _row_values(plan, by_arithmetic, *arrays)
         return Rows(rows.loss) if plan.loss_alone else rows
 
     by_selection, by_arithmetic = (functools.partial(row_values, form) for form in (False, True))
     if not plan.in_blocks:
-        return by_selection(x, labels, where)
+        return by_selection(x, labels, where, epsilon)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
     arithmetic = by_arithmetic if in_one_pass else None
-    return map_row_blocks(by_selection, x, labels, where, arithmetic=arithmetic)  # type: ignore[no-any-return]
+    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)  # type: ignore[no-any-return]
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
 def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Rows, Rows]:
-    x, labels, where = primals
-    x_dot, labels_dot, _ = tangents
-    rows = evaluate_rows(plan._replace(loss_alone=False), x, labels, where)
+    x, labels, where, epsilon = primals
+    x_dot, labels_dot, _, epsilon_dot = tangents
+    rows = evaluate_rows(plan._replace(loss_alone=False), x, labels, where, epsilon)
     x_dot = _instantiate(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
     total = functools.partial(sharding.sum_over_devices, plan.axis_name)
     d_loss = total(sum_of_row(probs_minus_targets(x, labels, where, rows) * x_dot))
     d_log_sum = total(sum_of_row(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
-    d_total = jnp.zeros_like(rows.total)
+    d_total, d_missed = jnp.zeros_like(rows.total), None
     # Without a tangent of the labels their costs are not used: they may be infinite, and inf * 0 is NaN.
     if is_soft(labels) and not isinstance(labels_dot, SymbolicZero):
         labels_dot = selected(labels_dot.astype(rows.loss.dtype), where, 0)
         d_loss += sum_of_row(target_costs(x, labels, where, rows) * labels_dot)
         d_total += sum_of_row(labels_dot)
+    else:
+        labels_dot = None
+    if epsilon is not None:
+        of_logits, of_targets = missed_slopes(x, labels, where, rows)
+        d_missed = sum_of_row(of_logits * x_dot)
+        d_missed += 0 if labels_dot is None else sum_of_row(of_targets * labels_dot)
+        d_loss += epsilon * d_missed + _instantiate(epsilon_dot, epsilon) * cast(Array, rows.missed)
     if plan.loss_alone:
         return Rows(rows.loss), Rows(d_loss)
     no_shift, no_label = (
         None if a is None else zero_from_primal(a, symbolic_zeros=False) for a in (rows.shift, rows.label)
     )
     d_exps = None if rows.exps is None else rows.exps * x_dot
-    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label, d_exps)
+    return rows, Rows(d_loss, no_shift, d_log_sum, d_total, no_label, d_missed, d_exps)
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:
@@ -110,14 +125,16 @@ def _instantiate(tangent: Any, primal: Array) -> Array:
     return dense
 
 
-def _row_values(plan: Plan, by_arithmetic: bool, x: Array, labels: Array, where: Array | None) -> Rows:
+def _row_values(
+    plan: Plan, by_arithmetic: bool, x: Array, labels: Array, where: Array | None, epsilon: Array | None
+) -> Rows:
     dtype = _accumulation_dtype(x, labels)
     if x.shape[-1] == 0:
         zero = jnp.zeros((*x.shape[:-1], 1), dtype)
         label = None if is_soft(labels) else jnp.full(zero.shape, -1, jnp.int32)
-        return Rows(zero, zero, zero, zero, label, x if plan.keeps_exps else None)
+        return Rows(zero, zero, zero, zero, label, None if epsilon is None else zero, x if plan.keeps_exps else None)
     if is_soft(labels):
-        return _rows_of_targets(dtype, by_arithmetic, x, labels, where)
+        return _rows_of_targets(dtype, by_arithmetic, x, labels, where, epsilon)
     return _rows_of_labels(plan, x, labels, where)
 
 
@@ -139,17 +156,23 @@ def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) ->
     label_z, log_sum, shift = (selected(a, live_rows) for a in (label_z, log_sum, shift.squeeze(-1)))
     total = selected(nan_unless(valid.squeeze(-1), dtype), live_rows, 1)
     loss, shift, log_sum, total = (a[..., None] for a in (total * (log_sum - label_z), shift, log_sum, total))
-    return Rows(loss, shift, log_sum, total, label, exps if plan.keeps_exps else None)
+    return Rows(loss, shift, log_sum, total, label, None, exps if plan.keeps_exps else None)
 
 
-def _rows_of_targets(dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None) -> Rows:
+def _rows_of_targets(
+    dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None, epsilon: Array | None
+) -> Rows:
     x = lowest_under_mask(x, where)
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
     log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of(t, -1, keepdims=True)
     products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
-    return Rows(total * log_sum - sum_of_row(products), shift, log_sum, total, None)
+    loss = total * log_sum - sum_of_row(products)
+    if epsilon is None:
+        return Rows(loss, shift, log_sum, total)
+    missed = -sum_of_row(t * jnp.expm1(z - log_sum))
+    return Rows(loss + epsilon * missed, shift, log_sum, total, None, missed)
 
 
 def below_infinity(largest: Array) -> Array:
@@ -196,6 +219,13 @@ def target_costs(x: Array, t: Array, where: Array | None, rows: Rows) -> Array:
     return jnp.where(absent, 0, rows.log_sum - (jnp.where(absent, 0, x) - rows.shift))
 
 
+def missed_slopes(x: Array, t: Array, where: Array | None, rows: Rows) -> tuple[Array, Array]:
+    """The derivatives of M with respect to the unmasked logits and targets."""
+    z, exps = _relative_exps(x, where, rows.shift)
+    t = selected(t.astype(rows.loss.dtype), where)
+    return exps * jnp.exp(-rows.log_sum) * ((rows.total - t) - rows.missed), -jnp.expm1(z - rows.log_sum)
+
+
 def is_sound(rows: Rows) -> Array:
     """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
@@ -222,8 +252,9 @@ def value_at_label(axis_name: str | None, x: Array, where: Array | None, label: 
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
     live = where if where is None or where.shape[-1] == 1 else _pick(where, index)
     value = selected(_pick(x, index), live, -jnp.inf)
-    is_here = label < x.shape[-1]
-    return value if axis_name is None else sharding.sum_over_devices(axis_name, jnp.where(is_here, value, 0))
+    if axis_name is None:
+        return value
+    return sharding.sum_over_devices(axis_name, jnp.where(label < x.shape[-1], value, 0))
 
 
 def _index_of(label: Array, number: int) -> Array:

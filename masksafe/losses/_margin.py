@@ -19,6 +19,7 @@ from masksafe._core.precision import widened
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of
+from masksafe.losses._cross_entropy_rows import value_at_label
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
@@ -305,17 +306,11 @@ def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Arra
     return _evaluate_rows(0, scores, labels, mask).loss
 
 
-def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
-    losses: Array = map_row_blocks(_sparsemax_of_rows, scores, labels, mask)
-    return losses
-
-
 class _Rows(NamedTuple):
     """The hinge or perceptron loss of each row, and what its derivative needs; every array is `[..., 1]`."""
 
     loss: Array
     largest: Array  # the largest score, with the margin of its class
-    number: Array  # of the classes that share it
     is_sound: Array
 
 
@@ -329,7 +324,8 @@ def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
     scores, labels, mask = primals
     rows = _evaluate_rows(margin, scores, labels, mask)
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
-    share = jnp.where(_with_margin(margin, x, is_label, mask) == rows.largest, 1 / rows.number, 0)
+    is_largest = (_with_margin(margin, x, is_label, mask) == rows.largest).astype(x.dtype)
+    share = is_largest / jnp.maximum(_sum(is_largest), 1)
     slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
     d_loss = _sum(slope * wide_selected(tangents[0], mask))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
@@ -340,8 +336,7 @@ def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -
     x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
     margins = _with_margin(margin, x, is_label, mask)
     largest = jnp.max(margins, -1, keepdims=True)
-    number = _sum((margins == largest).astype(x.dtype))  # of floats: one exchange with the label's score
-    return _Rows(_less_label_score(largest, x, is_label, mask, is_sound), largest, number, is_sound)
+    return _Rows(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
 
 
 def _with_margin(margin: int, x: Array, is_label: Array, mask: Array | None) -> Array:
@@ -360,25 +355,25 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
     return is_sound if mask is None else is_sound | ~any_of(mask, -1, keepdims=True)
 
 
-def _less_label_score(highest: Array, x: Array, is_label: Array, mask: Array | None, is_sound: Array) -> Array:
+def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
-    score = _sum(jnp.where(is_label, x, 0))
+    score = widened(value_at_label(None, scores, mask, labels.astype(jnp.int32)))
     is_ruled_out = score == -jnp.inf
-    if mask is not None and mask.shape[-1] != 1:
-        is_ruled_out |= any_of(is_label & ~mask, -1, keepdims=True)
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
-    losses = highest - jnp.where(score == -jnp.inf, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(x.dtype)
-    return selected(losses * nan_unless(is_sound, x.dtype), None if mask is None else any_of(mask, -1, keepdims=True))
+    losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
+    return selected(
+        losses * nan_unless(is_sound, score.dtype), None if mask is None else any_of(mask, -1, keepdims=True)
+    )
 
 
-def _sparsemax_of_rows(scores: Array, labels: Array, mask: Array | None) -> Array:
-    is_label, is_sound = _is_label(scores, labels), _is_sound(scores, labels, mask)
+def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
+    is_sound = _is_sound(scores, labels, mask)
     x = _with_nan_gradient_unless(is_sound, wide_selected(scores, mask))
     # The loss is invariant under this shift, which preserves digits.
     descending = widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
     shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
     x -= shift
-    return _less_label_score(_regularized_max(x, descending - shift, mask), x, is_label, mask, is_sound)
+    return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_sound)
 
 
 @jax.custom_jvp

@@ -384,9 +384,10 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b), ()
 
     def on_cpu(a: Array, b: Array, where: Array | None) -> _CosineSums:
-        # Without a mask there is nothing to select, and XLA fuses everything.
+        # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
+        is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
         blocks = functools.partial(by_row_blocks, unscaled, leading)
-        product, *squares = platforms.apart((unscaled if where is None else blocks)(a, b, where)[0])
+        product, *squares = platforms.apart((unscaled if is_fused else blocks)(a, b, where)[0])
         limits = jnp.finfo(product.dtype)
         of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
         is_ordinary_row = of_a & of_b

@@ -31,7 +31,7 @@ OPS = {
     "scale of a norm": (lambda s, x, m: masksafe.layer_norm(x, s, BIAS, where=m), (SCALE, X, MASK)),
     "variance": (lambda x, t, m: masksafe.var(x, axis=-1, where=m), OTHERS),
     "divergence": (lambda x, t, m: losses.kl_divergence(jax.nn.log_softmax(x), TARGETS, where=m), OTHERS),
-    "sparsemax": (lambda x, y, m: losses.multiclass_sparsemax_loss(x, y), ROWS),
+    "perceptron": (lambda x, y, m: losses.multiclass_perceptron_loss(x, y), ROWS),
     "cosine": (lambda x, t, m: losses.cosine_similarity(x, t, where=m), OTHERS),
     "PolyLoss": (lambda x, t, m: losses.poly_loss_cross_entropy(x, TARGETS, where=m), OTHERS),
 }
