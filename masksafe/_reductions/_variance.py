@@ -218,7 +218,7 @@ def _is_fused(axes: Axes, x: Array) -> bool:
     if x.dtype.itemsize < 4:  # it would widen the whole array first
         return False
     elements = math.prod(x.shape[a] for a in axes)
-    return moments.are_last(axes) and platforms.computes_rows_in_cache(elements, x.dtype)
+    return moments.are_last(axes) and elements in range(platforms.ELEMENTS_OF_ROW_IN_CACHE.stop)
 
 
 def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
