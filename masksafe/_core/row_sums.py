@@ -52,6 +52,8 @@ def product_or_zero(t: Array, x: Array, *, by_arithmetic: bool = False) -> Array
     """The product t x, and 0 where t is 0, even if x is infinite."""
     if not by_arithmetic:
         return jnp.where(t == 0, 0, t * x)
-    largest = float(jnp.finfo(t.dtype).max)
-    bound = jnp.abs(t) * largest * largest + largest  # infinite unless t is 0, and then finite
+    # Infinite unless t is 0, and then finite. Between two products by numbers stands the minimum: of `t * a * b` XLA
+    # makes `t * (a * b)`, where a * b is infinite.
+    tiny, largest = float(jnp.finfo(t.dtype).tiny), float(jnp.finfo(t.dtype).max)
+    bound = jnp.minimum(jnp.abs(t) * (1 / tiny), 1) * largest + largest
     return t * jnp.minimum(jnp.maximum(x, -bound), bound)
