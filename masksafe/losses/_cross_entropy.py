@@ -306,7 +306,7 @@ def _forward(
     config: _Config, logits: Array, labels: Array, where: Array | None, epsilon: Array | None
 ) -> tuple[Array, _Residuals]:
     if _may_keep_exps(config, logits, labels, where):
-        kept, rows = _evaluate_and_keep(config.axes, logits, labels)
+        kept, rows = _evaluate_and_keep(config.axes, logits, labels, where)
     else:
         kept, rows = logits, _evaluate(config, False, logits, labels, where, epsilon)
     return _loss_of_rows(config, logits, rows), (kept, labels, where, epsilon, rows)
@@ -316,7 +316,7 @@ def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Arr
     kept, labels, where, _, rows = residuals
     d_loss = sharding.whole_cotangent(config.axis_name, d_loss)
     if _may_keep_exps(config, kept, labels, where):
-        return _pull_back_kept(config.axes, kept, labels, rows, d_loss), None, None, None
+        return _pull_back_kept(config.axes, kept, labels, where, rows, d_loss), None, None, None
     d_logits, d_labels, d_epsilon = _pull_back(config.axes, *residuals, d_loss)
     return d_logits, d_labels, None, d_epsilon
 
@@ -344,44 +344,46 @@ def _of_rows(x: Array | None) -> Array | None:
     return None if x is None else x[..., None]
 
 
-# With labels and without a mask, a CPU keeps the exponentials in place of the logits, and the reverse pass multiplies
-# them where they are: to compute them takes as long as all else. Those of 16-bit logits would be twice as large. A mask
-# would have to be applied once before the exponentials and once after them, each time to an array in memory.
+# With labels, a CPU keeps the exponentials in place of the logits, and the reverse pass multiplies them where they are:
+# to compute them takes as long as all else. Those of 16-bit logits would be twice as large. A mask of classes would be
+# applied once before the maximum and once after the exponentials, each time to an array in memory.
 
 
 def _may_keep_exps(config: _Config, logits: Array, labels: Array, where: Array | None) -> bool:
-    is_plain = where is None and config.axis_name is None and sharding.may_loop((logits, labels))
-    return is_plain and logits.dtype.itemsize >= 4 and not is_soft(labels)
+    masks_classes = where is not None and any(where.shape[a] != 1 for a in config.axes)
+    if masks_classes or config.axis_name is not None or not sharding.may_loop((logits, labels, where)):
+        return False
+    return logits.dtype.itemsize >= 4 and not is_soft(labels)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array) -> tuple[Array, Rows]:
+def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
     """The exponentials on a CPU, elsewhere the logits; and the rows."""
 
-    def on_cpu(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
-        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, None, None)
+    def on_cpu(logits: Array, *of_rows: Any) -> tuple[Array, Rows]:
+        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), *of_rows, None)
         return from_rows(axes, logits, cast(Array, rows.exps)), rows._replace(exps=None)
 
-    def elsewhere(logits: Array, x: Array, labels: Array) -> tuple[Array, Rows]:
-        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, None, None)
+    def elsewhere(logits: Array, *of_rows: Any) -> tuple[Array, Rows]:
+        return logits, evaluate_rows(Plan(in_blocks=False), *of_rows, None)
 
-    x, labels, _ = as_rows(axes, logits, labels, None)
-    kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, logits, x, labels)
+    kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(
+        on_cpu, elsewhere, logits, *as_rows(axes, logits, labels, where)
+    )
     return kept
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pull_back_kept(axes: Axes, kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
-    def on_cpu(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
-        exps, _, _ = as_rows(axes, kept, labels, None)
-        d_x = gradient_of_exps(rows._replace(exps=exps), d_loss.astype(rows.loss.dtype)[..., None])
+def _pull_back_kept(axes: Axes, kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
+    def on_cpu(kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
+        exps, _, mask = as_rows(axes, kept, labels, where)
+        d_x = gradient_of_exps(rows._replace(exps=exps), mask, d_loss.astype(rows.loss.dtype)[..., None])
         return from_rows(axes, kept, d_x)
 
-    def elsewhere(kept: Array, labels: Array, rows: Rows, d_loss: Array) -> Array:
-        d_logits, *_ = _pull_back(axes, kept, labels, None, None, rows, d_loss)
-        return cast(Array, d_logits)
+    def elsewhere(kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
+        return cast(Array, _pull_back(axes, kept, labels, where, None, rows, d_loss)[0])
 
-    d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, rows, d_loss)
+    d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, where, rows, d_loss)
     return d_logits
 
 

@@ -39,7 +39,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from masksafe._core import sharding
 from masksafe._core.labels import class_index, is_class, is_soft, nan_unless
-from masksafe._core.masks import lowest_under_mask, selected
+from masksafe._core.masks import both, lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     in_blocks: bool  # in blocks of rows rather than all at once
     loss_alone: bool = False  # the other results are None
     axis_name: str | None = None  # the mesh axis over which the classes are split, for labels only
-    keeps_exps: bool = False  # for labels only, all rows at once, and nothing masked
+    keeps_exps: bool = False  # for labels only, all rows at once, under no mask but one of rows
 
 
 class Rows(NamedTuple):
@@ -145,10 +145,14 @@ def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) ->
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
 
-    x = lowest_under_mask(x, where)
-    shift = below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
-    z = x.astype(dtype) - shift
-    exps = selected(_with_label(jnp.exp(z), label, 0.0) if plan.keeps_exps else exps_of_others(z, label), where)
+    if plan.keeps_exps:
+        # Whole rows are masked: the maximum is selected, not what it is taken of.
+        shift = selected(below_infinity(jnp.max(x, -1, keepdims=True)), where)
+        exps = _with_label(jnp.exp(selected(x, where, -jnp.inf) - shift), label, 0.0)
+    else:
+        x = lowest_under_mask(x, where)
+        shift = below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
+        exps = selected(exps_of_others(x.astype(dtype) - shift, label), where)
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
     others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
     log_sum = jnp.log1p(others + jnp.expm1(label_z))
@@ -197,13 +201,13 @@ def probs_minus_targets(x: Array, labels: Array, where: Array | None, rows: Rows
     return exps * jnp.where(is_largest, scale_of_largest, scale) + (jnp.where(is_largest, exps * rows.total, 0) - t)
 
 
-def gradient_of_exps(rows: Rows, d_loss: Array) -> Array:
+def gradient_of_exps(rows: Rows, where: Array | None, d_loss: Array) -> Array:
     """The cotangents of the logits from the exponentials that were kept, in place of `probs_minus_targets`."""
     assert rows.exps is not None
     assert rows.label is not None
     sound = is_sound(rows)
     # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
-    live = sound | (d_loss != 0)
+    live = both(sound | (d_loss != 0), where)
     of_exps, of_label = (jnp.where(sound, x, jnp.nan) * d_loss for x in (jnp.exp(-rows.log_sum), jnp.expm1(-rows.loss)))
     return _with_label(selected(rows.exps * of_exps, live), rows.label, selected(of_label, live))
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import masksafe
 from masksafe import losses
@@ -147,6 +148,17 @@ def test_masked_nan_stays_hidden_from_debug_nans():
             assert np.isfinite(loss(x, SHARES, where=mask)).all()
         with pytest.raises(FloatingPointError):
             losses.squared_error(np.where(mask, X, np.nan), SHARES)
+
+
+def test_masked_garbage_stays_hidden_from_float_checks():
+    logits, mask = jnp.ones((3, 4)).at[1].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0])), jnp.arange(3)[:, None] != 1
+    for loss, targets in [
+        (losses.softmax_cross_entropy_with_integer_labels, jnp.zeros(3, int)),
+        (losses.softmax_cross_entropy, jnp.eye(3, 4)),
+    ]:
+        step = jax.jit(jax.grad(lambda x, t, loss=loss: loss(x, t, where=mask).sum()))
+        error, _ = checkify.checkify(step, errors=checkify.float_checks)(logits, targets)
+        error.throw()
 
 
 def test_an_elementwise_loss_is_compiled_once():
