@@ -9,7 +9,10 @@ Every case is run with harmless values and with garbage under the mask. Its outp
   refused  an error
   -        the library has no such function, or the case was not run there
 
-The exit status is 0 if masksafe is right everywhere, 1 if it is not, 2 for bad options.
+With MODULE:FUNCTION the function of yours that FUNCTION returns, with its arguments and masks, gets the same verdicts
+from the tools of masksafe.testing.
+
+The exit status is 0 if masksafe, or your function, is right everywhere, 1 if it is not, 2 for bad options.
 """
 
 import argparse
@@ -22,7 +25,7 @@ from typing import Any
 
 import jax
 
-from masksafe._report import _show
+from masksafe._report import _own_function, _show
 from masksafe._report._case import Case
 from masksafe._report._cases import all_cases, tables
 from masksafe._report._libraries import PEERS, WRITTEN_OUT, is_installed, runner
@@ -31,9 +34,11 @@ from masksafe._report._verdict import Verdict, judge, worst
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
-    cases = [case for case in all_cases() if any(part in case.op for part in options.ops)]
+    if options.case is not None:
+        return 0 if _own_function.judge(options.case) else 1
+    cases = [case for case in all_cases() if any(part in case.op for part in options.only)]
     if not cases:
-        print(f"No op has any of {', '.join(options.ops)} in its name.", file=sys.stderr)
+        print(f"No op has any of {', '.join(options.only)} in its name.", file=sys.stderr)
         return 2
     peers = _chosen_peers(options.peers)
     versions = _versions(peers)
@@ -61,9 +66,18 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m masksafe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "case",
+        nargs="?",
+        type=_own_function.load,
+        metavar="MODULE:FUNCTION",
+        help="judge a function of yours: FUNCTION() returns it, a tuple of its arguments, and a dict from the index of "
+        "an argument to booleans, True where it is masked",
+    )
     parser.add_argument("--peers", default="all", help=f"none, all, or some of {','.join(PEERS)}; default: %(default)s")
     parser.add_argument(
-        "--ops",
+        "--only",
+        metavar="OPS",
         type=lambda text: text.split(","),
         default=[""],
         help="parts of names: run only ops that match one",
@@ -104,16 +118,15 @@ def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
 
 
 def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
-    """The verdict on each case; ABSENT for cases that are not chosen."""
-    verdicts = []
-    for number, case in enumerate(cases):
-        if sys.stderr.isatty():
-            print(f"\033[K{name}: {number} of {len(cases)}, {case.op}", end="\r", file=sys.stderr, flush=True)
-        run = runner(library, case) if any(case is other for other in chosen) else None
-        verdicts.append(Verdict.ABSENT if run is None else judge(case, run))
-    if sys.stderr.isatty():
-        print("\033[K", end="", file=sys.stderr, flush=True)
-    return verdicts
+    """The verdict on each case; ABSENT for cases that are not chosen. Each op is told of as it is done."""
+    verdicts: dict[int, Verdict] = {}
+    for op in dict.fromkeys(case.op for case in chosen):
+        runs = [(case, runner(library, case)) for case in chosen if case.op == op]
+        of_op = {id(case): judge(case, run) for case, run in runs if run is not None}
+        if of_op:
+            _show.progress(f"{name}: {op}: {', '.join(of_op.values())}")
+        verdicts |= of_op
+    return [verdicts.get(id(case), Verdict.ABSENT) for case in cases]
 
 
 def _show_table(title: str, names: set[tuple[str, str]], cases: list[Case], verdicts: dict[str, list[Verdict]]) -> None:

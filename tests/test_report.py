@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ SUM = Case("sum", "garbage under the mask", {"x": X, "where": MASK}, {"x": ~MASK
 @pytest.fixture(autouse=True)
 def two_devices(monkeypatch):
     devices = jax.devices()[:2]
-    monkeypatch.setattr(jax, "local_devices", lambda: devices)
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def verdict_on(monkeypatch):
         (lambda x, where: masksafe.sum(x, -1, where), Verdict.RIGHT),
         (lambda x, where: jnp.where(where, jnp.sqrt(jnp.abs(x)), 0).sum(-1), Verdict.NAN),
         (lambda x, where: jnp.sum(jnp.nan_to_num(x, posinf=9, neginf=7), -1), Verdict.LEAKS),
-        (lambda x, where: (x * where).sum(-1), Verdict.NAN),
+        (lambda x, where: x.sum(-1), Verdict.NAN),
         (lambda x: x, Verdict.REFUSED),
     ],
 )
@@ -91,8 +92,9 @@ def test_every_public_op_is_in_a_case():
 
 
 def test_report_of_masksafe_alone(capsys, tmp_path):
-    assert main(["--peers", "none", "--ops", "smooth_lab,nothing_else", "--json", str(tmp_path / "report.json")]) == 0
-    out = capsys.readouterr().out
+    assert main(["--peers", "none", "--only", "smooth_lab,nothing_else", "--json", str(tmp_path / "report.json")]) == 0
+    out, progress = capsys.readouterr()
+    assert re.fullmatch(r"(masksafe on \S+: smooth_labels: right(, right)*\n)+", progress)
     assert "smooth_labels" in out
     assert "jaxlib" in out
     assert "keeps its contract" in out
@@ -106,7 +108,7 @@ def test_report_of_masksafe_alone(capsys, tmp_path):
 
 def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     monkeypatch.setitem(_ops("masksafe"), "smooth_labels", lambda labels, alpha, where: labels)
-    assert main(["--peers", "none", "--ops", "smooth_labels"]) == 1
+    assert main(["--peers", "none", "--only", "smooth_labels"]) == 1
     assert "does NOT keep its contract" in capsys.readouterr().out
 
 
@@ -114,7 +116,7 @@ def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     ("peer", "op"), [("optax", "kl_divergence_with"), pytest.param("flax", "layer_norm", marks=pytest.mark.slow)]
 )
 def test_peers_get_the_same_cases(peer, op, capsys):
-    assert main(["--peers", peer, "--ops", op]) == 0
+    assert main(["--peers", peer, "--only", op]) == 0
     out = capsys.readouterr().out
     assert re.search(rf"{peer}: \d+ of", out)
     assert "jax.nn" not in out
@@ -124,7 +126,7 @@ def test_unknown_peers_and_ops_are_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["--peers", "numpy"])
     assert "numpy is none of" in capsys.readouterr().err
-    assert main(["--ops", "nothing_of_the_kind"]) == 2
+    assert main(["--only", "nothing_of_the_kind"]) == 2
 
 
 def test_plain_text_without_rich(capsys, monkeypatch):
@@ -139,3 +141,39 @@ def test_ops_of_peers_are_those_of_cases(peer):
     public = {name for name in _ops(peer) if hasattr(masksafe, name) or hasattr(masksafe.losses, name)}
     assert set(_ops(peer)) <= public | known
     assert set(_ops(peer)) & known
+
+
+def mean_of_rows():
+    live = jnp.array([[True, True, False], [False] * 3])
+    return lambda x: masksafe.mean(x, -1, where=live), (X,), {0: ~live}
+
+
+def mean_by_products():
+    live = jnp.array([[1.0, 1, 0], [1, 1, 1]])
+    return lambda x: (x * live).sum(-1) / live.sum(-1), (X,), {0: live == 0}
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "verdict"), [("mean_of_rows", 0, "right"), ("mean_by_products", 1, "leaks")]
+)
+def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
+    assert main([f"own_cases:{case}"]) == status
+    captured = capsys.readouterr()
+    assert f"touches nothing: {verdict}" in captured.err
+    assert ("A masked element is not gone" in captured.out) == bool(status)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no_such_module:f", "no_such_module:f, expected MODULE:FUNCTION; No module named"),
+        ("json:f", "json:f, expected MODULE:FUNCTION; .* no attribute 'f'"),
+        ("json.decoder:JSONDecoder", r"returned JSONDecoder, expected a function, a tuple of its arguments"),
+    ],
+)
+def test_what_is_no_function_of_the_user_is_an_error(case, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        main([case])
+    assert error.value.code == 2
+    assert re.search(message, capsys.readouterr().err)

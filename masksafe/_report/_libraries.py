@@ -31,7 +31,7 @@ def runner(library: str, case: Case) -> Run | None:
     op = _ops(library).get(case.op)
     if op is None:
         return None
-    return functools.partial(_run_torch if library == "torch" else _run_jax, op)
+    return functools.partial(_run_torch, op) if library == "torch" else _in_jax(op)
 
 
 @functools.cache
@@ -49,16 +49,23 @@ def _ops(library: str) -> Ops:
     return tables[library]()
 
 
-def _run_jax(op: Callable[..., Any], inputs: Inputs) -> Result:
-    floats = {name: jnp.asarray(x) for name, x in inputs.items() if np.asarray(x).dtype.kind == "f"}
+def _in_jax(op: Callable[..., Any]) -> Run:
+    """One program of the output and its gradients, for all that may stand under the mask."""
 
-    def call(floats: dict[str, jax.Array]) -> jax.Array:
-        return jnp.asarray(op(**{**inputs, **floats}))
+    @jax.jit
+    def output_and_gradients(inputs: Inputs) -> tuple[jax.Array, dict[str, jax.Array]]:
+        floats = {name: x for name, x in inputs.items() if x.dtype.kind == "f"}
+        output, reverse = jax.vjp(lambda floats: jnp.asarray(op(**{**inputs, **floats})), floats)
+        weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
+        return output, reverse(weights)[0]
 
-    output, reverse = jax.vjp(jax.jit(call), floats)
-    weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
-    (gradients,) = reverse(weights)
-    return Result(np.asarray(output, np.float64), {name: np.asarray(g, np.float64) for name, g in gradients.items()})
+    def run(inputs: Inputs) -> Result:
+        output, gradients = output_and_gradients(jax.tree.map(jnp.asarray, inputs))
+        return Result(
+            np.asarray(output, np.float64), {name: np.asarray(g, np.float64) for name, g in gradients.items()}
+        )
+
+    return run
 
 
 # masksafe, and JAX itself.

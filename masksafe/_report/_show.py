@@ -1,6 +1,7 @@
 """The report as text: rich tables if rich is installed, plain ones otherwise."""
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 
 Row = Sequence[str]
@@ -19,6 +20,11 @@ def table(title: str, header: Row, rows: Sequence[Row]) -> None:
     for row in (header, ["-" * width for width in widths], *rows):
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print()
+
+
+def progress(line: str) -> None:
+    """Prints a line at once, apart from the report."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _rich_table(title: str, header: Row, rows: Sequence[Row]) -> None:
