@@ -13,9 +13,11 @@ from jax import lax
 
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 
 
+@public_op
 def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
     r"""Replaces the masked elements of an array, whatever they hold.
 
@@ -54,6 +56,7 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
     return replaced
 
 
+@public_op
 def apply_where(
     cond: ArrayLike,
     args: ArrayLike | tuple[ArrayLike, ...],

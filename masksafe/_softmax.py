@@ -16,9 +16,9 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_sums import log_sum_exp
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -60,7 +60,7 @@ def logsumexp(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@explains_keywords
+@public_op
 def logsumexp(
     a: ArrayLike,
     axis: Axis | None = None,
@@ -112,7 +112,7 @@ def logsumexp(
     return result
 
 
-@explains_keywords
+@public_op
 def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
     r"""The softmax over the unmasked elements; 0 at the masked ones.
 
@@ -146,7 +146,7 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
     return _softmax(axes, x, where)
 
 
-@explains_keywords
+@public_op
 def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None) -> Array:
     r"""The logarithm of the softmax over the unmasked elements; -inf at the masked ones.
 

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_real_array
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import selected
+from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._core.unfolded import any_of
 from masksafe._reductions._arguments import Reduction, read_arguments
 
 
-@explains_keywords
+@public_op
 def max(  # noqa: A001
     x: ArrayLike,
     axis: Axis | None = None,
@@ -61,7 +61,7 @@ def max(  # noqa: A001
     return _extremum("max", x, axis, where, axis_name, keepdims)
 
 
-@explains_keywords
+@public_op
 def min(  # noqa: A001
     x: ArrayLike,
     axis: Axis | None = None,

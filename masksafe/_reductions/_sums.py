@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import sharding
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import or_one, total_weight, weighted
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName
@@ -18,7 +18,7 @@ from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe._reductions._arguments import Call, prepared
 
 
-@explains_keywords
+@public_op
 def sum(  # noqa: A001
     x: ArrayLike,
     axis: Axis | None = None,
@@ -75,7 +75,7 @@ def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Ar
     return sharding.sum_over_devices(how.axis_name, total).astype(dtype)
 
 
-@explains_keywords
+@public_op
 def mean(
     x: ArrayLike,
     axis: Axis | None = None,

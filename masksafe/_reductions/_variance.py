@@ -12,9 +12,9 @@ from jax import lax
 from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_number, message
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.row_moments import RowConfig, row_moments
 from masksafe._core.scaling import quotient
@@ -23,7 +23,7 @@ from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._reductions._arguments import Reduction, read_arguments
 
 
-@explains_keywords
+@public_op
 def var(
     x: ArrayLike,
     axis: Axis | None = None,
@@ -75,7 +75,7 @@ def var(
     return _check_and_reduce("var", x, axis, where, weights, axis_name, correction, keepdims)[0]
 
 
-@explains_keywords
+@public_op
 def var_mean(
     x: ArrayLike,
     axis: Axis | None = None,

@@ -29,6 +29,7 @@ from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask, either
 from masksafe._core.own_shard_map import is_checkified
 from masksafe._core.precision import wide_dtype
+from masksafe._core.public_op import public_op
 from masksafe._core.sharding import (
     AxisName,
     as_axis_name,
@@ -121,6 +122,7 @@ def dot_product_attention(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@public_op
 def dot_product_attention(
     query: ArrayLike,
     key: ArrayLike,

@@ -12,6 +12,7 @@ from jax import lax
 from masksafe._core.arguments import as_float_array, message
 from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
 from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of
 
@@ -66,6 +67,7 @@ _Result = tuple[Array, Array]
 _Residuals = tuple[Outs, Arrays, Array]
 
 
+@public_op
 def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[ArrayLike] | Array) -> tuple[Array, Array]:
     r"""Attention over the union of disjoint sets of keys, from the output and the logsumexp for each set.
 

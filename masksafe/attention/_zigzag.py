@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import as_array, canonical_axes, check_is_known, message
+from masksafe._core.public_op import public_op
 from masksafe._core.sharding import gathered_along
 from masksafe._core.typing import Array, ArrayLike
 
 
+@public_op
 def zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
     """Time in zigzag order, in which each of its shards has as many causal pairs as any other.
 
@@ -54,6 +56,7 @@ def zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
     return _reordered("zigzag", x, shards, axis, undo=False)
 
 
+@public_op
 def undo_zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
     """The inverse of `zigzag`.
 

@@ -21,6 +21,7 @@ from masksafe._core.arguments import (
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_soft
+from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
@@ -45,6 +46,7 @@ from masksafe.losses._layout import (
 # The public functions: they check the arguments and call the core.
 
 
+@public_op
 def softmax_cross_entropy(
     logits: ArrayLike, labels: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
@@ -105,6 +107,7 @@ def softmax_cross_entropy(
     return soft_cross_entropy("softmax_cross_entropy", logits, labels, axis, where)
 
 
+@public_op
 def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     r"""Softmax cross-entropy for logits that may be -inf; the same as `softmax_cross_entropy`.
 
@@ -139,6 +142,7 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     return soft_cross_entropy("safe_softmax_cross_entropy", logits, labels, -1, None)
 
 
+@public_op
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
     labels: ArrayLike,

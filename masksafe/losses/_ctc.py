@@ -14,11 +14,13 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_real_arr
 from masksafe._core.label_checks import check_elements, check_integer_labels, nan_where_bad
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._softmax import log_softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
+@public_op
 def ctc_loss(
     logits: ArrayLike,
     logit_paddings: ArrayLike,
@@ -73,6 +75,7 @@ def ctc_loss(
     return _ctc_loss("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
 
 
+@public_op
 def ctc_loss_with_forward_probs(
     logits: ArrayLike,
     logit_paddings: ArrayLike,

@@ -14,6 +14,7 @@ from jax import lax
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of
@@ -23,6 +24,7 @@ from masksafe.losses._layout import wide_selected
 Terms = Callable[[Array, Array], Array]  # from log predictions and targets to the terms of a divergence
 
 
+@public_op
 def kl_divergence(
     log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
@@ -63,6 +65,7 @@ def kl_divergence(
     return _divergence_from_targets("kl_divergence", log_predictions, targets, axis, where, _kl_terms)
 
 
+@public_op
 def generalized_kl_divergence(
     log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
@@ -103,6 +106,7 @@ def generalized_kl_divergence(
     )
 
 
+@public_op
 def convex_kl_divergence(
     log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:
@@ -139,6 +143,7 @@ def convex_kl_divergence(
     )
 
 
+@public_op
 def kl_divergence_with_log_targets(
     log_predictions: ArrayLike, log_targets: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_real_array, broadcast_shapes, message
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
@@ -51,6 +52,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
       Blondel et al., "Learning with Fenchel-Young Losses", 2020.
     """
 
+    @public_op
     def fenchel_young_loss(
         scores: ArrayLike, targets: ArrayLike, *args: Any, where: ArrayLike | None = None, **kwargs: Any
     ) -> Array:

@@ -16,6 +16,7 @@ from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import or_one
 from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
@@ -90,6 +91,7 @@ def linear_softmax_cross_entropy(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@public_op
 def linear_softmax_cross_entropy(
     features: ArrayLike,
     kernel: ArrayLike,

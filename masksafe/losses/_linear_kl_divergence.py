@@ -13,6 +13,7 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_number, 
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, selected
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _arguments as arguments
@@ -26,6 +27,7 @@ _REDUCTIONS = ("mean", "sum", "none")
 _RESTS = ("bucket", "drop")
 
 
+@public_op
 def linear_kl_divergence(
     features: ArrayLike,
     kernel: ArrayLike,
@@ -147,6 +149,7 @@ def linear_kl_divergence(
     return _reduced(options, reduction, inputs, live)
 
 
+@public_op
 def linear_kl_divergence_with_top_k_targets(
     features: ArrayLike,
     kernel: ArrayLike,

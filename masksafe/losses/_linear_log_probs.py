@@ -7,6 +7,7 @@ from typing import Literal, overload
 from masksafe._core import sharding
 from masksafe._core.arguments import as_bool
 from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments as arguments
 from masksafe.losses._rows._blocks import Inputs
@@ -66,6 +67,7 @@ def linear_log_probs(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@public_op
 def linear_log_probs(
     features: ArrayLike,
     kernel: ArrayLike,

@@ -23,6 +23,7 @@ from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.precision import wide_dtype
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -75,6 +76,7 @@ def log_probs(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@public_op
 def log_probs(
     logits: ArrayLike,
     labels: ArrayLike,

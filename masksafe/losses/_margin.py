@@ -16,6 +16,7 @@ from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of
@@ -26,6 +27,7 @@ from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widen
 # Losses of binary targets, element by element.
 
 
+@public_op
 def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The hinge loss of binary targets, element by element.
 
@@ -57,6 +59,7 @@ def hinge_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: Array
     return _binary_margin_loss("hinge_loss", predictor_outputs, targets, where, 1)
 
 
+@public_op
 def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The perceptron loss of binary targets, element by element.
 
@@ -93,6 +96,7 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
     return _binary_margin_loss(op, scores, targets, where, 0)
 
 
+@public_op
 def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The binary sparsemax loss, element by element.
 
@@ -162,6 +166,7 @@ def _is_one_of(argument: str, one: int, other: int) -> Check:
 # Losses of integer labels, row by row.
 
 
+@public_op
 def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The hinge loss of integer labels.
 
@@ -197,6 +202,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
     return _multiclass_loss("multiclass_hinge_loss", scores, labels, where, _hinge_losses)
 
 
+@public_op
 def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The perceptron loss of integer labels.
 
@@ -234,6 +240,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
     return _multiclass_loss("multiclass_perceptron_loss", scores, labels, where, _perceptron_losses)
 
 
+@public_op
 def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The sparsemax loss of integer labels.
 

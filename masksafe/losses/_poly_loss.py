@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes
 from masksafe._core.label_checks import check_distributions, nan_where_bad
 from masksafe._core.precision import wide_dtype
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy import poly_loss
 from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened, shape_with_classes, shape_without
 
 
+@public_op
 def poly_loss_cross_entropy(
     logits: ArrayLike,
     labels: ArrayLike,

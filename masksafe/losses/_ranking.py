@@ -8,12 +8,14 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._cross_entropy import weighted_cross_entropy
 from masksafe.losses._layout import find_live_rows, wide_selected
 
 
+@public_op
 def ranking_softmax_loss(
     logits: ArrayLike,
     labels: ArrayLike,

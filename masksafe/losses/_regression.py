@@ -24,6 +24,7 @@ from masksafe._core.arguments import (
 )
 from masksafe._core.label_checks import Range
 from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.scaling import reciprocal_power_of_two
 from masksafe._core.sharding import may_loop
@@ -33,6 +34,7 @@ from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
 
+@public_op
 def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
     r"""The squared error of each prediction.
 
@@ -67,6 +69,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
     return _error_loss(op, predictions, targets, where, _squared_error)
 
 
+@public_op
 def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
     r"""Half of the squared error of each prediction.
 
@@ -99,6 +102,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     return _error_loss(op, predictions, targets, where, _l2)
 
 
+@public_op
 def huber_loss(
     predictions: ArrayLike,
     targets: ArrayLike | None = None,
@@ -142,6 +146,7 @@ def huber_loss(
     return _error_loss(op, predictions, targets, where, _huber, {"delta": _POSITIVE}, delta=delta)
 
 
+@public_op
 def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: ArrayLike | None = None) -> Array:
     r"""The logarithm of the hyperbolic cosine of each error: about :math:`e^2/2`, and :math:`|e| - \log 2` if large.
 
@@ -177,6 +182,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
     return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
 
+@public_op
 def cosine_similarity(
     predictions: ArrayLike,
     targets: ArrayLike,
@@ -221,6 +227,7 @@ def cosine_similarity(
     return _cosine("cosine_similarity", False, predictions, targets, epsilon, axis, where)
 
 
+@public_op
 def cosine_distance(
     predictions: ArrayLike,
     targets: ArrayLike,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.label_checks import check_probabilities, nan_where_bad
 from masksafe._core.masks import selected
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of, number_of, sum_of
 from masksafe._reductions import mean
@@ -18,6 +19,7 @@ from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
+@public_op
 def dice_loss(
     predictions: ArrayLike,
     targets: ArrayLike,
@@ -112,6 +114,7 @@ def dice_loss(
     return losses.astype(dtype)
 
 
+@public_op
 def multiclass_generalized_dice_loss(
     predictions: ArrayLike,
     targets: ArrayLike,
@@ -180,6 +183,7 @@ def multiclass_generalized_dice_loss(
     return mean(losses, where=live_rows).astype(dtype)
 
 
+@public_op
 def binary_dice_loss(
     predictions: ArrayLike,
     targets: ArrayLike,

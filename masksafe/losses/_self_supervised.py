@@ -16,6 +16,7 @@ from masksafe._core.arguments import (
     message,
 )
 from masksafe._core.masks import selected
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Axes
@@ -26,6 +27,7 @@ from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows,
 from masksafe.losses._regression import unit_vector
 
 
+@public_op
 def ntxent(
     embeddings: ArrayLike, labels: ArrayLike, temperature: ArrayLike = 0.07, *, where: ArrayLike | None = None
 ) -> Array:
@@ -102,6 +104,7 @@ def _reshard_first_axis(x: Any, batch: Any) -> Any:
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
 
+@public_op
 def triplet_margin_loss(
     anchors: ArrayLike,
     positives: ArrayLike,

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, as_real_operand
 from masksafe._core.label_checks import Range
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import Check, elementwise_loss
 
 
+@public_op
 def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | None = None) -> Array:
     r"""The cross-entropy between binary labels and the sigmoids of logits, element by element.
 
@@ -52,6 +54,7 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     return elementwise_loss(op, where, types, _binary_cross_entropy, check=_PROBABILITY, **arrays)
 
 
+@public_op
 def sigmoid_focal_loss(
     logits: ArrayLike,
     labels: ArrayLike,

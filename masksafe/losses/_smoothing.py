@@ -13,12 +13,14 @@ from masksafe._core.arguments import as_float_array, as_real_operand, broadcast_
 from masksafe._core.label_checks import Range, check_numbers, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import number_of
 from masksafe.losses._elementwise import as_promoted
 from masksafe.losses._layout import wide_selected
 
 
+@public_op
 def smooth_labels(
     labels: ArrayLike, alpha: ArrayLike, *, axis: Axis | None = -1, where: ArrayLike | None = None
 ) -> Array:

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from masksafe._core import moments
 from masksafe._core.arguments import as_float_array, canonical_axes, message
 from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, as_weights_of, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import wide_dtype
+from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
@@ -22,7 +22,7 @@ from masksafe.normalization._statistics import How, normalize, normalize_by, rec
 _OP = "batch_norm"
 
 
-@explains_keywords
+@public_op
 def batch_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,

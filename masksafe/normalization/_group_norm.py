@@ -9,8 +9,8 @@ import jax
 
 from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
 from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Groups
 from masksafe._core.sharding import AxisName, are_whole, as_axis_name
 from masksafe._core.typing import Array, ArrayLike
@@ -20,7 +20,7 @@ from masksafe.normalization._statistics import How, normalize
 _OP = "group_norm"
 
 
-@explains_keywords
+@public_op
 def group_norm(
     x: ArrayLike,
     num_groups: int,

@@ -12,9 +12,9 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.arguments import as_float_array, canonical_axes
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.scaling import reciprocal_power_of_two
 from masksafe._core.sharding import is_on_automatic_mesh, may_loop
@@ -24,7 +24,7 @@ from masksafe.normalization._arguments import as_epsilon
 _OP = "l2_normalize"
 
 
-@explains_keywords
+@public_op
 def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None, epsilon: float = 0.0) -> Array:
     r"""Divides the unmasked elements by their Euclidean norm; 0 at the masked ones.
 

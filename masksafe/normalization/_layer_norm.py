@@ -25,10 +25,10 @@ from masksafe._core.arguments import (
     message,
 )
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
-from masksafe._core.keywords import explains_keywords
 from masksafe._core.masks import as_mask_of, as_weights_of, selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
 from masksafe._core.scaling import quotient
@@ -45,7 +45,7 @@ from masksafe.normalization._statistics import (
 )
 
 
-@explains_keywords
+@public_op
 def layer_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -125,7 +125,7 @@ def layer_norm(
     return _normalize("layer_norm", x, scale, bias, axis, where, epsilon, weights, axis_name, centred=True)
 
 
-@explains_keywords
+@public_op
 def rms_norm(
     x: ArrayLike,
     scale: ArrayLike | None = None,
@@ -178,7 +178,7 @@ def rms_norm(
     return _normalize("rms_norm", x, scale, None, axis, where, epsilon, weights, axis_name, centred=False)
 
 
-@explains_keywords
+@public_op
 def standardize(
     x: ArrayLike,
     axis: Axis | None = -1,

@@ -1,13 +1,17 @@
-"""Keywords of jax.numpy and torch are refused by an error that names ours."""
+"""Every public op has its name in profiles, and refuses keywords of jax.numpy and torch by an error that names ours."""
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import masksafe
+from masksafe._core.public_op import public_op
 
+NO_OPS = {"MaskedMean", "forward_mode", "label_checks", "set_label_checks", "value_and_grad_of_mean"}
+MAKES_AN_OP = "make_fenchel_young_loss"
 X = np.ones((2, 3), np.float32)
 
 
@@ -47,3 +51,21 @@ def test_other_keywords_are_refused_as_by_any_function():
 def test_signatures_are_kept():
     assert "keepdims" in inspect.signature(masksafe.mean).parameters
     assert masksafe.mean.__doc__.startswith("The mean of the unmasked elements")
+
+
+def test_every_public_op_is_one():
+    found = {name: getattr(masksafe, name) for name in masksafe.__all__ if name not in NO_OPS}
+    found |= {name: getattr(masksafe.losses, name) for name in masksafe.losses.__all__ if name != MAKES_AN_OP}
+    found[MAKES_AN_OP] = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
+    ops = {name: fn for name, fn in found.items() if not inspect.ismodule(fn)}
+    assert len(ops) > 50
+    assert not [name for name, fn in ops.items() if fn.__code__ is not public_op(lambda: None).__code__]
+
+
+def test_a_profile_names_the_ops():
+    def loss(x):
+        return masksafe.mean(masksafe.losses.squared_error(x, jnp.ones_like(x)), weights=jnp.exp(x))
+
+    program = jax.jit(jax.grad(loss)).lower(X).as_text(debug_info=True)
+    for scope in ("jvp(masksafe.squared_error)", "transpose(jvp(masksafe.mean))"):
+        assert scope in program

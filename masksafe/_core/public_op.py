@@ -1,9 +1,11 @@
-"""Keywords of jax.numpy and torch that have another name here, or none: the error says which."""
+"""What surrounds a public op: its name in profiles, and errors for keywords of jax.numpy and torch that name ours."""
 
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
+
+import jax
 
 from masksafe._core.arguments import message
 
@@ -29,19 +31,25 @@ _HINTS = {
 }
 
 
-def explains_keywords(fn: Function) -> Function:
-    """Decorates an op: its refusal of a keyword that another library has names ours. Type checkers see the op as is."""
+def public_op(fn: Function) -> Function:
+    """Decorates a public op. Type checkers see the op as it is.
+
+    Its operations lie in the scope `masksafe.<op>`, which profiles and HLO show. Its refusal of a keyword that another
+    library has names the one that it has.
+    """
+    scope = f"masksafe.{fn.__name__}"
 
     @functools.wraps(fn)
-    def explaining(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: Any, **kwargs: Any) -> Any:
         try:
-            return fn(*args, **kwargs)
+            with jax.named_scope(scope):
+                return fn(*args, **kwargs)
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no line of the op has run
                 _refuse_keywords(fn.__name__, inspect.signature(fn).parameters.keys(), kwargs)
             raise
 
-    return explaining  # type: ignore[return-value]
+    return named  # type: ignore[return-value]
 
 
 def _refuse_keywords(op: str, parameters: Collection[str], keywords: Iterable[str]) -> None:
