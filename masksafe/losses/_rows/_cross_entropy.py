@@ -31,7 +31,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array
-from masksafe.losses._rows._formula import LabelFormula, Part, largest_of, nan_if_bad
+from masksafe.losses._rows._formula import LabelFormula, Part, largest_logit, nan_if_bad
 
 
 class Sums(NamedTuple):
@@ -75,7 +75,7 @@ class CrossEntropy(LabelFormula):
 
     def sums(self, part: Part) -> Sums:
         x, live = self.x(part.logits), part.live
-        largest = largest_of(x, live)
+        largest = largest_logit(x, live)
         is_other = ~part.is_label if live is None else ~part.is_label & live
         others = jnp.sum(jnp.where(is_other, jnp.exp(x - largest), 0.0), -1, keepdims=True)
         label = jnp.sum(jnp.where(part.is_label, x, 0.0), -1, keepdims=True)

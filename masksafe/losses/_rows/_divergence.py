@@ -41,7 +41,7 @@ from masksafe._core.masks import selected
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
 from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
-from masksafe.losses._rows._formula import Classes, Formula, largest_of
+from masksafe.losses._rows._formula import Classes, Formula, largest_logit
 
 Sums = TypeVar("Sums")
 
@@ -176,7 +176,7 @@ def normalizers(tile_size: int, *logits: Array) -> Normalizers:
 
 
 def _normalizers_of_tile(*logits: Array) -> Normalizers:
-    largest = [largest_of(x) for x in logits]
+    largest = [largest_logit(x) for x in logits]
     return tuple(
         Normalizer(m, jnp.sum(jnp.exp(x - m), -1, keepdims=True)) for m, x in zip(largest, logits, strict=True)
     )

@@ -193,7 +193,7 @@ def finite_shift(largest: Array) -> Array:
     return jnp.where(largest == -jnp.inf, 0, largest)
 
 
-def largest_of(x: Array, live: Array | None = None) -> Array:
+def largest_logit(x: Array, live: Array | None = None) -> Array:
     """The largest `x` of each row `[..., 1]`, but no less than the lowest finite number, so that differences exist."""
     lowest = float(jnp.finfo(x.dtype).min)
     largest: Array = jnp.max(selected(x, live, lowest), -1, keepdims=True, initial=lowest)
