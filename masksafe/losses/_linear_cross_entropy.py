@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,23 +31,29 @@ _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")
 
 
+class _Options(TypedDict, total=False):
+    """The parameters that the overloads have in common, besides the arrays."""
+
+    bias: ArrayLike | None
+    where: ArrayLike | None
+    reduction: str
+    logit_soft_cap: float | None
+    label_smoothing: float
+    z_loss: float
+    block_size: int | None
+    axis_name: str | None
+    class_weights: ArrayLike | None
+    weights: ArrayLike | None
+
+
 @overload
 def linear_softmax_cross_entropy(
     features: ArrayLike,
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    reduction: str = "mean",
-    logit_soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    block_size: int | None = None,
-    axis_name: str | None = None,
-    class_weights: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
     with_components: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Array: ...
 
 
@@ -57,17 +63,8 @@ def linear_softmax_cross_entropy(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    reduction: str = "mean",
-    logit_soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    block_size: int | None = None,
-    axis_name: str | None = None,
-    class_weights: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
     with_components: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Array, Array]: ...
 
 
@@ -77,17 +74,8 @@ def linear_softmax_cross_entropy(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    reduction: str = "mean",
-    logit_soft_cap: float | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    block_size: int | None = None,
-    axis_name: str | None = None,
-    class_weights: ArrayLike | None = None,
-    weights: ArrayLike | None = None,
     with_components: bool,
+    **options: Unpack[_Options],
 ) -> Array | tuple[Array, Array]: ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 from masksafe._core import sharding
 from masksafe._core.arguments import as_bool
@@ -19,19 +19,25 @@ from masksafe.losses._rows._sources import Linear
 _OP = "linear_log_probs"
 
 
+class _Options(TypedDict, total=False):
+    """The parameters that the overloads have in common, besides the arrays."""
+
+    bias: ArrayLike | None
+    where: ArrayLike | None
+    temperature: float
+    logit_soft_cap: float | None
+    block_size: int | None
+    axis_name: str | None
+
+
 @overload
 def linear_log_probs(
     features: ArrayLike,
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    temperature: float = 1.0,
-    logit_soft_cap: float | None = None,
-    block_size: int | None = None,
-    axis_name: str | None = None,
     with_entropy: Literal[False] = False,
+    **options: Unpack[_Options],
 ) -> Array: ...
 
 
@@ -41,13 +47,8 @@ def linear_log_probs(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    temperature: float = 1.0,
-    logit_soft_cap: float | None = None,
-    block_size: int | None = None,
-    axis_name: str | None = None,
     with_entropy: Literal[True],
+    **options: Unpack[_Options],
 ) -> tuple[Array, Array]: ...
 
 
@@ -57,13 +58,8 @@ def linear_log_probs(
     kernel: ArrayLike,
     labels: ArrayLike,
     *,
-    bias: ArrayLike | None = None,
-    where: ArrayLike | None = None,
-    temperature: float = 1.0,
-    logit_soft_cap: float | None = None,
-    block_size: int | None = None,
-    axis_name: str | None = None,
     with_entropy: bool,
+    **options: Unpack[_Options],
 ) -> Array | tuple[Array, Array]: ...
 
 
