@@ -111,7 +111,7 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
         if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
             results: Sequence[Any] = arguments
-        elif primitive.name in ("jit", "pjit") and isinstance(inner, ClosedJaxpr):
+        elif primitive.name == "jit" and isinstance(inner, ClosedJaxpr):
             results = _evaluate(inner.jaxpr, inner.consts, arguments)
         else:
             try:

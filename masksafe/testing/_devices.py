@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_SUMS = frozenset(("psum", "psum2", "psum_invariant"))
+_SUMS = frozenset(("psum", "psum_invariant"))
 # Here each element that a device receives comes from elements at the same index.
 _ELEMENTWISE = _SUMS | {"pmax", "pmin", "ppermute"}
 _OTHERS = frozenset(
-    """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pgather reduce_scatter
+    """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index reduce_scatter
     unreduced_psum unreduced_reduce_scatter""".split()  # noqa: SIM905
 )
 EXCHANGES = _ELEMENTWISE | _OTHERS

@@ -27,15 +27,22 @@ ELEMENTWISE = frozenset(
 )
 # Each element of the result is an element of an operand.
 _MOVES = frozenset(
-    """broadcast_in_dim concatenate dynamic_slice dynamic_update_slice expand_dims gather pad reshape rev scatter slice
+    """broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev scatter slice
     split squeeze stack tile transpose
     """.split()  # noqa: SIM905
 )
 # Each element of the result is a sum of elements of the operands, or of their products.
-_LINEAR = _MOVES | {"conv_general_dilated", "dot_general", "ragged_dot", "reduce_window_sum", "scatter-add"}
+_LINEAR = _MOVES | {"conv_general_dilated", "dot_general", "ragged_dot_general", "reduce_window_sum", "scatter-add"}
 # Where among the operands the indices start.
-_INDICES = {"gather": 1, "scatter": 1, "scatter-add": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
-_RESHAPES = frozenset(("expand_dims", "reshape", "squeeze"))
+_INDICES = {
+    "gather": 1,
+    "scatter": 1,
+    "scatter-add": 1,
+    "dynamic_slice": 1,
+    "dynamic_update_slice": 2,
+    "ragged_dot_general": 2,
+}
+_RESHAPES = frozenset(("reshape", "squeeze"))
 _REDUCTIONS = frozenset(
     "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
 )

@@ -20,14 +20,13 @@ from masksafe.testing._devices import EXCHANGES, Device, Exchange, Part, mesh_ax
 UNKNOWN_PLACE = "an unknown line"
 # Primitives that only run the program in one of their parameters.
 _CALLS = frozenset(
-    """call checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call jit
-    pjit remat remat2""".split()  # noqa: SIM905
+    "call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2".split()  # noqa: SIM905
 )
 _PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
 # Primitives that only change the mesh axes over which an array in a shard_map is said to vary.
-_RETYPINGS = frozenset("pbroadcast pcast pvary reduced_vary_cast vary_unreduced_cast".split())  # noqa: SIM905
+_RETYPINGS = frozenset("pbroadcast pvary reduced_vary_cast vary_unreduced_cast".split())  # noqa: SIM905
 # Primitives that move an array between devices.
-_PLACEMENTS = frozenset("device_put mesh_cast reshard sharding_constraint".split())  # noqa: SIM905
+_PLACEMENTS = frozenset("device_put reshard sharding_constraint".split())  # noqa: SIM905
 # Primitives whose program only combines two numbers.
 _WITH_COMBINERS = ("reduce", "scatter", "select_and_")
 
