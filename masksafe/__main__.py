@@ -69,7 +69,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "case",
         nargs="?",
-        type=_own_function.load,
         metavar="MODULE:FUNCTION",
         help="judge a function of yours: FUNCTION() returns it, a tuple of its arguments, and a dict from the index of "
         "an argument to booleans, True where it is masked",
@@ -84,6 +83,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     options = parser.parse_args(arguments)
+    if options.case is not None:
+        try:
+            options.case = _own_function.load(options.case)
+        except _own_function.NotACaseError as error:
+            parser.error(f"argument MODULE:FUNCTION: {error}")
     unknown = set(options.peers.split(",")) - {"none", "all", *PEERS}
     if unknown:
         parser.error(f"argument --peers: {', '.join(sorted(unknown))} is none of none, all, {', '.join(PEERS)}")

@@ -168,7 +168,8 @@ def test_a_function_of_the_user_gets_a_verdict(case, status, verdict, capsys, mo
     ("case", "message"),
     [
         ("no_such_module:f", "no_such_module:f, expected MODULE:FUNCTION; No module named"),
-        ("json:f", "json:f, expected MODULE:FUNCTION; .* no attribute 'f'"),
+        ("json:f", "json:f, expected MODULE:FUNCTION; json has no function f"),
+        ("json", "json, expected MODULE:FUNCTION"),
         ("json.decoder:JSONDecoder", r"returned JSONDecoder, expected a function, a tuple of its arguments"),
     ],
 )
@@ -177,3 +178,9 @@ def test_what_is_no_function_of_the_user_is_an_error(case, message, capsys):
         main([case])
     assert error.value.code == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_an_error_of_the_user_s_own_is_raised(monkeypatch):
+    monkeypatch.setitem(sys.modules, "own_cases", sys.modules[__name__])
+    with pytest.raises(TypeError, match="positional argument"):
+        main(["own_cases:runner"])

@@ -1,6 +1,5 @@
 """The verdict on a function of the user's, by the tools of `masksafe.testing`."""
 
-import argparse
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -30,17 +29,29 @@ _CHECKS: dict[str, tuple[Callable[[OwnFunction], None], Verdict]] = {
 }
 
 
+class NotACaseError(Exception):
+    """What was named is no function that returns a function, its arguments and masks."""
+
+
 def load(name: str) -> OwnFunction:
-    """What a function `module:name` returns; errors are those of an option of the command line."""
+    """What a function `module:name` returns; what it raises is raised.
+
+    Raises:
+      NotACaseError: if there is no such function, or it returns something else.
+    """
     module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise NotACaseError(f"{name}, expected MODULE:FUNCTION")
     try:
-        case = getattr(importlib.import_module(module), attribute)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise argparse.ArgumentTypeError(f"{name}, expected MODULE:FUNCTION; {error}") from error
+        case = getattr(importlib.import_module(module), attribute, None)
+    except ImportError as error:
+        raise NotACaseError(f"{name}, expected MODULE:FUNCTION; {error}") from error
+    if not callable(case):
+        raise NotACaseError(f"{name}, expected MODULE:FUNCTION; {module} has no function {attribute}")
     made = case()
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], Mapping)):
         expected = "a function, a tuple of its arguments, and a dict from the index of an argument to a mask"
-        raise argparse.ArgumentTypeError(f"{name}() returned {type(made).__name__}, expected {expected}")
+        raise NotACaseError(f"{name}() returned {type(made).__name__}, expected {expected}")
     return OwnFunction(name, made[0], tuple(made[1]), made[2])
 
 

@@ -21,9 +21,11 @@ from masksafe._core.arguments import (
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_soft
+from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import (
     Plan,
     Rows,
@@ -418,7 +420,8 @@ def _pull_back(
     if epsilon is not None:
         of_logits, of_targets = missed_slopes(x, t, mask, rows)
         slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
-        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
+        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss)
+        d_epsilon = selected(d_epsilon, None if mask is None else any_of(mask, -1, keepdims=True)).squeeze(-1)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
     if costs is None:

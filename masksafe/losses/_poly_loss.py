@@ -10,11 +10,18 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes
 from masksafe._core.label_checks import check_distributions, nan_where_bad
+from masksafe._core.masks import selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy import poly_loss
-from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened, shape_with_classes, shape_without
+from masksafe.losses._layout import (
+    as_mask_of_classes_or_rows,
+    broadcast_widened,
+    find_live_rows,
+    shape_with_classes,
+    shape_without,
+)
 
 
 @public_op
@@ -86,4 +93,5 @@ def _evaluate(
     logits, labels = broadcast_widened(logits, shape), broadcast_widened(labels, shape)
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
-    return nan_where_bad(poly_loss(axes, dtype, logits, labels, mask, jnp.broadcast_to(epsilon, rows)), bad_rows)
+    epsilon = selected(jnp.broadcast_to(epsilon, rows), find_live_rows(mask, axes))
+    return nan_where_bad(poly_loss(axes, dtype, logits, labels, mask, epsilon), bad_rows)
