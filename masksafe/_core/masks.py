@@ -7,12 +7,17 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_array, as_real_array, at_rank_of, message
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Axes
 
 
 def selected(x: Array, where: Array | None, masked: float = 0) -> Array:
     """`x` with its masked elements replaced by `masked`, in the dtype of `x`; None masks nothing."""
     return x if where is None else jnp.where(where, x, jnp.asarray(masked, x.dtype))
+
+
+def masks_rows(where: Array | None, axes: Axes) -> bool:
+    """Whether a mask has one value for all elements of a row, which lie along `axes`; None masks no row."""
+    return where is None or all(where.shape[a] == 1 for a in axes)
 
 
 def both(a: Array | None, b: Array | None) -> Array | None:

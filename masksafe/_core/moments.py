@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.masks import selected
+from masksafe._core.masks import masks_rows, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
@@ -128,11 +128,6 @@ def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
         return False
     spec = jax.typeof(x).sharding.spec
     return all(spec[a] is None for a in axes) and all(is_split_like(o, x) for o in others if o is not None)
-
-
-def masks_rows(where: Array | None, axes: Axes) -> bool:
-    """Whether a mask has one value for all elements of a row, which lie along `axes`; None masks no row."""
-    return where is None or all(where.shape[a] == 1 for a in axes)
 
 
 def are_last(axes: Axes) -> bool:

@@ -5,6 +5,7 @@ comparison or a selection to memory; for a GPU, XLA makes one kernel of the form
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -28,9 +29,9 @@ def log_sum_exp(z: Array, where: Array | None = None, *, axes: Axes = (-1,), by_
     """
     total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if by_arithmetic:
-        # A z other than 0 is at least the tiniest normal number in size: smaller ones are flushed to 0. The sums have
-        # nothing in common, not even a constant: XLA's CPU compiler would write it to memory at the size of z.
-        large = 1 / float(jnp.finfo(z.dtype).tiny)
+        # The sums have nothing in common, not even a constant: XLA's CPU compiler would write it to memory at the size
+        # of z.
+        large = _reciprocal_of_tiniest(z.dtype)
         others, number = total(jnp.minimum(jnp.exp(z), jnp.abs(z) * large)), total(jnp.maximum(1 - z * -large, 0))
     else:
         others = total(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
@@ -54,6 +55,11 @@ def product_or_zero(t: Array, x: Array, *, by_arithmetic: bool = False) -> Array
         return jnp.where(t == 0, 0, t * x)
     # Infinite unless t is 0, and then finite. Between two products by numbers stands the minimum: of `t * a * b` XLA
     # makes `t * (a * b)`, where a * b is infinite.
-    tiny, largest = float(jnp.finfo(t.dtype).tiny), float(jnp.finfo(t.dtype).max)
-    bound = jnp.minimum(jnp.abs(t) * (1 / tiny), 1) * largest + largest
+    largest = float(jnp.finfo(t.dtype).max)
+    bound = jnp.minimum(jnp.abs(t) * _reciprocal_of_tiniest(t.dtype), 1) * largest + largest
     return t * jnp.minimum(jnp.maximum(x, -bound), bound)
+
+
+def _reciprocal_of_tiniest(dtype: Any) -> float:
+    """By which any number but 0 becomes at least 1 in size: those below the tiniest normal one are flushed to 0."""
+    return 1 / float(jnp.finfo(dtype).tiny)

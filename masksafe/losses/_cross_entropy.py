@@ -21,11 +21,10 @@ from masksafe._core.arguments import (
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import selected
+from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import (
     Plan,
     Rows,
@@ -34,6 +33,7 @@ from masksafe.losses._cross_entropy_rows import (
     is_sound,
     missed_slopes,
     probs_minus_targets,
+    takes_part,
     target_costs,
 )
 from masksafe.losses._layout import (
@@ -356,22 +356,20 @@ def _of_rows(x: Array | None) -> Array | None:
 
 
 def _may_keep_exps(config: _Config, logits: Array, labels: Array, where: Array | None) -> bool:
-    masks_classes = where is not None and any(where.shape[a] != 1 for a in config.axes)
-    if masks_classes or config.axis_name is not None or not sharding.may_loop((logits, labels, where)):
-        return False
-    return logits.dtype.itemsize >= 4 and not is_soft(labels)
+    may_loop = config.axis_name is None and sharding.may_loop((logits, labels, where))
+    return may_loop and masks_rows(where, config.axes) and logits.dtype.itemsize >= 4 and not is_soft(labels)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
     """The exponentials on a CPU, elsewhere the logits; and the rows."""
 
-    def on_cpu(logits: Array, *of_rows: Any) -> tuple[Array, Rows]:
-        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), *of_rows, None)
+    def on_cpu(logits: Array, x: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
+        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, where, None)
         return from_rows(axes, logits, cast(Array, rows.exps)), rows._replace(exps=None)
 
-    def elsewhere(logits: Array, *of_rows: Any) -> tuple[Array, Rows]:
-        return logits, evaluate_rows(Plan(in_blocks=False), *of_rows, None)
+    def elsewhere(logits: Array, x: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
+        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, where, None)
 
     kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(
         on_cpu, elsewhere, logits, *as_rows(axes, logits, labels, where)
@@ -411,17 +409,14 @@ def _pull_back(
         if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
             rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
-    # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
-    live = is_sound(rows) | (d_loss != 0)
-    live = live if mask is None else live & mask
+    live = takes_part(is_sound(rows), d_loss, mask)
     slopes = probs_minus_targets(x, t, mask, rows)
     costs = target_costs(x, t, mask, rows) if is_soft(labels) else None
     d_epsilon = None
     if epsilon is not None:
         of_logits, of_targets = missed_slopes(x, t, mask, rows)
         slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
-        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss)
-        d_epsilon = selected(d_epsilon, None if mask is None else any_of(mask, -1, keepdims=True)).squeeze(-1)
+        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
     if costs is None:

@@ -206,8 +206,7 @@ def gradient_of_exps(rows: Rows, where: Array | None, d_loss: Array) -> Array:
     assert rows.exps is not None
     assert rows.label is not None
     sound = is_sound(rows)
-    # A cotangent of 0 means that the user has replaced the loss: then a NaN in the row has no effect either.
-    live = both(sound | (d_loss != 0), where)
+    live = takes_part(sound, d_loss, where)
     of_exps, of_label = (jnp.where(sound, x, jnp.nan) * d_loss for x in (jnp.exp(-rows.log_sum), jnp.expm1(-rows.loss)))
     return _with_label(selected(rows.exps * of_exps, live), rows.label, selected(of_label, live))
 
@@ -234,6 +233,14 @@ def is_sound(rows: Rows) -> Array:
     """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (jnp.abs(rows.log_sum) < jnp.inf) & (jnp.abs(rows.total) < jnp.inf)
+
+
+def takes_part(sound: Array, d: Array, where: Array | None) -> Array:
+    """Where cotangents of rows give a gradient: neither under the mask, nor in an unsound row whose cotangent is 0.
+
+    A cotangent of 0 means that the user has replaced the result: then a NaN in the row has no effect either.
+    """
+    return cast(Array, both(sound | (d != 0), where))
 
 
 def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, Array]:

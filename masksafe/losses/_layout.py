@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import at_rank_of, check_broadcasts_to, leading_axes_hint, message
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import as_mask, selected
+from masksafe._core.masks import as_mask, masks_rows, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes
 from masksafe._core.unfolded import any_of
@@ -101,7 +101,7 @@ def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tu
     """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
     labels = _move_classes_last(axes, labels) if is_soft(labels) else labels[..., None]
     if where is not None:
-        if any(where.shape[a] != 1 for a in axes):
+        if not masks_rows(where, axes):
             where = jnp.broadcast_to(where, shape_with_classes(axes, shape_without(axes, where.shape), logits.shape))
         where = _move_classes_last(axes, where)
     return _move_classes_last(axes, logits), labels, where

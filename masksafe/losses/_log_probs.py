@@ -28,7 +28,7 @@ from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe._core.unfolded import any_of
-from masksafe.losses._cross_entropy_rows import below_infinity, label_here, value_at_label
+from masksafe.losses._cross_entropy_rows import below_infinity, label_here, takes_part, value_at_label
 from masksafe.losses._layout import (
     as_mask_of_classes_or_rows,
     as_rows,
@@ -344,9 +344,7 @@ def _pull_back(
 def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: Array) -> Array:
     """The slopes times a cotangent of their rows, NaN in an unsound row unless its cotangent is 0."""
     d = d.astype(slopes.dtype)[..., None]
-    # A cotangent of 0 means that the user has replaced the result: then a NaN in the row has no effect either.
-    live = is_sound | (d != 0)
-    live = live if mask is None else live & mask
+    live = takes_part(is_sound, d, mask)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     return jnp.where(live, slopes * jnp.where(is_sound, d, jnp.nan), 0)
 

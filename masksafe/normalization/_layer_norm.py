@@ -25,7 +25,7 @@ from masksafe._core.arguments import (
     message,
 )
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import as_mask_of, as_weights_of, selected, weighting_of
+from masksafe._core.masks import as_mask_of, as_weights_of, masks_rows, selected, weighting_of
 from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -348,7 +348,7 @@ def _evaluate(
         return y, statistics
 
     def elsewhere(*args: Any) -> tuple[Array, _Statistics | None]:
-        if not moments.masks_rows(where, config.axes):
+        if not masks_rows(where, config.axes):
             return _evaluate_with_statistics(config, *(*args, epsilon))
         return _evaluate_alone(config, *(*args, epsilon)), None if _is_fused(x, where) else _zero_statistics(config, x)
 
@@ -382,7 +382,7 @@ def _pull_back(
     def elsewhere(
         x: Array, d_y: Array, where: Array | None, scale: Array | None, statistics: _Statistics | None
     ) -> tuple[Array, tuple[Array | None, Array | None]]:
-        are_zeros = moments.masks_rows(where, config.axes)
+        are_zeros = masks_rows(where, config.axes)
         return _pull_back_all_rows(config, x, d_y, where, scale, None if are_zeros else statistics, epsilon)
 
     args = x, d_y, where, scale, statistics
@@ -485,7 +485,7 @@ def _evaluate_with_statistics(
         statistics = _statistics_of(config, x.dtype, *moments.mean_and_squares(x, config.axes, where), n)
     else:
         statistics = _compute_statistics(config, selected(widened(x), where), where, x.dtype)
-    if not moments.masks_rows(where, config.axes):
+    if not masks_rows(where, config.axes):
         x, where, scale, bias, statistics = lax.optimization_barrier((x, where, scale, bias, statistics))
     return _apply(selected(widened(x), where), statistics, where, scale, bias).astype(x.dtype), statistics
 
@@ -527,7 +527,7 @@ def _pull_back_all_rows(
         d_deviations -= averages.d_normalized
     row_ndim = x.ndim - _leading_axes(config, x)
     d_scale = None if scale is None else d_y * (deviations * statistics.reciprocal_std)
-    if not moments.masks_rows(where, config.axes):  # the statistics of a row may be NaN
+    if not masks_rows(where, config.axes):  # the statistics of a row may be NaN
         d_scale = None if d_scale is None else selected(d_scale, where)
     d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
     totals = d_scale, d_y if config.has_bias else None
@@ -574,7 +574,7 @@ def _scaled(d_y: Array, scale: Array | None) -> Array:
 
 def _count(config: _Config, x: Array, where: Array | None) -> Array | int:
     """The number of unmasked elements of each row in which there is one; else 1 or more."""
-    if moments.masks_rows(where, config.axes):
+    if masks_rows(where, config.axes):
         return math.prod(x.shape[a] for a in config.axes)
     return jnp.maximum(moments.count(widened(x), config.axes, where), 1)
 
