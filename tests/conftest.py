@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for the tests of sharding, and the profile of the property tests."""
 
+import contextlib
 import importlib.metadata
 import os
 
@@ -13,7 +14,6 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
-import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
@@ -24,13 +24,11 @@ hypothesis.settings.register_profile("masksafe", derandomize=True, max_examples=
 hypothesis.settings.load_profile("masksafe")
 
 
-@pytest.fixture(autouse=True)
-def no_program_of_another_form_is_left(monkeypatch):
-    """A test that puts another platform's form in the place of this one's leaves no program of it to the next test."""
-    form = platforms.on_cpu_or_elsewhere
-    yield
-    if platforms.on_cpu_or_elsewhere is not form:
-        jax.clear_caches()
+@pytest.fixture
+def choose():
+    """A function that makes other choices of sizes and forms than a platform's for the rest of the test."""
+    with contextlib.ExitStack() as contexts:
+        yield lambda **choices: contexts.enter_context(platforms.chosen(**choices))
 
 
 # The search for doctests would import each conftest.py once more, under a name that they share.

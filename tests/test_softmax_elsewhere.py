@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.losses import softmax_cross_entropy as soft
 
 RNG = np.random.default_rng(0)
@@ -23,16 +22,8 @@ OPS = {
 
 
 @pytest.fixture(params=[2**14, 4], ids=["short rows", "long rows"])
-def elsewhere(request, monkeypatch):
-    def run(on_cpu, elsewhere, *args):
-        return elsewhere(*args)
-
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", run)
-    monkeypatch.setattr(platforms, "ELEMENTS_OF_ROW_IN_ONE_KERNEL", request.param)
-    jax.clear_caches()
-    yield
-    monkeypatch.undo()
-    jax.clear_caches()
+def elsewhere(request, choose):
+    choose(form="elsewhere", elements_of_row_in_one_kernel=request.param)
 
 
 def results(name):

@@ -124,7 +124,7 @@ def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
     """
     if is_on_automatic_mesh(x) and -x.ndim in axes:
         return False
-    if has_symbolic_size(x) or x.size < platforms.FEWEST_ELEMENTS_OF_FEW_PASSES or not axes:
+    if has_symbolic_size(x) or x.size < platforms.choices().fewest_elements_of_few_passes or not axes:
         return False
     spec = jax.typeof(x).sharding.spec
     return all(spec[a] is None for a in axes) and all(is_split_like(o, x) for o in others if o is not None)

@@ -5,8 +5,9 @@ where possible. The choice depends on the platform that a program is lowered for
 of the process.
 """
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,24 +18,9 @@ from jax.interpreters import batching, mlir
 
 from masksafe._core.typing import Array
 
-# Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the time
-# of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
-ROW_BLOCK_ELEMENTS = 2**18
-
-# The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements, if it computes a function
-# of arithmetic alone. With fewer or more it writes every step to memory, which takes 2 to 7 times as long: 65536 x 256,
-# and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
-ELEMENTS_OF_ROW_IN_CACHE = range(2**8 + 1, 2**15 + 1)
-BLOCKS_OF_SHORT_ROWS = 4
-# What it counts as arithmetic has grown: jax 0.12 includes bfloat16 and functions such as sign and log, jax 0.10 does
-# not. What lies between was not measured.
-COUNTS_MORE_AS_ARITHMETIC = jax.__version_info__ >= (0, 12)
-
 
 class AttentionSizes(NamedTuple):
-    """The sizes of attention's blocks, part of what a program is compiled for."""
-
-    form: Literal["cpu", "elsewhere"] | None = None  # on every platform; None: each has its own
+    """The sizes of attention's blocks."""
 
     # Heads of width 64: tiles of 512 are up to 1.6 times as fast as tiles of 256, whose products are too small, and
     # allow more blocks to be skipped than tiles of 1024. Where no block can be skipped, twice as many keys per block
@@ -68,40 +54,89 @@ class AttentionSizes(NamedTuple):
     skipping_row_tile_logits: int = 2**24
     alignment: int = 64  # of the bounds of the keys of a tile, which a GPU's matrix units like
 
+    # Where cuDNN's results are repaired nothing hurries, but the memory of a tile is reserved in every program: 8 MiB.
+    repair_row_tile_logits: int = 2**21
 
-ATTENTION = AttentionSizes()
 
-# Where cuDNN's results are repaired nothing hurries, but the memory of a tile is reserved in every program: 8 MiB.
-REPAIR_ROW_TILE_LOGITS = 2**21
+class LinearSizes(NamedTuple):
+    """The sizes of the blocks of losses of linear layers."""
 
-# The linear cross-entropy: a matrix product of 512 tokens runs at full speed, one of 128 tokens at three quarters of
-# it, since the kernel and its gradient pass through the caches once per block. With many classes, 160 tokens are a
-# compromise: their logits take about a twentieth of the memory of those of 4096 tokens.
-TOKEN_BLOCK_ELEMENTS = 2**23  # of the logits
-FEWEST_TOKENS, MOST_TOKENS = 160, 512
-# Under a mask the last block is half empty on average: with 1024 tokens or more, 40 % of them unmasked, blocks of 256
-# take 0.8 to 1 of the time of 512, with 512 tokens blocks of 128.
-FEWEST_TOKENS_IF_MASKED, MOST_TOKENS_IF_MASKED = 128, 256
-CLASS_TILE_ELEMENTS = 2**20  # of the kernel or the logits, whichever is larger: these pass through the cache
+    # A matrix product of 512 tokens runs at full speed, one of 128 tokens at three quarters of it, since the kernel and
+    # its gradient pass through the caches once per block. With many classes, 160 tokens are a compromise: their logits
+    # take about a twentieth of the memory of those of 4096 tokens.
+    token_block_elements: int = 2**23  # of the logits
+    fewest_tokens: int = 160
+    most_tokens: int = 512
+    # Under a mask the last block is half empty on average: with 1024 tokens or more, 40 % of them unmasked, blocks of
+    # 256 take 0.8 to 1 of the time of 512, with 512 tokens blocks of 128.
+    fewest_tokens_if_masked: int = 128
+    most_tokens_if_masked: int = 256
+    class_tile_elements: int = 2**20  # of the kernel or the logits, whichever is larger: these pass through the cache
 
-# The same elsewhere. Each tile of classes passes over the features and their gradient, each block of tokens over the
-# kernel and its own; with eight logits for each feature they add about a tenth to what the logits move. A tile of
-# float32 logits has 128 to 512 MiB, or fewer if that is less than a quarter of them all. With a mask at least two
-# blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
-LOGITS_PER_FEATURE = 8
-LEAST_LOGITS, MOST_LOGITS = 2**25, 2**27
-LEAST_TOKENS_IF_MASKED = 2048  # in the largest block
-MOST_TOKENS_OF_ONE_BLOCK = 512  # so few are computed in one block, masked or not
+    # The same elsewhere. Each tile of classes passes over the features and their gradient, each block of tokens over
+    # the kernel and its own; with eight logits for each feature they add about a tenth to what the logits move. A tile
+    # of float32 logits has 128 to 512 MiB, or fewer if that is less than a quarter of them all. With a mask at least
+    # two blocks are needed to skip one, and tiles of twice the size make up for the smaller blocks.
+    logits_per_feature: int = 8
+    least_logits: int = 2**25
+    most_logits: int = 2**27
+    least_tokens_if_masked: int = 2048  # in the largest block
+    most_tokens_of_one_block: int = 512  # so few are computed in one block, masked or not
 
-# Divergences of linear layers work on whole rows of logits of both sides: elsewhere on 256 MiB of float32 of each.
-TOKEN_BLOCK_ELEMENTS_ELSEWHERE = 2**26
+    # Divergences work on whole rows of logits of both sides: elsewhere on 256 MiB of float32 of each.
+    token_block_elements_elsewhere: int = 2**26
 
-# Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which reads
-# the row once. Longer rows are read once for every sum that needs the one before.
-ELEMENTS_OF_ROW_IN_ONE_KERNEL = 2**14
 
-# Elsewhere than on a CPU normalisation and variance of fewer elements take the form for a CPU, which compiles faster.
-FEWEST_ELEMENTS_OF_FEW_PASSES = 2**16
+class Choices(NamedTuple):
+    """What is chosen by platform; part of what a program is compiled for."""
+
+    form: Literal["cpu", "elsewhere", "cuda"] | None = None  # on every platform; None: each has its own
+    attention: AttentionSizes = AttentionSizes()
+    linear: LinearSizes = LinearSizes()
+
+    # Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the
+    # time of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
+    row_block_elements: int = 2**18
+
+    # The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements, if it computes a
+    # function of arithmetic alone. With fewer or more it writes every step to memory, which takes 2 to 7 times as long:
+    # 65536 x 256, and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
+    elements_of_row_in_cache: range = range(2**8 + 1, 2**15 + 1)
+    blocks_of_short_rows: int = 4
+    # What it counts as arithmetic has grown: jax 0.12 includes bfloat16 and functions such as sign and log, jax 0.10
+    # does not. What lies between was not measured.
+    counts_more_as_arithmetic: bool = jax.__version_info__ >= (0, 12)
+
+    # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which
+    # reads the row once. Longer rows are read once for every sum that needs the one before.
+    elements_of_row_in_one_kernel: int = 2**14
+
+    # Elsewhere than on a CPU normalisation and variance of fewer elements take the form for a CPU, which compiles
+    # faster.
+    fewest_elements_of_few_passes: int = 2**16
+
+    # Up to so many numbers of all devices are exchanged at once: 256 KiB, which take about as long as another exchange
+    # of almost nothing.
+    most_numbers_of_one_exchange: int = 2**16
+
+
+_choices = jax.make_user_context(default_value=Choices())
+
+
+def choices() -> Choices:
+    now: Choices = _choices.value
+    return now
+
+
+@contextlib.contextmanager
+def chosen(
+    *, attention: Mapping[str, Any] | None = None, linear: Mapping[str, Any] | None = None, **others: Any
+) -> Iterator[None]:
+    """Context with other choices, for measuring and testing. JAX traces again what it has traced with other ones."""
+    now = choices()
+    of_attention, of_linear = now.attention._replace(**attention or {}), now.linear._replace(**linear or {})
+    with _choices(now._replace(attention=of_attention, linear=of_linear, **others)):
+        yield
 
 
 def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
@@ -110,10 +145,10 @@ def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
     It does so by itself for a function of nothing but arithmetic, including exponentials and extrema, and reductions: a
     comparison or a selection of elements is written to memory as a whole.
     """
-    if dtype == jnp.float16 or not (COUNTS_MORE_AS_ARITHMETIC or (dtype != jnp.bfloat16 and arrays == 1)):
+    counts_more, in_cache = choices().counts_more_as_arithmetic, choices().elements_of_row_in_cache
+    if dtype == jnp.float16 or not (counts_more or (dtype != jnp.bfloat16 and arrays == 1)):
         return False
-    # Each further array brings more intermediate ones.
-    return elements in ELEMENTS_OF_ROW_IN_CACHE and elements * 4 ** (arrays - 1) in ELEMENTS_OF_ROW_IN_CACHE
+    return elements in in_cache and elements * 4 ** (arrays - 1) in in_cache  # each array brings intermediate ones
 
 
 def apart(results: Any) -> Any:
@@ -134,17 +169,24 @@ def apart_on_cpu(results: Any) -> Any:
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a kernel of a GPU can hold a row of an array, whose elements lie on `axes`: the last ones, and few."""
     are_last = sorted(a % len(shape) for a in axes) == list(range(len(shape) - len(axes), len(shape)))
-    return are_last and math.prod(shape[a] for a in axes) <= ELEMENTS_OF_ROW_IN_ONE_KERNEL
+    return are_last and math.prod(shape[a] for a in axes) <= choices().elements_of_row_in_one_kernel
 
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
-    return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+    return _of_platform(on_cpu, elsewhere, args, "cpu")
 
 
 def on_cuda_or_elsewhere(on_cuda: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
     """`on_cuda(*args)` if the program is lowered for CUDA, `elsewhere(*args)` for any other platform."""
-    return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)
+    return _of_platform(on_cuda, elsewhere, args, "cuda")
+
+
+def _of_platform(there: Callable[..., Any], elsewhere: Callable[..., Any], args: Any, platform: str) -> Any:
+    form = choices().form
+    if form is None:
+        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)
+    return (there if form == platform else elsewhere)(*args)
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

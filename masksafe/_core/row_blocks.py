@@ -65,8 +65,9 @@ def by_row_blocks(
             return mapped, totals
     if not may_loop((rows, others)):
         return fn(rows, *others)
-    are_short = arithmetic is not None and elements < platforms.ELEMENTS_OF_ROW_IN_CACHE.start
-    most = platforms.ROW_BLOCK_ELEMENTS * (platforms.BLOCKS_OF_SHORT_ROWS if are_short else 1)
+    choices = platforms.choices()
+    are_short = arithmetic is not None and elements < choices.elements_of_row_in_cache.start
+    most = choices.row_block_elements * (choices.blocks_of_short_rows if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:
         return fn(rows, *others)
@@ -86,7 +87,7 @@ def _on_each_device(
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
     split = None if _splits_a_row(args, leading) else split_of(args, names)
-    if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.ROW_BLOCK_ELEMENTS:
+    if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
         return fn(rows, *others)
     axes = split.axes(*of_rows)
 
@@ -179,4 +180,4 @@ def from_bits(a: Array, dtype: Any) -> Array:
 
 
 def _is_sliced_as_bits(dtype: Any) -> bool:
-    return dtype == jnp.bfloat16 and not platforms.COUNTS_MORE_AS_ARITHMETIC
+    return dtype == jnp.bfloat16 and not platforms.choices().counts_more_as_arithmetic

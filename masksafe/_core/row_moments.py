@@ -37,9 +37,6 @@ from masksafe._core.sharding import AxisName, gathered_along, of_all_devices, si
 from masksafe._core.typing import Array, Axes
 from masksafe._core.unfolded import sum_of, unknown
 
-# Exchanged at once these are some 256 KiB, which take about as long as another exchange of almost nothing.
-MOST_NUMBERS_OF_ONE_EXCHANGE = 2**16
-
 
 class RowMoments(NamedTuple):
     """Of each row, in the wide dtype; the reduced axes stay, with size 1."""
@@ -83,7 +80,8 @@ def _of_devices(config: RowConfig, axis_name: AxisName, sums: "_Sums", divide: m
         weight, squares = sums_over_devices(axis_name, sums.weight, sums.second)
         return _or_nothing(RowMoments(weight, Mean(sums.centre, sums.first), squares))
     if axis_name is not None:
-        is_small = sums.weight.size * size_over_devices(axis_name, len(sums)) <= MOST_NUMBERS_OF_ONE_EXCHANGE
+        numbers = sums.weight.size * size_over_devices(axis_name, len(sums))
+        is_small = numbers <= platforms.choices().most_numbers_of_one_exchange
         sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(axis_name, sums)
     mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight), divide)
     return _or_nothing(RowMoments(sums.weight, mean, squares))

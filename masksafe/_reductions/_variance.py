@@ -218,7 +218,7 @@ def _is_fused(axes: Axes, x: Array) -> bool:
     if x.dtype.itemsize < 4:  # it would widen the whole array first
         return False
     elements = math.prod(x.shape[a] for a in axes)
-    return moments.are_last(axes) and elements in range(platforms.ELEMENTS_OF_ROW_IN_CACHE.stop)
+    return moments.are_last(axes) and elements in range(platforms.choices().elements_of_row_in_cache.stop)
 
 
 def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:

@@ -350,7 +350,8 @@ def dot_product_attention(
     is_known = not has_positions and (arrays.offset is None or knows_numbers)
     band = _static_band(is_causal, window, causal_offset) if is_known else None
     ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
-    plan = Plan(static_scale, soft_cap, dropout_rate, platforms.ATTENTION, band, rounds=sinks is None, ring=ring)
+    sizes = platforms.choices().attention
+    plan = Plan(static_scale, soft_cap, dropout_rate, sizes, band, rounds=sinks is None, ring=ring)
     call = _Call(plan, is_causal, window, axis_name, is_checkified())
     out, lse = _attend(call._replace(by_cudnn=_choose_cudnn(implementation, call, arrays, return_residual)), arrays)
     if bad_samples is not None:

@@ -257,7 +257,7 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
     q, k, v, adjustments, pairs = inputs
     on_cpu, elsewhere = (functools.partial(f, plan) for f in (_forward_on_cpu, _forward_elsewhere))
-    results: Partial = _as_platform_wants(plan, on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
+    results: Partial = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
     return results
 
 
@@ -325,19 +325,13 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
         return _solve(kernel, queries, (k, v), pairs, sums, _steps_elsewhere(there, queries.q, k, pairs))
 
     args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
-    (d_q,), (d_k, d_v), sums = _as_platform_wants(plan, on_cpu, elsewhere, *args)
+    (d_q,), (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
     return Gradients(d_q, d_k, d_v, sums)
 
 
 def _of_rows(plan: Plan, queries: Cotangents) -> Cotangents:
     """What tiles with all keys of their queries need: only in a ring there are more."""
     return Cotangents(*queries[:3]) if plan.ring is None else queries
-
-
-def _as_platform_wants(plan: Plan, on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
-    if plan.sizes.form is None:
-        return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
-    return (on_cpu if plan.sizes.form == "cpu" else elsewhere)(*args)
 
 
 def _by_user(plan: Plan, d: Gradients, dtypes: Any) -> "_Results":

@@ -225,7 +225,8 @@ def _in_small_tiles(config: Config) -> Config:
 
     Nor are they to make the program large: with a band, each part of the queries would have kernels of its own.
     """
-    sizes = config.plan.sizes._replace(row_tile_logits=platforms.REPAIR_ROW_TILE_LOGITS)
+    sizes = config.plan.sizes
+    sizes = sizes._replace(row_tile_logits=sizes.repair_row_tile_logits)
     return config._replace(plan=config.plan._replace(sizes=sizes, band=None))
 
 

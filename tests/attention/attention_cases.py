@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe._core import platforms
 
 attention = masksafe.dot_product_attention
 
@@ -15,25 +14,25 @@ def few_of(values, *kept):
     return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
 
 
-def give_sizes(monkeypatch, **sizes):
-    """Other sizes of blocks. A program is compiled for its sizes: one for others is not found by them."""
-    monkeypatch.setattr(platforms, "ATTENTION", platforms.ATTENTION._replace(**sizes))
-
-
-def shrink_blocks(monkeypatch, size=4, **others):
+def tiles_of(size):
+    """Sizes of blocks."""
     tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
-    give_sizes(monkeypatch, **tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
+    return tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1)
 
 
-def decode_always(monkeypatch):
+def shrink_blocks(choose, size=4, **others):
+    choose(attention=tiles_of(size) | others)
+
+
+def decode_always(choose):
     """All calls as decoding, in blocks of a few keys; and the reverse pass sample by sample."""
     few = dict(few_queries=2**20, fewest_keys_of_few_queries=1, key_block_elements=16)
-    give_sizes(monkeypatch, in_turn_logits_of_all=1, reverse_at_once_logits=1, **few)
+    choose(attention=dict(in_turn_logits_of_all=1, reverse_at_once_logits=1) | few)
 
 
-def by_rows(monkeypatch):
+def by_rows(choose):
     """The form for an accelerator, in tiles of few queries of one sample and head."""
-    give_sizes(monkeypatch, form="elsewhere", row_tile_logits=21, skipping_row_tile_logits=16, alignment=2)
+    choose(form="elsewhere", attention=dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2))
 
 
 def assert_close(actual, expected, tolerance=2e-5):

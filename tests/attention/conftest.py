@@ -5,19 +5,19 @@ from attention_cases import decode_always, shrink_blocks
 
 
 @pytest.fixture
-def many_blocks(monkeypatch):
-    shrink_blocks(monkeypatch)
+def many_blocks(choose):
+    shrink_blocks(choose)
 
 
 def both(*params):
     """A fixture that runs a test with many blocks, with one block for everything, and with blocks of keys alone."""
 
     @pytest.fixture(params=params)
-    def fixture(request, monkeypatch):
+    def fixture(request, choose):
         if request.param == "many blocks":
-            shrink_blocks(monkeypatch)
+            shrink_blocks(choose)
         if request.param == "blocks of keys":
-            decode_always(monkeypatch)
+            decode_always(choose)
         return request.param
 
     return fixture

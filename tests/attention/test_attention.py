@@ -170,8 +170,8 @@ def forward(fn, at, along):
         pytest.param(forward, 4, marks=pytest.mark.slow),
     ],
 )
-def test_other_derivatives_are_exact_and_masked_pairs_are_gone(derivative, size, monkeypatch):
-    shrink_blocks(monkeypatch, size)
+def test_other_derivatives_are_exact_and_masked_pairs_are_gone(derivative, size, choose):
+    shrink_blocks(choose, size)
     inputs = (*random_inputs(), normals(2, 2, 6, 7, seed=5))
     masked = masked_elements(LIVE)
     along = tuple(normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs))

@@ -256,9 +256,9 @@ def strict():
     [TOGETHER, *(pytest.param(arguments, marks=pytest.mark.slow) for arguments in STRICT.values())],
     ids=["together", *STRICT],
 )
-def test_nothing_is_promoted_by_itself(arguments, size, dtype, strict, monkeypatch):
+def test_nothing_is_promoted_by_itself(arguments, size, dtype, strict, choose):
     if size == 4:
-        shrink_blocks(monkeypatch)
+        shrink_blocks(choose)
     query, key, value = (jnp.asarray(x, dtype) for x in random_inputs())
 
     def total(query):

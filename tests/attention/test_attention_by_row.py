@@ -14,7 +14,6 @@ from attention_cases import (
     causal,
     exact,
     few_of,
-    give_sizes,
     normals,
     random_inputs,
     replaced,
@@ -26,12 +25,12 @@ import masksafe
 
 
 @pytest.fixture(autouse=True, params=["tiles", pytest.param("at once", marks=pytest.mark.slow)])
-def by_row(request, monkeypatch):
+def by_row(request, choose):
     """Tiles of few queries, one sample and head at a time, or all at once."""
     if request.param == "tiles":
-        by_rows(monkeypatch)
+        by_rows(choose)
     else:
-        give_sizes(monkeypatch, form="elsewhere")
+        choose(form="elsewhere")
 
 
 def gradients_of(expected, *names):

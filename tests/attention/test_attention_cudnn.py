@@ -55,20 +55,16 @@ CASES = {
 }
 CASES = {name: (arguments, np.broadcast_to(live, (2, 4, T, S))) for name, (arguments, live) in CASES.items()}
 GARBAGE = [np.nan, np.inf, -np.inf, 1e38, -1e38]
-ON_CUDA_OR_ELSEWHERE = platforms.on_cuda_or_elsewhere
 
 
 @pytest.fixture(scope="module", autouse=True)
 def stand_in():
     """CuDNN seems to be there, and every program to be lowered for CUDA."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, platforms.chosen(form="cuda"):
         patch.setattr(jax.nn, "dot_product_attention", cudnn_stand_in.dot_product_attention)
         patch.setattr(_cudnn, "_refusal_of_jax", lambda *_: None)
         patch.setattr(_cudnn, "_has_old_gpu", lambda: False)
-        patch.setattr(platforms, "on_cuda_or_elsewhere", lambda on_cuda, elsewhere, *args: on_cuda(*args))
         yield
-    jax.clear_caches()
 
 
 def inputs_of(dtype=jnp.bfloat16, **sizes):
@@ -438,9 +434,8 @@ def test_an_old_gpu_takes_the_other_form(monkeypatch):
     assert attention(*inputs_of()).shape == (2, T, 4, 8)
 
 
-def test_by_name_it_is_refused_where_the_program_is_lowered_for_another_platform(monkeypatch):
-    monkeypatch.setattr(platforms, "on_cuda_or_elsewhere", ON_CUDA_OR_ELSEWHERE)
-    jax.clear_caches()
+def test_by_name_it_is_refused_where_the_program_is_lowered_for_another_platform(choose):
+    choose(form=None)
     inputs, text = inputs_of(), "^dot_product_attention: implementation: got value 'cudnn'.*another platform than CUDA"
     named = functools.partial(attention, implementation="cudnn")
     for fn in (named, jax.jit(named), jax.vmap(named), jax.grad(functools.partial(loss, named))):
@@ -449,7 +444,6 @@ def test_by_name_it_is_refused_where_the_program_is_lowered_for_another_platform
     assert_same_bits(attention(*inputs), attention(*inputs, implementation="xla"))
     lowered = jax.jit(lambda q: attention(q, *inputs[1:])).trace(inputs[0]).lower(lowering_platforms=("cpu",))
     assert "while" in lowered.as_text() or "dot_general" in lowered.as_text()
-    jax.clear_caches()
 
 
 # With jax.nn's own cuDNN, in a process without the stand-in.

@@ -29,9 +29,9 @@ FORMS = {"one block": None, "many blocks": shrink_blocks, "blocks of keys": deco
 
 
 @pytest.fixture(params=FORMS)
-def form(request, monkeypatch):
+def form(request, choose):
     if FORMS[request.param] is not None:
-        FORMS[request.param](monkeypatch)
+        FORMS[request.param](choose)
     return request.param
 
 
@@ -113,9 +113,9 @@ def test_plain_form_draws_alike(form):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_by_rows", [False, True])
-def test_ring_draws_what_one_device_does(is_by_rows, monkeypatch):
+def test_ring_draws_what_one_device_does(is_by_rows, choose):
     if is_by_rows:
-        by_rows(monkeypatch)
+        by_rows(choose)
     mesh, in_time = jax.make_mesh((4,), ("time",), axis_types=(jax.sharding.AxisType.Auto,)), P(None, "time")
     inputs, d_out = random_inputs(S=16, T=8), normals(2, 8, 2, 4, seed=6)
 

@@ -34,14 +34,14 @@ COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 @pytest.fixture(
     params=["dense", "blocks of keys", *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks", "by row"))]
 )
-def form(request, monkeypatch):
+def form(request, choose):
     """Each of the forms of attention."""
     if request.param == "blocks":
-        shrink_blocks(monkeypatch)
+        shrink_blocks(choose)
     if request.param == "blocks of keys":
-        decode_always(monkeypatch)
+        decode_always(choose)
     if request.param == "by row":
-        by_rows(monkeypatch)
+        by_rows(choose)
     return request.param
 
 

@@ -97,8 +97,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("split", "name", "mesh_is_set"), [*QUICK, *itertools.starmap(slow, OTHERS)])
-def test_value_and_gradients_are_those_of_one_device(split, name, mesh_is_set, monkeypatch):
-    shrink_blocks(monkeypatch, 4)
+def test_value_and_gradients_are_those_of_one_device(split, name, mesh_is_set, choose):
+    shrink_blocks(choose, 4)
     of_queries, of_keys, key_heads = SPLITS[split]
     arguments, floats = MASKS[name]
     inputs, step = inputs_of(key_heads), step_of(arguments)

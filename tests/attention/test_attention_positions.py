@@ -17,11 +17,12 @@ from attention_cases import (
     normals,
     random_inputs,
     replaced,
-    shrink_blocks,
+    tiles_of,
     with_gradients,
 )
 
 import masksafe
+from masksafe._core import platforms
 
 with_residual = functools.partial(attention, return_residual=True)
 
@@ -97,8 +98,7 @@ def is_array(x):
 @pytest.mark.slow
 @hypothesis.given(seed=st.integers(0, 2**20), offset=st.integers(-(2**20), 2**20), size=st.sampled_from([2, 4]))
 def test_only_differences_of_positions_matter(seed, offset, size):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        shrink_blocks(monkeypatch, size)
+    with platforms.chosen(attention=tiles_of(size)):
         rng, inputs = np.random.default_rng(seed), random_inputs()
         positions = rng.integers(-4, 8, (2, 6)), rng.integers(-4, 8, (2, 7))
         moved = [x + offset for x in positions]

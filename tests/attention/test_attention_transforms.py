@@ -15,7 +15,6 @@ from attention_cases import (
     causal,
     exact,
     few_of,
-    give_sizes,
     normals,
     random_inputs,
     replaced,
@@ -293,9 +292,9 @@ def results_of(jaxpr):
                 yield from results_of(inner)
 
 
-def test_no_array_over_all_pairs_is_computed(monkeypatch):
+def test_no_array_over_all_pairs_is_computed(choose):
     # On other platforms there are such arrays in the trace, but within a kernel: XLA fuses them into their sum.
-    give_sizes(monkeypatch, form="cpu")
+    choose(form="cpu")
     mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
     bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
 
@@ -349,14 +348,14 @@ class SeenError(Exception):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("size", few_of([1, 2, 4], 2))
-def test_blocks_with_nothing_unmasked_are_skipped(name, size, monkeypatch):
+def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatch):
     arguments, allowed = CASES[name]
 
     def spy(pairs: Pairs, queries, keys):
         raise SeenError(live_blocks(pairs, queries, keys), queries, keys)
 
     monkeypatch.setattr("masksafe.attention._blocks.live_blocks", spy)
-    shrink_blocks(monkeypatch, size, in_turn_logits_of_all=2**30)
+    shrink_blocks(choose, size, in_turn_logits_of_all=2**30)
     with jax.disable_jit(), pytest.raises(SeenError) as caught:
         attention(*random_inputs(), **arguments)
     live, queries, keys = caught.value.args

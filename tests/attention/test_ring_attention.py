@@ -139,8 +139,8 @@ def test_equals_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_equals_one_device_in_blocks(name, check_vma, monkeypatch):
-    shrink_blocks(monkeypatch, 2)
+def test_equals_one_device_in_blocks(name, check_vma, choose):
+    shrink_blocks(choose, 2)
     more, static = CASES[name]
     arrays = inputs(**more)
     expected = results(lambda arrays: attend(arrays, static), arrays)
@@ -148,8 +148,8 @@ def test_equals_one_device_in_blocks(name, check_vma, monkeypatch):
 
 
 @pytest.mark.parametrize("name", few_of(CASES, "causal"))
-def test_equals_one_device_by_row(name, monkeypatch):
-    by_rows(monkeypatch)
+def test_equals_one_device_by_row(name, choose):
+    by_rows(choose)
     test_equals_one_device(name)
 
 

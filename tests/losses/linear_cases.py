@@ -8,25 +8,19 @@ import numpy as np
 import pytest
 
 import masksafe
-from masksafe._core import platforms
-from masksafe.losses._rows import _rules
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-def use_small_class_tiles(monkeypatch):
-    """So that there are several, and the last one (24 classes in tiles of 5) repeats a class."""
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
+def use_small_class_tiles(choose):
+    """So that there are several, and the last one may repeat classes."""
+    choose(linear={"class_tile_elements": 60})
 
 
-def use_form_for_accelerators(monkeypatch):
+def use_form_for_accelerators(choose):
     """It also runs on a CPU, with tiles so small that there are several."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    sizes = {"LEAST_LOGITS": 100, "MOST_LOGITS": 100, "LEAST_TOKENS_IF_MASKED": 12, "MOST_TOKENS_OF_ONE_BLOCK": 8}
-    for name, size in sizes.items():
-        monkeypatch.setattr(platforms, name, size)
-    # Other sizes on a CPU too, or JAX would take the program of a CPU for arrays of less than a tile.
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 4)
+    sizes = {"least_logits": 100, "most_logits": 100, "least_tokens_if_masked": 12, "most_tokens_of_one_block": 8}
+    choose(form="elsewhere", linear=sizes)
 
 
 def assert_trees_close(actual, desired, **tolerances):

@@ -44,12 +44,8 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.fixture(params=["blocks", slow("one pass")], scope="module")
 def blocks(request):
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "blocks":
-            patch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 8)
-        jax.clear_caches()
+    with platforms.chosen(row_block_elements=8 if request.param == "blocks" else 2**18):
         yield
-    jax.clear_caches()
 
 
 def reference(logits, targets, where=True):
@@ -750,8 +746,8 @@ def value_and_gradient(loss):
         slow("bfloat16", "classes"),
     ],
 )
-def test_no_temporary_of_the_logits_size(dtype, masked, monkeypatch):
-    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 2**18)
+def test_no_temporary_of_the_logits_size(dtype, masked, choose):
+    choose(row_block_elements=2**18)
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), dtype), jax.ShapeDtypeStruct((2048,), jnp.int32)
     where = None if masked is None else jax.ShapeDtypeStruct(WHERE_SHAPES[masked], bool)
     step = value_and_gradient(lambda x, y, w: integer(x, y, where=w))

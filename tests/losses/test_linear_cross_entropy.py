@@ -33,8 +33,8 @@ OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
 @pytest.fixture(autouse=True)
-def small_class_blocks(monkeypatch):
-    use_small_class_tiles(monkeypatch)
+def small_class_blocks(choose):
+    use_small_class_tiles(choose)
 
 
 def unfused(features, kernel, labels, *, bias=None, where=None, reduction="mean", **options):
@@ -509,8 +509,8 @@ def test_memory_is_that_of_a_block_of_tokens():
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
-    use_form_for_accelerators(monkeypatch)
+def elsewhere(choose):
+    use_form_for_accelerators(choose)
 
 
 def test_sizes_elsewhere(elsewhere):

@@ -13,9 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from linear_cases import assert_every_other_derivative, assert_trees_close, slow
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
-from masksafe.losses._rows import _rules
 from masksafe.losses._rows._divergence import is_repeated
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
@@ -31,16 +29,15 @@ REDUCTIONS = "mean", "sum", "none"
 
 
 @pytest.fixture(autouse=True)
-def small_class_blocks(monkeypatch):
+def small_class_blocks(choose):
     """So that there are several, and the last one is ragged."""
-    monkeypatch.setattr(_rules, "default_class_tile", lambda *_: 5)
+    choose(linear={"class_tile_elements": 60})
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
+def elsewhere(choose):
     """The sizes for accelerators, on a CPU, with several blocks."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(_rules, "default_token_block_elsewhere", lambda *_: 12)
+    choose(form="elsewhere", linear={"fewest_tokens": 12, "token_block_elements_elsewhere": 0})
 
 
 def divergence_of(log_p, log_q, direction="forward", beta=0.5):

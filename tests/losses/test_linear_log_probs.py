@@ -33,19 +33,19 @@ singles = functools.partial(jax.tree.map, np.float32)
 
 
 @pytest.fixture(autouse=True)
-def small_class_blocks(monkeypatch):
-    use_small_class_tiles(monkeypatch)
+def small_class_blocks(choose):
+    use_small_class_tiles(choose)
 
 
 @pytest.fixture(params=["cpu", "elsewhere"])
-def platform(request, monkeypatch):
+def platform(request, choose):
     if request.param == "elsewhere":
-        use_form_for_accelerators(monkeypatch)
+        use_form_for_accelerators(choose)
 
 
 @pytest.fixture
-def elsewhere(monkeypatch):
-    use_form_for_accelerators(monkeypatch)
+def elsewhere(choose):
+    use_form_for_accelerators(choose)
 
 
 def dense(features, kernel, labels, *, bias=None, where=None, temperature=1.0, logit_soft_cap=None, with_entropy=False):

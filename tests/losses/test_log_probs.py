@@ -34,12 +34,8 @@ def alone(*args, **kwargs):
 
 @pytest.fixture(params=["blocks", slow("one pass")], scope="module")
 def blocks(request):
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "blocks":
-            patch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 8)
-        jax.clear_caches()
+    with platforms.chosen(row_block_elements=8 if request.param == "blocks" else 2**18):
         yield
-    jax.clear_caches()
 
 
 def expand(where):
@@ -337,8 +333,8 @@ def test_value_and_gradient_lower_for_cuda(masked):
 
 
 @pytest.mark.parametrize("with_entropy", [True, slow(False)])
-def test_no_temporary_of_the_logits_size(with_entropy, monkeypatch):
-    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 2**18)
+def test_no_temporary_of_the_logits_size(with_entropy, choose):
+    choose(row_block_elements=2**18)
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), "float32"), jax.ShapeDtypeStruct((2048,), "int32")
     fn = functools.partial(log_probs, with_entropy=with_entropy, temperature=0.7)
     total = lambda x, y: sum(r.mean() for r in jax.tree.leaves(fn(x, y)))  # noqa: E731

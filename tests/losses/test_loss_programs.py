@@ -49,13 +49,12 @@ def results(loss, mask):
 
 
 @pytest.mark.parametrize("loss", ARGUMENTS, ids=lambda loss: loss.__name__)
-def test_blocks_of_rows_change_nothing(loss, monkeypatch):
+def test_blocks_of_rows_change_nothing(loss):
     for mask in MASKS.values():
         expected = results(loss, mask)
-        with monkeypatch.context() as patch:
-            patch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 10)
+        with platforms.chosen(row_block_elements=10):
             actual = results(loss, mask)
-            patch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
+        with platforms.chosen(form="elsewhere"):
             elsewhere = results(loss, mask)
         for other in (actual, elsewhere):
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), other, expected)
@@ -81,18 +80,15 @@ LABELS_OF_SPECIAL = np.tile([0, 1, 2], 6)
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_arithmetic_gives_what_selections_give(loss, targets, monkeypatch):
+def test_arithmetic_gives_what_selections_give(loss, targets):
     of_rows = functools.partial(loss, reduce_fn=None) if loss is losses.ranking_softmax_loss else loss
     expected = of_rows(SPECIAL, targets)
-    jax.clear_caches()
-    monkeypatch.setattr(platforms, "ELEMENTS_OF_ROW_IN_CACHE", range(1, 2**15))
-    monkeypatch.setattr(platforms, "COUNTS_MORE_AS_ARITHMETIC", True)
-    np.testing.assert_allclose(of_rows(SPECIAL, targets), expected, rtol=1e-6)
-    jax.clear_caches()
+    with platforms.chosen(elements_of_row_in_cache=range(1, 2**15), counts_more_as_arithmetic=True):
+        np.testing.assert_allclose(of_rows(SPECIAL, targets), expected, rtol=1e-6)
 
 
-def test_a_rounded_input_is_computed_in_float32_in_blocks(monkeypatch):
-    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 10)
+def test_a_rounded_input_is_computed_in_float32_in_blocks(choose):
+    choose(row_block_elements=10)
     for loss, arrays in ARGUMENTS.items():
         narrow = [a if a.dtype.kind == "i" else jnp.asarray(a, jnp.bfloat16) for a in arrays]
         wide = [a if a.dtype.kind == "i" else jnp.asarray(a, jnp.float32) for a in narrow]

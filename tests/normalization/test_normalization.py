@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.testing import assert_gradients, assert_mask_safe
 
 SHAPE = (3, 4, 5)
@@ -114,12 +113,9 @@ OTHER_OPS_SLOWLY = pytest.mark.parametrize("op", ["layer_norm", slow("rms_norm")
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
+def small_blocks(choose):
     """Blocks so small that the arrays of these tests are worked through in several."""
-    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", 8)
-    jax.clear_caches()
-    yield
-    jax.clear_caches()
+    choose(row_block_elements=8)
 
 
 # Values and gradients.

@@ -28,24 +28,16 @@ from test_normalization import (
 )
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.testing import assert_consistent, assert_mask_safe
 
 ROWS = np.array([[True, True, False, True]] * 3)[..., None]
 
 
 @pytest.fixture(autouse=True, params=["in registers", "in passes"])
-def elsewhere(request, monkeypatch):
+def elsewhere(request, choose):
     """Arrays of any size take the program of accelerators, and rows fit into their registers or not."""
-    monkeypatch.setattr(platforms, "on_cpu_or_elsewhere", lambda on_cpu, elsewhere, *args: elsewhere(*args))
-    monkeypatch.setattr(platforms, "FEWEST_ELEMENTS_OF_FEW_PASSES", 0)
-    if request.param == "in passes":
-        monkeypatch.setattr(platforms, "ELEMENTS_OF_ROW_IN_ONE_KERNEL", 0)
-    jax.clear_caches()
-    value_and_gradients.cache_clear()
-    yield
-    jax.clear_caches()
-    value_and_gradients.cache_clear()
+    most = 0 if request.param == "in passes" else 2**14
+    choose(form="elsewhere", fewest_elements_of_few_passes=0, elements_of_row_in_one_kernel=most)
 
 
 in_passes = pytest.mark.parametrize("elsewhere", ["in passes"], indirect=True)

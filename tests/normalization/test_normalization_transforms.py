@@ -28,7 +28,6 @@ from test_normalization import (
 )
 
 import masksafe
-from masksafe._core import platforms
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 
 # One answer.
@@ -107,10 +106,9 @@ def inputs_and_results():
     ],
     ids=str,
 )
-def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, monkeypatch):
+def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, choose):
     args, expected = inputs_and_results()
-    monkeypatch.setattr(platforms, "ROW_BLOCK_ELEMENTS", blocks)
-    jax.clear_caches()
+    choose(row_block_elements=blocks)
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
 
     def split(array, names):

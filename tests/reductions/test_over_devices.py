@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
-from masksafe._core import row_moments
 from masksafe.testing import assert_mask_safe
 
 P = PartitionSpec
@@ -80,12 +79,10 @@ def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights)
 
 
 @pytest.mark.parametrize("name", ["var_mean", "standardize"])
-def test_many_rows_are_merged_in_two_exchanges(name, monkeypatch):
-    monkeypatch.setattr(row_moments, "MOST_NUMBERS_OF_ONE_EXCHANGE", 0)
-    jax.clear_caches()
+def test_many_rows_are_merged_in_two_exchanges(name, choose):
+    choose(most_numbers_of_one_exchange=0)
     test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights=True)
     test_variance_over_devices_survives_a_large_mean_and_equal_elements()
-    jax.clear_caches()
 
 
 @pytest.mark.parametrize("name", EXTREMA)

@@ -68,19 +68,20 @@ def _choose_sizes(options: Options, layers: tuple[Linear, ...], on_cpu: bool, is
 
 def default_token_block(tokens: int, classes: int, rows: int, is_masked: bool) -> int:
     """On a CPU, for blocks with so many rows of logits per token."""
-    elements = platforms.TOKEN_BLOCK_ELEMENTS // rows
-    most = max(platforms.FEWEST_TOKENS, min(platforms.MOST_TOKENS, elements // max(1, classes)))
+    of = platforms.choices().linear
+    most = max(of.fewest_tokens, min(of.most_tokens, of.token_block_elements // rows // max(1, classes)))
     if is_masked:
-        most = min(most, max(platforms.FEWEST_TOKENS_IF_MASKED, min(platforms.MOST_TOKENS_IF_MASKED, tokens // 4)))
+        most = min(most, max(of.fewest_tokens_if_masked, min(of.most_tokens_if_masked, tokens // 4)))
     return min(most, tokens)
 
 
 def default_class_tile(width: int, token_block: int) -> int:
-    return max(1, platforms.CLASS_TILE_ELEMENTS // max(1, width, token_block))
+    return max(1, platforms.choices().linear.class_tile_elements // max(1, width, token_block))
 
 
 def default_token_block_elsewhere(tokens: int, classes: int) -> int:
-    return min(tokens, max(platforms.FEWEST_TOKENS, platforms.TOKEN_BLOCK_ELEMENTS_ELSEWHERE // classes))
+    of = platforms.choices().linear
+    return min(tokens, max(of.fewest_tokens, of.token_block_elements_elsewhere // classes))
 
 
 def token_outputs(options: Options, inputs: Inputs) -> Outputs:

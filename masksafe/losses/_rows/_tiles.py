@@ -48,10 +48,11 @@ class _Layer(NamedTuple):
 
 def default_sizes(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
     """The sizes for so many tokens of so many features; a block size given by the user is kept."""
-    logits = max(platforms.LEAST_LOGITS, min(platforms.LOGITS_PER_FEATURE * tokens * width, tokens * classes // 4))
-    logits = min(logits, platforms.MOST_LOGITS) * (2 if masked else 1)
-    most = max(platforms.LEAST_TOKENS_IF_MASKED, 2 * width) if masked else math.isqrt(2 * logits)
-    blocks = max(2 if masked and tokens > platforms.MOST_TOKENS_OF_ONE_BLOCK else 1, -(-tokens // most))
+    of = platforms.choices().linear
+    logits = max(of.least_logits, min(of.logits_per_feature * tokens * width, tokens * classes // 4))
+    logits = min(logits, of.most_logits) * (2 if masked else 1)
+    most = max(of.least_tokens_if_masked, 2 * width) if masked else math.isqrt(2 * logits)
+    blocks = max(2 if masked and tokens > of.most_tokens_of_one_block else 1, -(-tokens // most))
     block = -(-tokens // blocks) if block_size is None else min(block_size, tokens)
     tiles = -(-classes * block // logits)
     even = -(-classes // tiles)
