@@ -134,6 +134,11 @@ class _State(NamedTuple):
     label: Array  # [batch, length], where the last frame is the last label of the prefix
 
 
+def _as_paddings(op: str, argument: str, paddings: ArrayLike) -> Array:
+    array = as_real_array(op, argument, paddings)
+    return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
+
+
 def _are_on_the_right(paddings: Array) -> Array:
     """Whether each label is padded, or none before it is."""
     padded = paddings != 0
@@ -151,8 +156,8 @@ def _ctc_loss(
     where: ArrayLike | None,
 ) -> tuple[Array, Array, Array]:
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    frame_paddings = as_real_array(op, "logit_paddings", logit_paddings)
-    label_paddings = as_real_array(op, "label_paddings", label_paddings)
+    frame_paddings = _as_paddings(op, "logit_paddings", logit_paddings)
+    label_paddings = _as_paddings(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
 

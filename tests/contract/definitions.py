@@ -1,0 +1,313 @@
+"""What each op computes, by its definition: in float64, of what is left when the masked elements are taken out.
+
+A definition takes a mask and arrays, and returns a tuple of outputs. The formulas know of no mask: `elementwise`,
+`by_row` and `of_attention` take out of the arrays what is masked before they call one.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+
+def elementwise(formula):
+    def definition(where, *args):
+        out = np.zeros(where.shape)
+        out[where] = formula(*(a[where] for a in args))
+        return (out,)
+
+    return definition
+
+
+def by_row(formula, kinds, nothing=(0.0,), keeps_row=False):
+    """The outputs of each row of which something is left; elsewhere `nothing`.
+
+    With `keeps_row` an output has the shape of a row, and is `nothing` where that is masked. The kinds of arguments are
+    those of `table.Op`.
+    """
+
+    def definition(where, *args):
+        shape = where.shape if keeps_row else where.shape[:1]
+        outputs = [np.full(shape, n) for n in nothing]
+        for i in np.flatnonzero(where.any(tuple(range(1, where.ndim)))):
+            parts = [part_of(kind, a, i, where[i]) for kind, a in zip(kinds, args, strict=True)]
+            for out, result in zip(outputs, as_tuple(formula(*parts)), strict=True):
+                out[(i, where[i]) if keeps_row else i] = result
+        return tuple(outputs)
+
+    return definition
+
+
+def part_of(kind, a, i, left):
+    """What is left of an argument for row `i`; a label becomes the number of its class among those left."""
+    if kind == "row":
+        return a[i][left] if left.ndim else a[i]
+    if kind == "label":
+        return left[: a[i]].sum() if left.ndim else a[i]
+    return {"along": lambda: a[left], "of row": lambda: a[i], "whole": lambda: a}[kind]()
+
+
+def as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
+
+
+# Elementwise losses.
+
+
+def huber(x, y):
+    e = np.abs(x - y)
+    return np.where(e <= 1, e**2 / 2, e - 1 / 2)
+
+
+def sigmoid_cross_entropy(x, t):
+    return t * np.logaddexp(0, -x) + (1 - t) * np.logaddexp(0, x)
+
+
+def focal(x, t):
+    p = 1 / (1 + np.exp(-x))
+    return (p * (1 - t) + (1 - p) * t) ** 2 * sigmoid_cross_entropy(x, t)
+
+
+def sparse_plus(x, t):
+    z = x * (1 - 2 * t)
+    return np.where(z <= -1, 0, np.where(z >= 1, z, (z + 1) ** 2 / 4))
+
+
+# Of the logits, the scores or the probabilities of a row.
+
+
+def logsumexp(x):
+    return np.max(x) + np.log(np.sum(np.exp(x - np.max(x))))
+
+
+def log_softmax(x):
+    return x - logsumexp(x)
+
+
+def softmax(x):
+    return np.exp(log_softmax(x))
+
+
+def cross_entropy(x, t):
+    return np.sum(t * -log_softmax(x))
+
+
+def poly(x, t):
+    return cross_entropy(x, t) + 2 * np.sum(t * (1 - softmax(x)))
+
+
+def of_label(x, label):
+    return -log_softmax(x)[label]
+
+
+def log_prob(x, label):
+    return log_softmax(x)[label], -np.sum(softmax(x) * log_softmax(x))
+
+
+def divergence(log_q, p):
+    return np.sum(p * (np.log(p) - log_q))
+
+
+def generalized_divergence(log_q, p):
+    return divergence(log_q, p) + np.sum(np.exp(log_q) - p)
+
+
+def fenchel_young(x, t):
+    return logsumexp(x) - np.sum(x * t)
+
+
+def hinge_of_label(s, label):
+    return np.max(s + (np.arange(len(s)) != label)) - s[label]
+
+
+def perceptron_of_label(s, label):
+    return np.max(s) - s[label]
+
+
+def sparsemax_of_label(s, label):
+    ordered = np.sort(s)[::-1]
+    thresholds = (np.cumsum(ordered) - 1) / np.arange(1, len(s) + 1)
+    p = np.maximum(s - thresholds[np.sum(ordered > thresholds) - 1], 0)
+    return np.sum(p * (s - s[label])) + (1 - np.sum(p**2)) / 2
+
+
+def cosine(a, b):
+    return np.sum(a * b) / np.sqrt(np.sum(a**2) * np.sum(b**2))
+
+
+def triplet(a, p, n):
+    distance = lambda u, v: np.sqrt(np.sum((u - v) ** 2) + 1e-6)  # noqa: E731
+    return max(0, distance(a, p) - distance(a, n) + 1)
+
+
+def smoothed(t):
+    return 0.9 * t + 0.1 / len(t)
+
+
+def nt_xent(z, labels):
+    """Of what is left of a batch."""
+    unit = z / np.sqrt(np.sum(z**2, -1, keepdims=True))
+    x = unit @ unit.T / 0.07
+    same = labels[:, None] == labels
+    pairs = [(i, j) for i, j in itertools.permutations(range(len(z)), 2) if same[i, j]]
+    of_pair = [x[i, j] - logsumexp(np.append(x[i][~same[i]], x[i, j])) for i, j in pairs]
+    return -np.mean(of_pair) if pairs else 0.0
+
+
+def ctc(logits, label):
+    """Minus the log probability that a path of classes, one for each frame, reads as the label."""
+    log_p = np.stack([log_softmax(frame) for frame in logits])
+    frames, classes = log_p.shape
+
+    def reads(path):
+        return [c for i, c in enumerate(path) if c and (not i or path[i - 1] != c)] == list(label)
+
+    paths = [path for path in itertools.product(range(classes), repeat=frames) if reads(path)]
+    return -logsumexp(np.array([sum(log_p[range(frames), path]) for path in paths])) if paths else 1e5
+
+
+# Segmentation: of the pixels [pixels, classes] that are left of a sample.
+
+
+def dice_of_classes(p, t):
+    both = np.sum(p * t, 0)
+    return 1 - (both + 1) / ((np.sum(p, 0) + np.sum(t, 0)) / 2 + 1)
+
+
+def dice(x, t):
+    return np.mean(dice_of_classes(np.stack([softmax(pixel) for pixel in x]), t))
+
+
+def binary_dice(x, t):
+    return dice_of_classes(1 / (1 + np.exp(-x)), t)
+
+
+def generalized_dice(where, x, t):
+    """Of a batch [batch, pixels, classes] with a mask of pixels."""
+    if not where.any():
+        return (0.0,)
+    frequencies = t[where].sum(0)
+    weights = 1 / (frequencies**2 + 1e-7)
+    weights = weights / np.mean(weights)
+    samples = [(p[left], t[left]) for left, p, t in zip(where, x, t, strict=True) if left.any()]
+    of_classes = [dice_of_classes(np.stack([softmax(pixel) for pixel in p]), t) for p, t in samples]
+    return (np.mean(np.stack(of_classes) * weights),)
+
+
+# Of linear layers: one token.
+
+
+def linear_cross_entropy(f, kernel, label):
+    return of_label(f @ kernel, label)
+
+
+def linear_log_prob(f, kernel, label):
+    return log_prob(f @ kernel, label)
+
+
+def linear_divergence(f, kernel, g, target_kernel):
+    return divergence(log_softmax(f @ kernel), softmax(g @ target_kernel))
+
+
+def top_k_divergence(f, kernel, target_log_probs, classes):
+    """Over the classes of the target and one more, for all of the rest."""
+    q, p = softmax(f @ kernel)[classes], np.exp(target_log_probs)
+    return np.sum(p * np.log(p / q)) + (1 - p.sum()) * np.log((1 - p.sum()) / (1 - q.sum()))
+
+
+# Reductions and norms of a row.
+
+
+def weighted_mean(x, w):
+    return np.sum(w * x) / np.sum(w)
+
+
+def weighted_var(x, w):
+    return weighted_mean((x - weighted_mean(x, w)) ** 2, w)
+
+
+def var_mean(x):
+    return np.var(x), np.mean(x)
+
+
+def layer_norm(x, scale=1.0, bias=0.0):
+    return (x - np.mean(x)) / np.sqrt(np.var(x) + 1e-6) * scale + bias
+
+
+def rms_norm(x, scale):
+    return x / np.sqrt(np.mean(x**2) + 1e-6) * scale
+
+
+def standardize(x):
+    return (x - np.mean(x)) / np.sqrt(np.var(x) + 1e-5)
+
+
+def l2_normalize(x):
+    return x / np.sqrt(np.sum(x**2))
+
+
+def batch_norm(where, x, scale, bias):
+    """Of features [features, batch]: the result, and the moments."""
+    rows = by_row(lambda x, scale, bias: standardize(x) * scale + bias, ("row", "of row", "of row"), keeps_row=True)
+    return (*rows(where, x, scale, bias), *by_row(lambda x: (np.mean(x), np.var(x)), ("row",), (0.0, 0.0))(where, x))
+
+
+def group_norm(where, x, scale, bias):
+    """Of two groups of the channels [samples, channels]."""
+    of_group = by_row(layer_norm, ("row", "along", "along"), keeps_row=True)
+    halves = [of_group(*(np.array_split(a, 2, -1)[k] for a in (where, x, scale, bias)))[0] for k in range(2)]
+    return (np.concatenate(halves, -1),)
+
+
+# Attention: q [B, T, N, H], k and v [B, S, K, H], a mask [B, T, S].
+
+
+def attention(where, q, k, v):
+    """The output, and the logsumexp [B, T, N]."""
+    groups = q.shape[2] // k.shape[2]
+    out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
+    for b, t, n in np.ndindex(q.shape[:3]):
+        left = where[b, t]
+        if left.any():
+            x = k[b, left, n // groups] @ q[b, t, n] / math.sqrt(q.shape[3])
+            out[b, t, n], lse[b, t, n] = softmax(x) @ v[b, left, n // groups], logsumexp(x)
+    return out, lse
+
+
+def merge(where, outs, lses):
+    """Of parts [parts, T, N, H] that a query sees or not [parts, T, N]."""
+    out, lse = np.zeros(outs.shape[1:]), np.full(lses.shape[1:], -np.inf)
+    for index in np.ndindex(lse.shape):
+        left = where[:, *index]
+        if left.any():
+            x = lses[left, *index]
+            out[index], lse[index] = softmax(x) @ outs[left, *index], logsumexp(x)
+    return out, lse
+
+
+# Derivatives of a definition, by differences.
+
+
+def derivatives(definition, where, args, floats, cotangents, directions, step=1e-3):
+    """By each of the floats: the gradients of the outputs' sum with cotangents, and their slopes along directions."""
+    args = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in args]
+
+    def total(along, number, index, distance):
+        moved = list(args)
+        for i, v in zip(floats, directions, strict=True):
+            moved[i] = args[i] + along * step * v
+        moved[number] = np.array(moved[number])
+        moved[number][index] += distance * step
+        outputs = definition(where, *moved)
+        return sum(np.sum(np.where(np.isfinite(out), out, 0) * c) for out, c in zip(outputs, cotangents, strict=True))
+
+    def slope(along, number, index):
+        return (total(along, number, index, 1) - total(along, number, index, -1)) / (2 * step)
+
+    gradients = [np.zeros(args[i].shape) for i in floats]
+    slopes = [np.zeros(args[i].shape) for i in floats]
+    for gradient, slope_of_gradient, number in zip(gradients, slopes, floats, strict=True):
+        for index in np.ndindex(gradient.shape):
+            gradient[index] = slope(0, number, index)
+            slope_of_gradient[index] = (slope(1, number, index) - slope(-1, number, index)) / (2 * step)
+    return gradients, slopes

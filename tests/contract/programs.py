@@ -1,0 +1,122 @@
+"""One program for each op and plan, of which the mask, the arrays and the cotangents are arguments."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from table import OPS, Op
+
+import masksafe
+from masksafe._core import platforms
+
+# The forms of a program. On a CPU arrays as small as those of the table would be one block.
+PLANS: dict[str, dict[str, Any]] = {
+    "blocks": {
+        "row_block_elements": 8,
+        "linear": {"class_tile_elements": 6},
+        "attention": {
+            **dict.fromkeys(("query_tile", "key_tile", "key_tile_if_nothing_is_skipped", "fewest_queries"), 2),
+            **dict.fromkeys(("in_turn_logits_of_one", "in_turn_logits_of_all"), 1),
+            "few_queries": 0,
+        },
+    },
+    "elsewhere": {
+        "form": "elsewhere",
+        "fewest_elements_of_few_passes": 0,
+        "attention": {"row_tile_logits": 21, "skipping_row_tile_logits": 16, "alignment": 2},
+        "linear": {"least_logits": 5, "most_logits": 5, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
+    },
+    "one pass": {},
+    "arithmetic": {"elements_of_row_in_cache": range(1, 2**15), "counts_more_as_arithmetic": True},
+    "passes": {"form": "elsewhere", "fewest_elements_of_few_passes": 0, "elements_of_row_in_one_kernel": 0},
+}
+
+
+class Results(NamedTuple):
+    """The outputs of an op, and their derivatives for some cotangents."""
+
+    outputs: tuple[Any, ...]
+    gradients: tuple[Any, ...]  # by the floats
+    tangents: tuple[Any, ...] = ()  # of the outputs, in forward mode, along the directions
+    forward_over_reverse: tuple[Any, ...] = ()  # the derivatives of the gradients along the directions
+    reverse_over_reverse: tuple[Any, ...] = ()
+
+
+def each_op(condition: Callable[[Op], Any] = lambda op: True) -> Any:
+    """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once."""
+    keys = [pytest.param(key, marks=pytest.mark.xdist_group(key)) for key, op in OPS.items() if condition(op)]
+    return pytest.mark.parametrize("key", keys)
+
+
+def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cotangents: Any = None) -> Results:
+    """The results of a mask and arrays, by default those of the table."""
+    op = OPS[key]
+    where, args = op.where if where is None else where, op.args if args is None else args
+    directions = tuple(direction(i, args[i]) for i in op.floats)
+    cotangents = cotangents_of(key) if cotangents is None else cotangents
+    strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
+        results: Results = jax.device_get(_program(key)(where, tuple(args), cotangents, directions))
+    return results
+
+
+@functools.cache
+def _program(key: str) -> Any:
+    op = OPS[key]
+
+    def results(where: Any, args: Any, cotangents: Any, directions: Any) -> Results:
+        of_floats, floats = function_of_floats(op, where, args)
+        gradients = lambda floats: jax.vjp(of_floats, *floats)[1](cotangents)  # noqa: E731
+        outputs, pull_back = jax.vjp(of_floats, *floats)
+        with masksafe.forward_mode():
+            tangents = jax.jvp(of_floats, floats, directions)[1]
+        forward = jax.jvp(gradients, (floats,), (directions,))[1]
+        (reverse,) = jax.vjp(gradients, floats)[1](directions)
+        return Results(outputs, pull_back(cotangents), tangents, forward, reverse)
+
+    return jax.jit(results)
+
+
+def function_of_floats(op: Op, where: Any, args: Any, **options: Any) -> tuple[Any, Any]:
+    """The outputs of an op, always a tuple, as a function of its floats; and these."""
+
+    def outputs(*floats: Any) -> tuple[Any, ...]:
+        new = dict(zip(op.floats, floats, strict=True))
+        return tuple(jax.tree.leaves(op.call(where, *(new.get(i, a) for i, a in enumerate(args)), **options)))
+
+    return outputs, tuple(args[i] for i in op.floats)
+
+
+def direction(i: int, x: np.ndarray) -> np.ndarray:
+    return np.cos(np.arange(x.size) + i + 1).reshape(x.shape).astype(x.dtype)
+
+
+@functools.cache
+def shapes_of(key: str) -> tuple[Any, ...]:
+    op = OPS[key]
+    return tuple(jax.tree.leaves(jax.eval_shape(lambda w, *args: op.call(w, *args), op.where, *op.args)))
+
+
+def cotangents_of(key: str) -> tuple[np.ndarray, ...]:
+    return tuple(np.sin(np.arange(s.size) + 1).reshape(s.shape).astype(s.dtype) for s in shapes_of(key))
+
+
+def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -> tuple[np.ndarray, ...]:
+    """The arguments with garbage, a value or a function of an array, under the mask; maybe in one of them only."""
+    op, new = OPS[key], []
+    for i, (a, hidden) in enumerate(zip(op.args, op.hides(where), strict=True)):
+        value = np.asarray(garbage(a) if callable(garbage) else garbage)
+        new.append(np.where(hidden, value, a).astype(a.dtype) if only in (None, i) else a)
+    return tuple(new)
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def as_jax(tree: Any) -> Any:
+    return jax.tree.map(jnp.asarray, tree)

@@ -1,0 +1,382 @@
+"""The table of ops: how each is called, with which arrays, what its mask hides of them, and what it has to compute.
+
+Every rule of the contract is a file of tests beside this one, which goes through the table. A new op is a new row.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import definitions as of
+import numpy as np
+
+import masksafe
+from masksafe import losses
+
+
+class Op(NamedTuple):
+    """An op with a mask and arrays, all of which are arguments of its programs.
+
+    A kind says what the mask, of elements `[rows, ...]` or of rows `[rows]`, hides of an argument:
+
+    * "row": `[rows, ...]`, what is masked
+    * "of row": `[rows, ...]`, what belongs to a row with nothing left
+    * "label": `[rows]`, the same; the class of a row among `classes`
+    * "along": of the shape of a row, what is masked in all rows
+    * "whole": nothing
+    """
+
+    call: Callable[..., Any]  # of the mask and the arguments
+    args: tuple[np.ndarray, ...]
+    kinds: tuple[str, ...]
+    where: np.ndarray
+    definition: Callable[..., tuple[Any, ...]]
+    name: str = ""  # of the function
+    nothing: tuple[float, ...] = (0.0,)  # the outputs if nothing is left
+    has_axis: bool = False  # whether `call` takes the axis of the elements of a row, the last
+    may_be_unmasked: bool = True  # whether `call` takes None for a mask
+    has_rows: bool = True  # whether an output belongs to a row, as the first axis numbers them
+    hidden: Callable[..., list[np.ndarray]] | None = None  # by the mask, if kinds do not tell
+    constants: tuple[int, ...] = ()  # floats that have no gradient
+    classes: int = 0
+
+    @property
+    def floats(self) -> list[int]:
+        """The arguments that have gradients."""
+        is_float = [a.dtype.kind == "f" for a in self.args]
+        return [i for i, f in enumerate(is_float) if f and i not in self.constants]
+
+    def hides(self, where: np.ndarray) -> list[np.ndarray]:
+        """What a mask hides of each argument."""
+        if self.hidden is not None:
+            return self.hidden(where)
+        return [_hidden(kind, where, a.shape) for kind, a in zip(self.kinds, self.args, strict=True)]
+
+
+def _hidden(kind: str, where: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    gone = {
+        "row": lambda: ~where,
+        "of row": lambda: ~where.any(tuple(range(1, where.ndim))),
+        "label": lambda: ~where.any(tuple(range(1, where.ndim))),
+        "along": lambda: ~where.any(0),
+        "whole": lambda: np.zeros((), bool),
+    }[kind]()
+    return np.broadcast_to(gone.reshape(*gone.shape, *[1] * (len(shape) - gone.ndim)), shape)
+
+
+# Arrays. Six rows of four elements: of the second nothing is left, of the third everything.
+
+RNG = np.random.default_rng(0)
+ROWS, CLASSES = 6, 4
+
+
+def floats(*shape: int) -> np.ndarray:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def distributions(*shape: int) -> np.ndarray:
+    return RNG.dirichlet(np.full(shape[-1], 3.0), shape[:-1]).astype(np.float32)
+
+
+X, Y, Z, P, Q = *(floats(ROWS, CLASSES) for _ in range(3)), *(distributions(ROWS, CLASSES) for _ in range(2))
+LABELS = np.array([0, 3, 2, 1, 1, 3], np.int32)
+BITS = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
+SIGNS = 2 * BITS - 1
+WEIGHTS = RNG.random((ROWS, CLASSES)).astype(np.float32) + np.float32(0.1)
+SCALE, BIAS = floats(2, CLASSES)
+ELEMENTS = RNG.random((ROWS, CLASSES)) < 0.6
+ELEMENTS[1], ELEMENTS[2], ELEMENTS[:, 0] = False, True, [1, 0, 1, 0, 1, 1]
+ELEMENTS[np.arange(ROWS) != 1, LABELS[np.arange(ROWS) != 1]] = True
+COLUMNS = ELEMENTS & (np.arange(CLASSES) != 2)  # an element that is masked in all rows
+SOME_ROWS = np.array([True, False, True, True, False, True])
+FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL = floats(ROWS, 3), floats(3, 5), floats(ROWS, 2), floats(2, 5)
+PIXELS, TRUTH = floats(3, 4, 3), np.eye(3, dtype=np.float32)[np.array([[0, 1, 0, 2], [1, 1, 2, 0], [2, 1, 0, 1]])]
+SOME_PIXELS = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], bool)
+FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1]], bool)
+TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
+TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
+PAIRS = RNG.random((3, 4, 5)) < 0.5
+PAIRS[0, 1], PAIRS[1], PAIRS[2, :, 1] = False, False, False
+PARTS = np.array([[1, 0, 1], [1, 0, 0]], bool)[:, :, None] & np.ones(2, bool)
+
+
+# The rows.
+
+
+def _elementwise(name: str, formula: Callable[..., Any], *args: np.ndarray) -> Op:
+    op = getattr(losses, name)
+    return Op(lambda w, *a: op(*a, where=w), args, ("row",) * len(args), ELEMENTS, of.elementwise(formula))
+
+
+def _by_row(
+    op: Callable[..., Any],
+    formula: Callable[..., Any],
+    args: tuple[np.ndarray, ...],
+    kinds: str = "row, row",
+    where: np.ndarray = ELEMENTS,
+    nothing: tuple[float, ...] = (0.0,),
+    keeps_row: bool = False,
+    **others: Any,
+) -> Op:
+    """An op that has an axis, unless it says otherwise."""
+    names = tuple(kinds.split(", "))
+    has_axis = others.pop("has_axis", True)
+
+    def call(w: Any, *args: Any, **axis: int) -> Any:
+        return op(*args, **axis, where=w)
+
+    definition = of.by_row(formula, names, nothing, keeps_row)
+    return Op(call, args, names, where, definition, nothing=nothing, has_axis=has_axis, **others)
+
+
+def _of_labels(name: str, formula: Callable[..., Any], where: np.ndarray = ELEMENTS, **others: Any) -> Op:
+    options = {"classes": CLASSES, **others}
+    return _by_row(getattr(losses, name), formula, (X, LABELS), "row, label", where, **options)
+
+
+def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
+    return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
+
+
+def _hides_of_attention(where: np.ndarray) -> list[np.ndarray]:
+    of_queries, of_keys = ~where.any(2)[..., None, None], ~where.any(1)[..., None, None]
+    shapes = ((3, 4, 2, 4), (3, 5, 1, 4), (3, 5, 1, 4))
+    return [np.broadcast_to(h, s) for h, s in zip((of_queries, of_keys, of_keys), shapes, strict=True)]
+
+
+def _attention(w: Any, q: Any, k: Any, v: Any) -> Any:
+    mask = None if w is None else w[:, None]
+    return masksafe.dot_product_attention(q, k, v, mask=mask, return_residual=True)
+
+
+def _merged(w: Any, outs: Any, lses: Any) -> Any:
+    return masksafe.merge_attention(outs, masksafe.mask_where(~w, lses, -np.inf))
+
+
+def _of_pixels(w: Any) -> Any:
+    return None if w is None else w[..., None]
+
+
+def _doubled(w: Any, x: Any) -> Any:
+    return masksafe.apply_where(w, x, lambda x: 2 * x, fill_value=0.0)
+
+
+def _batch_norm(w: Any, x: Any, scale: Any, bias: Any) -> Any:
+    return masksafe.batch_norm(x, scale, bias, axis=0, where=w)
+
+
+_with_entropy = functools.partial(losses.log_probs, with_entropy=True)
+_two_zeros = {"nothing": (0.0, 0.0)}
+_keeps = {"kinds": "row", "keeps_row": True}
+_reduces = {"kinds": "row"}
+
+
+def _reduction(op: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, axis=-1, **rest: op(*args, axis=axis, **rest)
+
+
+OPS = {
+    "squared_error": _elementwise("squared_error", lambda x, y: (x - y) ** 2, X, Y),
+    "l2_loss": _elementwise("l2_loss", lambda x, y: (x - y) ** 2 / 2, X, Y),
+    "huber_loss": _elementwise("huber_loss", of.huber, 2 * X, Y),
+    "log_cosh": _elementwise("log_cosh", lambda x, y: np.log(np.cosh(x - y)), X, Y),
+    "hinge_loss": _elementwise("hinge_loss", lambda s, t: np.maximum(0, 1 - s * t), X, SIGNS),
+    "perceptron_loss": _elementwise("perceptron_loss", lambda s, t: np.maximum(0, -s * t), X, SIGNS),
+    "sparsemax_loss": _elementwise("sparsemax_loss", of.sparse_plus, X, BITS)._replace(constants=(1,)),
+    "sigmoid_binary_cross_entropy": _elementwise("sigmoid_binary_cross_entropy", of.sigmoid_cross_entropy, X, P),
+    "sigmoid_focal_loss": _elementwise("sigmoid_focal_loss", of.focal, X, P),
+    "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
+    "softmax_cross_entropy, rows": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS),
+    "softmax_cross_entropy_with_integer_labels": _of_labels("softmax_cross_entropy_with_integer_labels", of.of_label),
+    "softmax_cross_entropy_with_integer_labels, rows": _of_labels(
+        "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
+    ),
+    "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
+    "log_probs": _by_row(_with_entropy, of.log_prob, (X, LABELS), "row, label", classes=CLASSES, **_two_zeros),
+    "kl_divergence": _by_row(losses.kl_divergence, of.divergence, (np.log(P), Q)),
+    "generalized_kl_divergence": _by_row(losses.generalized_kl_divergence, of.generalized_divergence, (np.log(P), Q)),
+    "convex_kl_divergence": _by_row(losses.convex_kl_divergence, of.generalized_divergence, (np.log(P), Q)),
+    "kl_divergence_with_log_targets": _by_row(
+        losses.kl_divergence_with_log_targets, lambda q, p: of.divergence(q, np.exp(p)), (np.log(P), np.log(Q))
+    ),
+    "cosine_similarity": _by_row(losses.cosine_similarity, of.cosine, (X, Y)),
+    "cosine_distance": _by_row(losses.cosine_distance, lambda a, b: 1 - of.cosine(a, b), (X, Y)),
+    "multiclass_hinge_loss": _of_labels("multiclass_hinge_loss", of.hinge_of_label, has_axis=False),
+    "multiclass_perceptron_loss": _of_labels("multiclass_perceptron_loss", of.perceptron_of_label, has_axis=False),
+    "multiclass_sparsemax_loss": _of_labels("multiclass_sparsemax_loss", of.sparsemax_of_label, has_axis=False),
+    "ranking_softmax_loss": _by_row(
+        functools.partial(losses.ranking_softmax_loss, reduce_fn=None), of.cross_entropy, (X, P), has_axis=False
+    ),
+    "make_fenchel_young_loss": _by_row(
+        losses.make_fenchel_young_loss(masksafe.logsumexp), of.fenchel_young, (X, P), has_axis=False
+    ),
+    "smooth_labels": _by_row(
+        functools.partial(losses.smooth_labels, alpha=0.1), of.smoothed, (P,), "row", keeps_row=True
+    ),
+    "triplet_margin_loss": _by_row(losses.triplet_margin_loss, of.triplet, (X, Y, Z), "row, row, row"),
+    "ntxent": Op(
+        lambda w, z: losses.ntxent(z, np.arange(ROWS) % 2, where=w),
+        (X,),
+        ("row",),
+        SOME_ROWS,
+        lambda w, z: (of.nt_xent(z[w], np.flatnonzero(w) % 2),),
+        has_rows=False,
+    ),
+    "binary_dice_loss": _by_row(losses.binary_dice_loss, of.binary_dice, (X, BITS), has_axis=False),
+    "dice_loss": Op(
+        lambda w, p, t: losses.dice_loss(p, t, where=_of_pixels(w)),
+        (PIXELS, TRUTH),
+        ("row", "row"),
+        SOME_PIXELS,
+        of.by_row(of.dice, ("row", "row")),
+    ),
+    "multiclass_generalized_dice_loss": Op(
+        lambda w, p, t: losses.multiclass_generalized_dice_loss(p, t, where=_of_pixels(w)),
+        (PIXELS, TRUTH),
+        ("row", "row"),
+        SOME_PIXELS,
+        of.generalized_dice,
+        has_rows=False,
+    ),
+    "ctc_loss": Op(
+        lambda w, x, y: losses.ctc_loss(x, ~w, y, np.zeros((3, 2), bool)),
+        (FRAMES, TEXTS),
+        ("row", "of row"),
+        SOME_FRAMES,
+        of.by_row(of.ctc, ("row", "of row")),
+        may_be_unmasked=False,
+    ),
+    "ctc_loss_with_forward_probs": Op(
+        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, np.zeros((3, 2), bool))[0],
+        (FRAMES, TEXTS),
+        ("row", "of row"),
+        SOME_FRAMES,
+        of.by_row(of.ctc, ("row", "of row")),
+        may_be_unmasked=False,
+    ),
+    "linear_softmax_cross_entropy": _of_tokens(
+        functools.partial(losses.linear_softmax_cross_entropy, reduction="none", block_size=2),
+        of.linear_cross_entropy,
+        (FEATURES, KERNEL, LABELS),
+        "row, whole, label",
+        classes=5,
+    ),
+    "linear_softmax_cross_entropy, mean": Op(
+        lambda w, *args: losses.linear_softmax_cross_entropy(*args, where=w, block_size=2),
+        (FEATURES, KERNEL, LABELS),
+        ("row", "whole", "label"),
+        SOME_ROWS,
+        lambda w, *args: (
+            np.sum(of.by_row(of.linear_cross_entropy, ("row", "whole", "label"))(w, *args)[0]) / max(1, w.sum()),
+        ),
+        has_rows=False,
+    ),
+    "linear_log_probs": _of_tokens(
+        functools.partial(losses.linear_log_probs, with_entropy=True, block_size=2),
+        of.linear_log_prob,
+        (FEATURES, KERNEL, LABELS),
+        "row, whole, label",
+        classes=5,
+        **_two_zeros,
+    ),
+    "linear_kl_divergence": _of_tokens(
+        functools.partial(losses.linear_kl_divergence, reduction="none", target_gradients=True, block_size=2),
+        of.linear_divergence,
+        (FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL),
+        "row, whole, row, whole",
+    ),
+    "linear_kl_divergence_with_top_k_targets": _of_tokens(
+        functools.partial(losses.linear_kl_divergence_with_top_k_targets, reduction="none", block_size=2),
+        of.top_k_divergence,
+        (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
+        "row, whole, row, row",
+        constants=(2,),
+    ),
+    "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
+    "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),
+    "logsumexp": _by_row(_reduction(masksafe.logsumexp), of.logsumexp, (X,), nothing=(-np.inf,), **_reduces),
+    "layer_norm": _by_row(
+        masksafe.layer_norm, of.layer_norm, (X, SCALE, BIAS), "row, along, along", COLUMNS, keeps_row=True
+    ),
+    "rms_norm": _by_row(masksafe.rms_norm, of.rms_norm, (X, SCALE), "row, along", COLUMNS, keeps_row=True),
+    "standardize": _by_row(masksafe.standardize, of.standardize, (X,), **_keeps),
+    "l2_normalize": _by_row(masksafe.l2_normalize, of.l2_normalize, (X,), **_keeps),
+    "batch_norm": Op(
+        _batch_norm,
+        (X, floats(ROWS), floats(ROWS)),
+        ("row", "of row", "of row"),
+        ELEMENTS,
+        of.batch_norm,
+        nothing=(0.0, 0.0, 0.0),
+    ),
+    "group_norm": Op(
+        lambda w, x, scale, bias: masksafe.group_norm(x, 2, scale, bias, where=w),
+        (X, SCALE, BIAS),
+        ("row", "along", "along"),
+        COLUMNS,
+        of.group_norm,
+    ),
+    "sum": _by_row(_reduction(masksafe.sum), np.sum, (X,), **_reduces),
+    "mean": _by_row(_reduction(masksafe.mean), np.mean, (X,), **_reduces),
+    "var": _by_row(_reduction(masksafe.var), np.var, (X,), **_reduces),
+    "var_mean": _by_row(_reduction(masksafe.var_mean), of.var_mean, (X,), "row", **_two_zeros),
+    "max": _by_row(_reduction(masksafe.max), np.max, (X,), nothing=(-np.inf,), **_reduces),
+    "min": _by_row(_reduction(masksafe.min), np.min, (X,), nothing=(np.inf,), **_reduces),
+    "mean, weights": _by_row(
+        lambda x, w, axis=-1, where=None: masksafe.mean(x, axis, where, weights=w), of.weighted_mean, (X, WEIGHTS)
+    ),
+    "var, weights": _by_row(
+        lambda x, w, axis=-1, where=None: masksafe.var(x, axis, where, weights=w), of.weighted_var, (X, WEIGHTS)
+    ),
+    "MaskedMean": Op(
+        lambda w, x: masksafe.MaskedMean.of(x, where=w).value,
+        (X,),
+        ("row",),
+        ELEMENTS,
+        lambda w, x: (x[w].sum() / max(1, w.sum()),),
+        has_rows=False,
+    ),
+    "mask_where": Op(
+        lambda w, x: masksafe.mask_where(~w, x, np.zeros((), x.dtype)),
+        (X,),
+        ("row",),
+        ELEMENTS,
+        of.elementwise(lambda x: x),
+        may_be_unmasked=False,
+    ),
+    "apply_where": Op(_doubled, (X,), ("row",), ELEMENTS, of.elementwise(lambda x: 2 * x), may_be_unmasked=False),
+    "dot_product_attention": Op(
+        _attention,
+        (floats(3, 4, 2, 4), floats(3, 5, 1, 4), floats(3, 5, 1, 4)),
+        ("row",) * 3,
+        PAIRS,
+        of.attention,
+        hidden=_hides_of_attention,
+        nothing=(0.0, -np.inf),
+    ),
+    "merge_attention": Op(
+        _merged,
+        (floats(2, 3, 2, 4), floats(2, 3, 2)),
+        ("row", "row"),
+        PARTS,
+        of.merge,
+        nothing=(0.0, -np.inf),
+        may_be_unmasked=False,
+        has_rows=False,
+    ),
+}
+OPS = {key: op._replace(name=key.split(",")[0]) for key, op in OPS.items()}
+
+NO_ROW = {
+    "adapters": "modules of other libraries around dot_product_attention",
+    "attention_masks": "masks for dot_product_attention",
+    "forward_mode": "a switch",
+    "label_checks": "a switch",
+    "losses": "a module",
+    "safe_softmax_cross_entropy": "softmax_cross_entropy, without a mask",
+    "set_label_checks": "a switch",
+    "testing": "a module",
+    "undo_zigzag": "a permutation",
+    "value_and_grad_of_mean": "a transformation of functions that return a MaskedMean",
+    "zigzag": "a permutation",
+}

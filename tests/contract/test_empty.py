@@ -1,0 +1,25 @@
+"""Rule 3. What has nothing left is exactly 0 (an extremum or logsumexp infinite), and so are its derivatives."""
+
+import jax
+import numpy as np
+from programs import each_op, filled, run
+from table import OPS
+
+
+@each_op()
+def test_nothing_left_is_nothing(key):
+    op = OPS[key]
+    where = np.zeros_like(op.where)
+    results = run(key, where, filled(key, where, lambda a: np.nan if a.dtype.kind == "f" else -100))
+    for out, nothing in zip(results.outputs, op.nothing, strict=True):
+        np.testing.assert_array_equal(out, nothing)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), results[1:])
+
+
+@each_op(lambda op: op.has_rows)
+def test_a_row_with_nothing_left_is_nothing(key):
+    op = OPS[key]
+    empty = ~op.where.any(tuple(range(1, op.where.ndim)))
+    assert empty.any()
+    for out, nothing in zip(run(key).outputs, op.nothing, strict=True):
+        np.testing.assert_array_equal(out[empty], nothing)

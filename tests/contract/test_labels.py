@@ -1,0 +1,50 @@
+"""Rule 6. Labels never wrap: a bad one gives NaN in its own row, and an error while labels are checked."""
+
+import jax
+import numpy as np
+import pytest
+from programs import assert_same_bits, each_op, run
+from table import OPS
+
+import masksafe
+
+
+def with_label(key, label):
+    """The arguments with another label in the first row."""
+    op = OPS[key]
+    labels = np.array(op.args[-1])
+    labels[0] = label
+    return (*op.args[:-1], labels)
+
+
+@each_op(lambda op: op.classes)
+def test_a_bad_label_is_nan_in_its_own_row(key):
+    op, clean = OPS[key], run(key)
+    for label in (-1, -100, op.classes, 2**31 - 1, -(2**31)):
+        dirty = run(key, args=with_label(key, label))
+        if not op.has_rows:
+            assert np.isnan(dirty.outputs[0])
+            continue
+        assert np.isnan(dirty.outputs[0][0])
+        assert np.isnan(dirty.gradients[0][0]).any()
+        assert_same_bits(*([out[1:] for out in r.outputs] for r in (dirty, clean)))
+        assert_same_bits(*(r.gradients[0][1:] for r in (dirty, clean)))
+
+
+@each_op(lambda op: op.classes and op.where.ndim > 1)
+def test_a_label_at_a_masked_class_has_no_finite_loss(key):
+    op = OPS[key]
+    where = np.array(op.where)
+    where[0] = True
+    where[0, op.args[-1][0]] = False
+    assert np.isinf(run(key, where).outputs[0][0])
+
+
+@each_op(lambda op: op.classes)
+def test_checks_report_what_is_bad_and_not_what_is_masked(key):
+    op = OPS[key]
+    masked = np.where(op.hides(op.where)[-1], -100, op.args[-1])
+    with masksafe.label_checks("raise"):
+        jax.block_until_ready(op.call(op.where, *op.args[:-1], masked))
+        with pytest.raises(ValueError, match=rf"^{op.name}: 1 of \d labels are outside \[0, {op.classes}\); first at "):
+            op.call(op.where, *with_label(key, op.classes))

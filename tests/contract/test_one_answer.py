@@ -1,0 +1,118 @@
+"""Rule 7. Every way to call an op gives the same results."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from programs import PLANS, cotangents_of, each_op, filled, function_of_floats, run
+from table import OPS
+
+import masksafe
+from masksafe._core import platforms
+from masksafe.testing import assert_consistent
+
+
+def value_and_gradients(key, where, args, cotangents, **options):
+    outputs, pull_back = jax.vjp(*_of_floats(OPS[key], where, args, **options))
+    return outputs, pull_back(cotangents)
+
+
+def _of_floats(op, where, args, **options):
+    fn, floats = function_of_floats(op, where, args, **options)
+    return fn, *floats
+
+
+def assert_close(actual, expected):
+    tolerances = {"rtol": 1e-5, "atol": 2e-6}
+    for a, e in zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(tuple(expected)), strict=True):
+        np.testing.assert_allclose(a, e, **tolerances)
+
+
+@each_op()
+def test_the_value_alone(key):
+    op = OPS[key]
+    with platforms.chosen(**PLANS["blocks"]):
+        outputs = jax.tree.leaves(op.call(op.where, *op.args))
+    assert_close(outputs, run(key).outputs)
+
+
+@each_op(lambda op: op.may_be_unmasked)
+def test_no_mask_is_a_mask_of_nothing(key):
+    op = OPS[key]
+    with platforms.chosen(**PLANS["blocks"]):
+        results = jax.jit(functools.partial(value_and_gradients, key, None))(op.args, cotangents_of(key))
+    assert_close(results, run(key, np.ones_like(op.where))[:2])
+
+
+@each_op()
+def test_the_program_of_accelerators(key):
+    op = OPS[key]
+    step = jax.jit(functools.partial(value_and_gradients, key))
+    args = [filled(key, op.where, lambda a, x=x: x if a.dtype.kind == "f" else -100) for x in (0, np.nan)]
+    with platforms.chosen(**PLANS["elsewhere"]):
+        results = [step(op.where, a, cotangents_of(key)) for a in args]
+
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert_close(results[0], run(key)[:2])
+
+
+@each_op()
+def test_in_a_vmap(key):
+    op = OPS[key]
+    moved = tuple(
+        a[::-1] if kind in ("row", "of row", "label") else a for kind, a in zip(op.kinds, op.args, strict=True)
+    )
+    samples = (op.where, op.args), (op.where[::-1], moved)
+    if not op.has_rows or "whole" in op.kinds:
+        samples = samples[0], samples[0]
+    batch = jax.tree.map(lambda *leaves: np.stack(leaves), *samples)
+    fn = functools.partial(value_and_gradients, key, cotangents=cotangents_of(key))
+    results = jax.jit(jax.vmap(fn))(*batch)
+    for i, sample in enumerate(samples):
+        assert_close(jax.tree.map(lambda a: a[i], results), run(key, *sample)[:2])  # noqa: B023
+
+
+@each_op(lambda op: op.has_axis)
+def test_along_another_axis(key):
+    op = OPS[key]
+    along = lambda kind, a: np.moveaxis(a, -1, 0) if kind == "row" else a  # noqa: E731
+    args = tuple(map(along, op.kinds, op.args))
+    where = np.moveaxis(op.where, -1, 0) if op.where.ndim > 1 else op.where
+    cotangents = tuple(c.T for c in cotangents_of(key))
+    results = jax.jit(functools.partial(value_and_gradients, key, axis=0))(where, args, cotangents)
+    outputs, gradients = jax.device_get(results)
+    kinds = [op.kinds[i] for i in op.floats]
+    gradients = tuple(g.T if kind == "row" else g for kind, g in zip(kinds, gradients, strict=True))
+    assert_close((tuple(out.T for out in outputs), gradients), run(key)[:2])
+
+
+@each_op(lambda op: len(op.where) % 2 == 0 and op.name != "merge_attention")
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.forms)], ids=str)
+def test_split_over_devices(key, kind):
+    op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
+    spec = lambda kind, a: PartitionSpec(*["rows"][: kind in ("row", "of row", "label")])  # noqa: E731
+    put = lambda kind, a: jax.device_put(a, NamedSharding(mesh, spec(kind, a)))  # noqa: E731
+    cotangents = tuple(put("row" if op.has_rows else "whole", c) for c in cotangents_of(key))
+    with jax.set_mesh(mesh):
+        args = put("row", op.where), tuple(map(put, op.kinds, op.args)), cotangents
+        program = jax.jit(functools.partial(value_and_gradients, key)).lower(*args).compile()
+        assert_close(program(*args), run(key, plan="one pass")[:2])
+    if op.has_rows:
+        assert "all-gather" not in program.as_text()
+
+
+MODES = ("scan", "checkpoint", "transposed", "donated", "sharded", "float64")
+
+
+@pytest.mark.forms
+@each_op()
+def test_in_every_other_mode(key):
+    op, finite = OPS[key], [np.isfinite(out) for out in run(key).outputs]
+    fn, floats = function_of_floats(op, op.where, op.args)
+
+    def finite_outputs(*floats):
+        return [masksafe.mask_where(~f, out, 0) for out, f in zip(fn(*floats), finite, strict=True)]
+
+    assert_consistent(finite_outputs, *floats, modes=MODES)

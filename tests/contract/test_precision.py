@@ -1,0 +1,62 @@
+"""Rule 8. 16 bits are accumulated in float32 and rounded once; float64 stays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from programs import PLANS, each_op, function_of_floats
+from table import OPS
+
+import masksafe
+from masksafe._core import platforms
+
+ROUNDINGS = 0.51  # of the result; what is computed in float32 adds next to nothing
+
+
+def as_dtype(args, dtype):
+    return tuple(a.astype(jnp.dtype(dtype)) if a.dtype.kind == "f" else a for a in args)
+
+
+def of_definition(op, args):
+    return op.definition(op.where, *(np.asarray(a, np.float64) if a.dtype.kind != "i" else a for a in args))
+
+
+# These return float32 by design: losses and log-probabilities of labels, and statistics.
+WIDE = {name for name in dir(masksafe.losses) if name.startswith(("linear_", "multiclass_", "ctc_"))}
+WIDE |= {"log_probs", "MaskedMean"}
+WIDE -= {"multiclass_generalized_dice_loss"}
+WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
+
+
+@each_op()
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.forms)])
+def test_16_bits_are_rounded_once(key, dtype):
+    op = OPS[key]
+    args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)
+    with platforms.chosen(**PLANS["blocks"]):
+        outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *args))
+    for k, (actual, expected) in enumerate(zip(outputs, of_definition(op, args), strict=True)):
+        is_wide = op.name in WIDE or k in WIDE_OUTPUTS.get(op.name, ())
+        assert actual.dtype == ("float32" if is_wide else dtype)
+        np.testing.assert_allclose(np.float64(actual), expected, rtol=ROUNDINGS * eps, atol=1e-6)
+
+
+@each_op()
+def test_gradients_have_the_dtypes_of_the_arguments(key):
+    op = OPS[key]
+    for dtype in ("bfloat16", "float16"):
+        fn, floats = function_of_floats(op, op.where, as_dtype(op.args, dtype))
+        total = lambda *floats: sum(jnp.sum(out.astype("float32")) for out in fn(*floats))  # noqa: B023, E731
+        gradients = jax.eval_shape(jax.grad(total, tuple(range(len(floats)))), *floats)
+        assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
+
+
+@each_op()
+@pytest.mark.forms
+def test_float64_stays(key):
+    op = OPS[key]
+    with jax.enable_x64(True), platforms.chosen(**PLANS["blocks"]):
+        outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *as_dtype(op.args, "float64")))
+    for actual, expected in zip(outputs, of_definition(op, op.args), strict=True):
+        assert actual.dtype == "float64"
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,21 @@
+"""Rule 4. The result is that of the arrays without the masked elements: of a definition that takes them out."""
+
+import numpy as np
+from programs import each_op, run
+from table import OPS
+
+
+def of_definition(key, where):
+    op = OPS[key]
+    return op.definition(where, *(a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args))
+
+
+@each_op()
+def test_outputs_are_those_of_what_is_left(key):
+    op, rng = OPS[key], np.random.default_rng(1)
+    some = op.where & (rng.random(op.where.shape) < 0.7)
+    if op.classes and op.where.ndim > 1:  # labels stay
+        some[np.arange(len(some)), op.args[-1]] = op.where[np.arange(len(some)), op.args[-1]]
+    for where in (op.where, some, np.ones_like(op.where)):
+        for actual, expected in zip(run(key, where).outputs, of_definition(key, where), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-6)

@@ -1,0 +1,17 @@
+"""Rule 2. The gradient with respect to a masked element is exactly 0."""
+
+import numpy as np
+from programs import each_op, filled, run
+from table import OPS
+
+
+@each_op()
+def test_derivatives_by_what_is_masked_are_0(key):
+    op = OPS[key]
+    args = filled(key, op.where, lambda a: np.nan if a.dtype.kind == "f" else -100)
+    results = run(key, args=args)
+    hidden = [op.hides(op.where)[i] for i in op.floats]
+    for by_args in (results.gradients, results.forward_over_reverse, results.reverse_over_reverse):
+        for of_arg, mask in zip(by_args, hidden, strict=True):
+            np.testing.assert_array_equal(of_arg[mask], 0)
+            assert np.isfinite(of_arg).all()
