@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,7 +20,7 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.row_sums import log_sum_exp
 from masksafe._core.sharding import are_whole
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe._core.unfolded import any_of, sum_of
 
 
@@ -201,7 +200,7 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _reduce_exps(
     config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None
 ) -> Array | tuple[Array, Array]:
@@ -222,7 +221,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
     return wide.astype(x.dtype), (x, where, wide)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
     probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _select_live(axes, where, result, 0.0))
@@ -235,7 +234,7 @@ def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     return result.astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     x = selected(x, where, -jnp.inf)
     largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
@@ -278,7 +277,7 @@ def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, 
     return probs, (probs, where)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
     dtype = probs.dtype
@@ -293,7 +292,7 @@ def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     return result
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     exps, total = _relative_exps(axes, x, where)
     return selected(exps / total, where, 0).astype(x.dtype)
@@ -304,7 +303,7 @@ def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Arr
     return log_probs, (log_probs, where)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
     wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
@@ -337,7 +336,7 @@ def _log_softmax_by_rules(axes: Axes, x: Array, where: Array | None) -> Array:
     return selected(z - jnp.log1p(others + jnp.maximum(number - 1, fewest)), where, -jnp.inf).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 @with_derivatives_of(_log_softmax_by_rules)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     def on_cpu(x: Array, where: Array | None) -> Array:

@@ -13,6 +13,8 @@ import sys
 
 import jax
 
+from masksafe._core.typing import Array, jitted
+
 _texts: collections.deque[str] = collections.deque(maxlen=100)  # of the errors reported by programs
 _raised: collections.deque[str] = collections.deque(maxlen=100)  # of the errors known to have been raised
 
@@ -73,7 +75,7 @@ def _forget_failure(device: jax.Device) -> None:
     jax.block_until_ready(_run_side_effect(jax.device_put(0, device)))
 
 
-@jax.jit
-def _run_side_effect(x: jax.Array) -> jax.Array:
+@jitted()
+def _run_side_effect(x: Array) -> Array:
     jax.debug.callback(lambda: None)
     return x

@@ -26,7 +26,7 @@ from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import first_of, selected
 from masksafe._core.precision import wide_dtype
 from masksafe._core.switches import label_check_mode
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, jitted
 
 # How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -396,7 +396,7 @@ def _staged_check(text: _Text) -> Callable[..., Array]:
     return stage
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _fail_if_bad(text: _Text, bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
     """Makes the compiled program fail with the text if a label is bad; the result exists so that it can be awaited.
 

@@ -60,15 +60,17 @@ def count(x: Array, axes: Axes, where: Array | None) -> Array | float:
 
 def average(x: Array, axes: Axes, where: Array | None) -> Array:
     """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return jnp.sum(x, axes, keepdims=True) / _at_least_one(count(x, axes, where))
+    return jnp.sum(x, axes, keepdims=True) / count_or_one(x, axes, where)
+
+
+def count_or_one(x: Array, axes: Axes, where: Array | None) -> Array | float:
+    """As `count`, but 1 where nothing is left: a divisor."""
+    n = count(x, axes, where)
+    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
 
 
 def _positive_or_one(n: Array | float) -> Array | float:
     return (n if n > 0 else 1.0) if isinstance(n, float) else jnp.where(n > 0, n, 1)
-
-
-def _at_least_one(n: Array | float) -> Array | float:
-    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
 
 
 def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:
@@ -154,8 +156,7 @@ def mean_and_squares(x: Array, axes: Axes, where: Array | None) -> tuple[Mean, A
         return _merge_pairs(wide, axes, where)
     shift = average(wide, axes, where)
     shifted = widened(x) - shift
-    number = _at_least_one(count(wide, axes, where))
-    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), number)
+    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), count_or_one(wide, axes, where))
 
 
 def near_mean(x: Array, axes: Axes) -> Array:

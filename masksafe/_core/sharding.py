@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Tree
 
 # Over the explicit axes of a mesh. The type of an array says how it is split.
 
@@ -114,7 +114,7 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
-def vary_with(tree: Any, others: Any) -> Any:
+def vary_with(tree: Tree, others: Any) -> Tree:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if _are_on_no_mesh(arrays):
@@ -128,7 +128,7 @@ def vary_with(tree: Any, others: Any) -> Any:
         key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
         return key
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
 
 
 def zeros_of_types(shapes: Any, others: Any) -> Any:
@@ -231,7 +231,7 @@ def _names_of_mesh_and_vmap(axis_name: AxisName) -> tuple[tuple[str, ...], tuple
     return tuple(n for n in names if n in manual), tuple(n for n in names if n not in manual)
 
 
-def varying_over(axis_name: AxisName, tree: Any) -> Any:
+def varying_over(axis_name: AxisName, tree: Tree) -> Tree:
     """The arrays of `tree`, made to vary over the devices: their cotangents are each device's own, not yet summed."""
     of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
     return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree

@@ -12,7 +12,7 @@ from masksafe._core.arguments import as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
-from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._core.unfolded import any_of
 from masksafe._reductions._arguments import Reduction, read_arguments
 
@@ -108,7 +108,7 @@ def _extremum(op: str, x: ArrayLike, axis: Axis | None, where: Any, axis_name: A
     return extremum
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _reduce(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
     if jnp.issubdtype(x.dtype, jnp.floating):
         return how.shaped(_of_floats(op, how, x, where))

@@ -19,7 +19,7 @@ from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.row_moments import or_one, weighted
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name, zeros_of_types
-from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._reductions._arguments import Call, prepared
 
@@ -216,7 +216,7 @@ def _as_sum(x: Any) -> Any:
     return x
 
 
-@jax.jit
+@jitted()
 def _zeros_for(x: Array) -> Array:
     zeros: Array = zeros_of_types(x, x).astype(_summand_dtype(x.dtype))
     return zeros
@@ -242,7 +242,7 @@ def _normal(x: _Sum) -> _Sum:
     return _Sum(low, high + carry)
 
 
-@jax.jit
+@jitted()
 def _added(a: tuple[_Sum, _Sum], b: tuple[_Sum, _Sum]) -> tuple[_Sum, ...]:
     return tuple(map(_plus, a, b))
 
@@ -274,7 +274,7 @@ def _as_one(x: Any) -> Any:
     return _number(x) if isinstance(x.low, jax.Array | np.ndarray | np.generic | numbers.Number) else x.low
 
 
-@jax.jit
+@jitted()
 def _number(x: _Sum) -> Array:
     """The sum as a number of its dtype; an integer out of its range as the nearest one in it."""
     low, high = _normal(x)
@@ -286,14 +286,14 @@ def _number(x: _Sum) -> Array:
     return jnp.where(high > limits.max >> _BITS, most, jnp.where(high < limits.min >> _BITS, least, whole))
 
 
-@jax.jit
+@jitted()
 def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
     dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
     return jnp.where(divisor == 0, 0, quotient(dividend, or_one(divisor))).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
     how, x, where, weights = call.read(x, where, weights)
     where, weights = weighting_of(x, where, weights)

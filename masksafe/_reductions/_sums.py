@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
 from masksafe._core import sharding
@@ -14,7 +11,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import or_one, total_weight, weighted
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
 
@@ -64,7 +61,7 @@ def sum(  # noqa: A001
     return total
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
     how, x, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
@@ -127,7 +124,7 @@ def mean(
     return average
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
     how, x, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)

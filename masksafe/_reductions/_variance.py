@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,7 +18,7 @@ from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.row_moments import RowConfig, row_moments
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, may_loop
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe._reductions._arguments import Reduction, read_arguments
 
 
@@ -156,7 +155,7 @@ _AxesAndCorrection = tuple[Axes, float]
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _reduce(
     how: Reduction, correction: float, x: Array, where: Array | None, weights: Array | None
 ) -> tuple[Array, Array]:
@@ -178,7 +177,7 @@ def _variance_and_mean_forward(
     return (variance, moments.total(mean)), (x, where, mean)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _variance_and_mean_reverse(
     config: _AxesAndCorrection,
     residuals: tuple[Array, Array | None, moments.Mean],
@@ -200,7 +199,7 @@ def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None
     return variance, moments.total(mean)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:

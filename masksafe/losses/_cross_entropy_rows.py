@@ -83,7 +83,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None, epsi
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
     arithmetic = by_arithmetic if in_one_pass else None
-    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)  # type: ignore[no-any-return]
+    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)

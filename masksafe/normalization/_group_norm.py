@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 
 import jax
 
 from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
 from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Groups
 from masksafe._core.sharding import AxisName, are_whole, as_axis_name
-from masksafe._core.typing import Array, ArrayLike
-from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
+from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe.normalization._arguments import Inputs, read_arguments
 from masksafe.normalization._statistics import How, normalize
 
 _OP = "group_norm"
@@ -91,28 +89,24 @@ def group_norm(
         raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
     if int(num_groups) < 1 or number % int(num_groups):
         raise ValueError(message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels"))
-    parameters = (along_axes(_OP, name, p, x, (channels,)) for name, p in (("scale", scale), ("bias", bias)))
-    where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
+    static, inputs = read_arguments(
+        _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
+    )
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
     groups = Groups(channels, int(num_groups))
-    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
-    how = How(positions, static, as_axis_name(_OP, axis_name), groups=groups)
-    y: Array = _normalize(how, array, x, where, weights, *parameters)
-    return y
+    return _normalize(How(positions, static, as_axis_name(_OP, axis_name), groups=groups), inputs)
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
-def _normalize(how: How, epsilon: Array | None, x: Array, *others: Array | None) -> Array:
-    how = how.with_epsilon(epsilon)
-    if not how.axes and are_whole((x, others)):
-        return _normalize_rows_of_channels(how, x, *others)
+@jitted(0)
+def _normalize(how: How, inputs: Inputs) -> Array:
+    if not how.axes and are_whole(inputs):
+        return _normalize_rows_of_channels(how, inputs)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
-    y, _ = normalize(how, x, *others)
-    return y
+    return normalize(how, inputs)[0]
 
 
-def _normalize_rows_of_channels(how: How, x: Array, *others: Array | None) -> Array:
+def _normalize_rows_of_channels(how: How, inputs: Inputs) -> Array:
     """Without positions: a row of one channel has one element, and to merge such rows would be all of the work."""
     assert how.groups is not None
     axis, number = how.groups
@@ -121,6 +115,5 @@ def _normalize_rows_of_channels(how: How, x: Array, *others: Array | None) -> Ar
         channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
         return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
 
-    arrays = jax.tree.map(grouped, (x, *others))
-    y, _ = normalize(how._replace(axes=(axis + 1,), groups=None), *arrays)
-    return y.reshape(x.shape)
+    y, _ = normalize(how._replace(axes=(axis + 1,), groups=None), jax.tree.map(grouped, inputs))
+    return y.reshape(inputs.x.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks
+from masksafe._core.row_blocks import axes_of_row, leading_axes, map_row_blocks
 from masksafe._core.scaling import reciprocal_power_of_two
 from masksafe._core.sharding import is_on_automatic_mesh, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -62,8 +63,7 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
     """
     x = as_float_array(_OP, "x", x)
     axes = axes_of_row(canonical_axes(_OP, axis, x.ndim), x.ndim)
-    y: Array = _normalize(_Config(axes, as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
-    return y
+    return _normalize(_Config(axes, as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
 
 
 class _Config(NamedTuple):
@@ -150,24 +150,17 @@ def _by_rows(
     On a CPU, without a mask, `of_ordinary_rows(x, *others, squares)` in one pass that XLA fuses, unless the sum of
     squares of some row is so small or large that digits are lost.
     """
-    leading = x.ndim + min(config.axes, default=0)
-
-    def exactly(*args: Any) -> Array:
-        y: Array = by_row_blocks(lambda *args: (of_rows(*args), ()), leading, *args)[0]
-        return y
+    exactly = functools.partial(map_row_blocks, of_rows, leading=leading_axes(tuple(a % x.ndim for a in config.axes)))
 
     def on_cpu(*args: Any) -> Array:
         squares = platforms.apart(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
-        y: Array = lax.cond(
-            _all_ordinary(config, squares), lambda *args: of_ordinary_rows(*args[:-1], squares), exactly, *args
-        )
-        return y
+        in_one_pass = lambda *args: of_ordinary_rows(*args[:-1], squares)  # noqa: E731
+        return lax.cond(_all_ordinary(config, squares), in_one_pass, exactly, *args)  # type: ignore[no-any-return]
 
     elements = math.prod(x.shape[a] for a in config.axes)
     if others[-1] is not None or not may_loop(x) or not platforms.computes_rows_in_cache(elements, x.dtype):
         return exactly(x, *others)
-    y: Array = platforms.on_cpu_or_elsewhere(on_cpu, of_rows, x, *others)
-    return y
+    return platforms.on_cpu_or_elsewhere(on_cpu, of_rows, x, *others)
 
 
 def _all_ordinary(config: _Config, squares: Array) -> Array:

@@ -8,7 +8,6 @@ The statistics and what follows from them have a reverse rule each. In between, 
 mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -23,21 +22,19 @@ from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
 from masksafe._core.scaling import quotient, reciprocal_power_of_two
 from masksafe._core.sharding import AxisName, gathered_along, max_over_devices, varying_over
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, jitted
 from masksafe._core.unfolded import sum_of
+from masksafe.normalization._arguments import Inputs
 
 
 class How(NamedTuple):
     """It is static."""
 
     axes: Axes  # those of a row
-    epsilon: Any  # None where it is an array, which `with_epsilon` puts here within a traced function
+    epsilon: float | None  # None where it is an array, in the `Inputs`
     axis_name: AxisName
     centred: bool = True  # otherwise by the root mean square
     groups: Groups | None = None  # of rows that share their statistics
-
-    def with_epsilon(self, array: Array | None) -> "How":
-        return self if array is None else self._replace(epsilon=array)
 
 
 class Statistics(NamedTuple):
@@ -47,31 +44,21 @@ class Statistics(NamedTuple):
     variance: Array
 
 
-def normalize(
-    how: How,
-    x: Array,
-    where: Array | None,
-    weights: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-) -> tuple[Array, Statistics]:
-    """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
-    weighting = weighting_of(x, where, weights)
-    x, unit = at_ordinary_scale(how, x, weighting.where)
-    config = RowConfig(how.axes, how.centred, how.groups)
-    of_rows = row_moments(config, how.axis_name, x, weighting)
-    variance = (jnp.divide if weights is None else quotient)(of_rows.squares, or_one(of_rows.weight))
-    statistics = Statistics(of_rows.mean, variance)
-    root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
+def normalize(how: How, inputs: Inputs) -> tuple[Array, Statistics]:
+    """The result and the statistics."""
+    weighting = weighting_of(inputs.x, inputs.where, inputs.weights)
+    x, unit = at_ordinary_scale(how, inputs.x, weighting.where)
+    of_rows = row_moments(RowConfig(how.axes, how.centred, how.groups), how.axis_name, x, weighting)
+    variance = (jnp.divide if inputs.weights is None else quotient)(of_rows.squares, or_one(of_rows.weight))
+    root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon, inputs.epsilon)
     live = weighting.where
-    if live is not None and weights is not None:
+    if live is not None and inputs.weights is not None:
         live &= of_rows.weight != 0
-    y = normalize_by(how, x, live, of_rows.mean, root, scale, bias)
+    y = normalize_by(how.axis_name, inputs._replace(x=x, where=live), of_rows.mean, root)
     if unit is None:
-        return y, statistics
-    centre, remainder = (None if part is None else part / unit for part in statistics.mean)
-    assert centre is not None
-    return y, Statistics(Mean(centre, remainder), statistics.variance / unit / unit)
+        return y, Statistics(of_rows.mean, variance)
+    mean: Mean = jax.tree.map(lambda part: part / unit, of_rows.mean)
+    return y, Statistics(mean, variance / unit / unit)
 
 
 def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
@@ -80,14 +67,11 @@ def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, A
     That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32. An
     epsilon that is an array is not tiny.
     """
-    has_epsilon = not isinstance(how.epsilon, float) or how.epsilon >= jnp.finfo(x.dtype).tiny
-    if has_epsilon or jnp.finfo(x.dtype).maxexp < 64:
-        return x, None
-    scaled: tuple[Array, Array] = _at_ordinary_scale(how, x, where)
-    return scaled
+    has_epsilon = how.epsilon is None or how.epsilon >= jnp.finfo(x.dtype).tiny
+    return (x, None) if has_epsilon or jnp.finfo(x.dtype).maxexp < 64 else _at_ordinary_scale(how, x, where)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
+@jitted(0)  # which hides masked NaN from jax_debug_nans
 def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array]:
     x = selected(x, where)
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
@@ -100,64 +84,48 @@ def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, 
     return x * unit, unit.astype(wide_dtype(x.dtype))
 
 
-def normalize_by(
-    how: How, x: Array, where: Array | None, mean: Mean, root: Array, scale: Array | None, bias: Array | None
-) -> Array:
+def normalize_by(axis_name: AxisName, inputs: Inputs, mean: Mean, root: Array) -> Array:
     """The result for given statistics, which are the same on all devices."""
     assert mean.remainder is not None
-    remainder, root = varying_over(how.axis_name, jnp.stack([mean.remainder, root]))
-    y: Array = _apply(x, where, mean.centre, remainder, root, scale, bias)
-    return y
+    remainder, root = varying_over(axis_name, jnp.stack([mean.remainder, root]))
+    return _apply(inputs._replace(weights=None, epsilon=None), Mean(mean.centre, remainder), root)
 
 
-def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float | Array) -> Array:
-    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0. An array as epsilon is not tiny."""
-    if not isinstance(epsilon, float):
-        return lax.rsqrt(variance + epsilon.astype(variance.dtype))
+def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float | None, array: Array | None = None) -> Array:
+    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0; without an epsilon it is an array, not tiny."""
+    if epsilon is None:
+        assert array is not None
+        return lax.rsqrt(variance + array.astype(variance.dtype))
     if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
         return lax.rsqrt(variance + epsilon)
     is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
     return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
-def scaled_and_shifted(y: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    """The normalised elements times the scale plus the bias; 0 under the mask."""
-    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
-        y *= selected(scale.astype(y.dtype), where)
-    if bias is not None:
-        y += bias.astype(y.dtype)
-    return selected(y, where)
+def scaled_and_shifted(y: Array, inputs: Inputs) -> Array:
+    """The normalised elements times the scale plus the bias, in the dtype of `x`; 0 under the mask."""
+    if inputs.scale is not None:  # selected before the product, whose derivative would be 0 * NaN
+        y *= selected(inputs.scale.astype(y.dtype), inputs.where)
+    if inputs.bias is not None:
+        y += inputs.bias.astype(y.dtype)
+    return selected(y, inputs.where).astype(inputs.x.dtype)
 
 
 # From the statistics to the result.
 
-_Arguments = tuple[Array, Array | None, Array, Array, Array, Array | None, Array | None]
+
+def _deviations(inputs: Inputs, mean: Mean) -> Array:
+    return moments.deviations(selected(widened(inputs.x), inputs.where), mean, inputs.where)
 
 
-def _deviations(x: Array, where: Array | None, centre: Array, remainder: Array) -> Array:
-    return moments.deviations(selected(widened(x), where), Mean(centre, remainder), where)
+def _forward(*args: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _evaluate(*args), args
 
 
-def _evaluate(
-    x: Array,
-    where: Array | None,
-    centre: Array,
-    remainder: Array,
-    root: Array,
-    scale: Array | None,
-    bias: Array | None,
-) -> Array:
-    normalized = selected(_deviations(x, where, centre, remainder) * root, where)
-    return scaled_and_shifted(normalized, where, scale, bias).astype(x.dtype)
-
-
-def _forward(*args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
-    return _evaluate(*args), args  # type: ignore[arg-type]
-
-
-def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
-    x, where, centre, remainder, root, scale, bias = residuals
-    deviations = _deviations(x, where, centre, remainder)
+def _reverse(residuals: tuple[Inputs, Mean, Array], d_y: Array) -> tuple[Any, ...]:
+    inputs, mean, root = residuals
+    x, where, _, scale, bias, _ = inputs
+    deviations = _deviations(inputs, mean)
     d_y = selected(d_y.astype(deviations.dtype), where)
     d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
     d_deviations = selected(d_normalized * root, where)
@@ -172,20 +140,15 @@ def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
         terms = selected(d_y * deviations * root, where), d_y
     parameters = zip((scale, bias), terms, strict=True)
     d_scale, d_bias = (None if p is None else _sum_to(p, term).astype(p.dtype) for p, term in parameters)
-    return d_deviations.astype(x.dtype), None, None, d_remainder, d_root, d_scale, d_bias
+    d_mean = Mean(None, d_remainder)  # type: ignore[arg-type]  # the centre is a constant
+    return Inputs(d_deviations.astype(x.dtype), scale=d_scale, bias=d_bias), d_mean, d_root
 
 
-@with_reverse_rule(_forward, _reverse)
-def _apply(
-    x: Array,
-    where: Array | None,
-    centre: Array,
-    remainder: Array,
-    root: Array,
-    scale: Array | None,
-    bias: Array | None,
-) -> Array:
-    return _evaluate(x, where, centre, remainder, root, scale, bias)
+def _evaluate(inputs: Inputs, mean: Mean, root: Array) -> Array:
+    return scaled_and_shifted(selected(_deviations(inputs, mean) * root, inputs.where), inputs)
+
+
+_apply = with_reverse_rule(_forward, _reverse)(_evaluate)
 
 
 def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:

@@ -306,7 +306,7 @@ def _plain_outputs(config: Config, inputs: Inputs) -> Outputs:
     else:
         outputs = lax.map(jax.checkpoint(of_tokens), rows, batch_size=config.on_cpu.unmasked.token_block)
     shape = inputs.layers[0].features.shape[:-1]
-    return cast(Outputs, vary_with(tuple(x[:, 0].reshape(shape) for x in outputs), inputs))
+    return vary_with(tuple(x[:, 0].reshape(shape) for x in outputs), inputs)
 
 
 def _outputs(config: Config, inputs: Inputs) -> Outputs:
@@ -331,7 +331,7 @@ def _outputs_and_sums(config: Config, inputs: Inputs) -> tuple[Outputs, Any]:
         flat = _flat(inputs)
         return _with_outputs(config, inputs, flat, _tiles.sums(config, config.formula, flat))
 
-    return cast(tuple[Outputs, Any], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs)
 
 
 def _run(
@@ -348,7 +348,7 @@ def _run(
 
 def _with_outputs(config: Config, inputs: Inputs, flat: Inputs, sums: Any) -> tuple[Outputs, Any]:
     outputs = config.formula.outputs(sums, flat.data, flat.classes(config).number)
-    return cast(tuple[Outputs, Any], vary_with((_per_token(inputs, outputs), sums), inputs))
+    return vary_with((_per_token(inputs, outputs), sums), inputs)
 
 
 def _no_sums(config: Config, inputs: Inputs) -> Any:
@@ -378,7 +378,7 @@ def _plain_outputs_and_gradients(
     # In the dtype of sums, as in blocks, whatever dtypes the arguments have.
     (d_layers,) = jax.tree.map(lambda d: d.astype(dtype), reverse(d_outputs))
     gradients = tuple(Gradients(*d) for d in d_layers)
-    return cast(tuple[Outputs, tuple[Gradients, ...]], vary_with((outputs, gradients), (inputs, d_outputs)))
+    return vary_with((outputs, gradients), (inputs, d_outputs))
 
 
 def _without_unwanted_labels(config: Config, inputs: Inputs, d_outputs: Outputs) -> Inputs:
@@ -426,7 +426,7 @@ def _gradients(config: Config, inputs: Inputs, _: Array, sums: Any, d_outputs: O
         return _gradients_in_tiles(config, config.formula, inputs, sums, d_outputs, one, _is_wanted(d_outputs))
 
     on_cpu = functools.partial(in_blocks, config.on_cpu)
-    return cast(tuple[Gradients, ...], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, sums, d_outputs))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, sums, d_outputs)
 
 
 def _gradients_in_tiles(
@@ -470,13 +470,13 @@ def _outputs_and_saved(config: Config, inputs: Inputs, weights: Outputs) -> tupl
         return outputs, _Saved(_no_gradients(config, inputs), sums)
 
     on_cpu = functools.partial(in_blocks, config.on_cpu)
-    return cast(tuple[Outputs, _Saved], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, weights))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, weights)
 
 
 def _no_gradients(config: Config, inputs: Inputs) -> tuple[Gradients, ...]:
     dtype, layers = inputs.sum_dtype, inputs.layers[: config.formula.gradients]
     zeros = tuple(Gradients(*jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), layer)) for layer in layers)
-    return cast(tuple[Gradients, ...], vary_with(zeros, inputs))
+    return vary_with(zeros, inputs)
 
 
 def _multiplied(
@@ -516,4 +516,4 @@ def _multiplied_or_computed(
 
     on_cpu = functools.partial(_multiplied, config)
     args = inputs, weights, saved, d_total
-    return cast(tuple[Gradients, ...], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
