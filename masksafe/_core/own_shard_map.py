@@ -8,10 +8,7 @@ The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these name
 """
 
 import dataclasses
-import inspect
 import math
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +16,7 @@ import jax
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from masksafe._core.call_site import innermost_of
 from masksafe._core.sharding import has_symbolic_size, is_sharded
 from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array
@@ -142,12 +140,4 @@ def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, 
 
 def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
-    if label_check_mode() == "checkify":
-        return True
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != _CHECKIFY:
-        frame = frame.f_back
-    return frame is not None
-
-
-_CHECKIFY = inspect.unwrap(checkify.checkify).__code__.co_filename
+    return label_check_mode() == "checkify" or innermost_of(checkify.checkify) is not None
