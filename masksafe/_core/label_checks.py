@@ -214,11 +214,6 @@ class _MicroBatch:
     number: int
     size: int | None  # of a part, along the axis that is cut; None if no array is cut
 
-    def axis_of(self, shape: Sequence[int]) -> int | None:
-        """The axis, from the end, along which labels of `shape` are cut from the batch, if one alone has the size."""
-        axes = [axis - len(shape) for axis, size in enumerate(shape) if size == self.size]
-        return axes[0] if len(axes) == 1 else None
-
 
 _microbatch = jax.make_user_context(default_value=None)
 
@@ -248,7 +243,13 @@ class _Text(NamedTuple):
     what: str
     call: str
     parts: int = 1  # the number of micro-batches
-    axis: int | None = None  # of the labels, from the end, along which these are cut from the batch; None if unknown
+    size: int | None = None  # of each
+    axis: int | None = None  # of the labels along which these are cut from the batch, if known
+
+    def for_shape(self, shape: tuple[int, ...]) -> "_Text":
+        """The text for labels of this shape: they are cut along the axis that has the size, if one alone has it."""
+        axes = [axis for axis, size in enumerate(shape) if size == self.size]
+        return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
     def filled(self, index: Any, bad: Any, checked: Any, value: Any, part: Any, shard: Any = None) -> str:
         of_part = "" if part is None else f" of micro-batch {part} of {self.parts}"
@@ -286,7 +287,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     bad_rows, failed = [], []
     for what, bad, checked, values, axes in findings:
         bad_rows.append(jnp.any(bad, axes))
-        text = _Text(op, what, call, *((here.number, here.axis_of(bad.shape)) if here else ()))
+        text = _Text(op, what, call, *((here.number, here.size) if here else ()))
         arrays = lax.stop_gradient(_Arrays(bad, checked, values, here and here.index))
         if mode == "checkify":
             _stage_check(text, arrays)
@@ -332,6 +333,7 @@ def _fill_in(text: _Text, numbers: _Numbers) -> str:
 
 def _stage_check(text: _Text, arrays: _Arrays) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
+    text = text.for_shape(arrays.bad.shape)
     place, bad, checked, value, part, _ = _numbers(text, arrays)
     indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
@@ -409,6 +411,8 @@ def _fail_if_bad(text: _Text, arrays: _Arrays) -> Array:
     any_bad = jnp.any(arrays.bad)
     for axis in manual_axes:  # one by one, since the value may vary over one axis and not over another
         any_bad = lax.pmax(any_bad.astype(jnp.int32), axis) > 0
+
+    text = text.for_shape(arrays.bad.shape)
 
     def fail(arrays: _Arrays) -> Array:
         numbers = _numbers(text, arrays)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from masksafe._core.arguments import as_array, as_bool, canonical_axes
 from masksafe._core.masks import as_mask_of, as_weights_of
 from masksafe._core.sharding import AxisName, as_axis_name
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, Axes, Axis
 
 
 class Reduction(NamedTuple):
     """What is reduced, and what remains. It is static."""
 
+    op: str
     axes: Axes
     keepdims: bool
     axis_name: AxisName
@@ -32,8 +33,10 @@ class Call(NamedTuple):
     axis_name: AxisName
     keepdims: bool
 
-    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array, Array | None, Array | None]:
-        return read_arguments(self.op, x, self.axis, where, weights, self.axis_name, self.keepdims)
+    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array | None, Array | None]:
+        """What is reduced, and the mask and the weights at the rank of `x`."""
+        how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.axis_name)
+        return how, as_mask_of(self.op, where, x.shape), as_weights_of(self.op, weights, x.shape)
 
 
 def prepared(
@@ -46,12 +49,3 @@ def prepared(
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
     axis_name = None if axis_name is None else as_axis_name(op, axis_name)
     return Call(op, axis, axis_name, as_bool(op, "keepdims", keepdims)), x, where, weights
-
-
-def read_arguments(
-    op: str, x: ArrayLike, axis: Axis | None, where: Any, weights: Any, axis_name: Any, keepdims: bool
-) -> tuple[Reduction, Array, Array | None, Array | None]:
-    """What is reduced, the array, and its mask and weights at its rank."""
-    x = as_array(op, "x", x)
-    how = Reduction(canonical_axes(op, axis, x.ndim), as_bool(op, "keepdims", keepdims), as_axis_name(op, axis_name))
-    return how, x, as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)

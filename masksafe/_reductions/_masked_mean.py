@@ -125,8 +125,7 @@ class MaskedMean:
     @property
     def value(self) -> Array:
         """The total over the count; 0 of nothing."""
-        value: Array = _value(self._total, self._count)
-        return value
+        return _value(self._total, self._count)
 
     def __repr__(self) -> str:
         return f"MaskedMean(total={self.total}, count={self.count})"
@@ -175,9 +174,8 @@ class _Sum(NamedTuple):
         return self.low.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.low.shape
-        return shape
+    def shape(self) -> Any:
+        return self.low.shape
 
     def rounded(self, dtype: Any) -> Array:
         """The sum as a float, whose derivative is that of `low`."""
@@ -295,7 +293,7 @@ def _value(total: _Sum, count: _Sum) -> Array:
 
 @jitted(0)
 def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
-    how, x, where, weights = call.read(x, where, weights)
+    how, where, weights = call.read(x, where, weights)
     where, weights = weighting_of(x, where, weights)
     x = selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else weighted(widened(x), weights)

@@ -57,13 +57,12 @@ def sum(  # noqa: A001
     References:
       `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
     """
-    total: Array = _sum(*prepared("sum", x, axis, where, weights, axis_name, keepdims))
-    return total
+    return _sum(*prepared("sum", x, axis, where, weights, axis_name, keepdims))
 
 
 @jitted(0)
 def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
+    how, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
     if weights is None and (how.axis_name is None or x.dtype != dtype):  # or a sum of integers
         return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
@@ -120,13 +119,12 @@ def mean(
     References:
       `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
     """
-    average: Array = _mean(*prepared("mean", x, axis, where, weights, axis_name, keepdims))
-    return average
+    return _mean(*prepared("mean", x, axis, where, weights, axis_name, keepdims))
 
 
 @jitted(0)
 def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
+    how, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)

@@ -14,12 +14,12 @@ from masksafe._core.derivatives import explains_forward_mode, with_derivatives_o
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
+from masksafe._core.row_blocks import axes_of_row, leading_axes, map_row_blocks
 from masksafe._core.row_moments import RowConfig, row_moments
 from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
-from masksafe._reductions._arguments import Reduction, read_arguments
+from masksafe._reductions._arguments import Call, prepared
 
 
 @public_op
@@ -71,7 +71,8 @@ def var(
     References:
       `jax.numpy.var <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.var.html>`_.
     """
-    return _check_and_reduce("var", x, axis, where, weights, axis_name, correction, keepdims)[0]
+    correction = as_number("var", "correction", correction)
+    return _reduce(correction, *prepared("var", x, axis, where, weights, axis_name, keepdims))[0]
 
 
 @public_op
@@ -129,26 +130,8 @@ def var_mean(
 
       `torch.var_mean <https://docs.pytorch.org/docs/stable/generated/torch.var_mean.html>`_.
     """
-    return _check_and_reduce("var_mean", x, axis, where, weights, axis_name, correction, keepdims)
-
-
-def _check_and_reduce(
-    op: str,
-    x: ArrayLike,
-    axis: Axis | None,
-    where: ArrayLike | None,
-    weights: ArrayLike | None,
-    axis_name: AxisName,
-    correction: float,
-    keepdims: bool,
-) -> tuple[Array, Array]:
-    how, x, where, weights = read_arguments(op, x, axis, where, weights, axis_name, keepdims)
-    dtype = float_dtype(x.dtype)
-    x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
-    if jnp.iscomplexobj(x) and not (weights is None and axis_name is None):
-        raise TypeError(message(op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
-    variance, mean = _reduce(how, as_number(op, "correction", correction), x, where, weights)
-    return variance, mean
+    correction = as_number("var_mean", "correction", correction)
+    return _reduce(correction, *prepared("var_mean", x, axis, where, weights, axis_name, keepdims))
 
 
 _AxesAndCorrection = tuple[Axes, float]
@@ -156,10 +139,12 @@ _AxesAndCorrection = tuple[Axes, float]
 
 @explains_forward_mode
 @jitted(0, 1)
-def _reduce(
-    how: Reduction, correction: float, x: Array, where: Array | None, weights: Array | None
-) -> tuple[Array, Array]:
-    """Variance and mean in the dtypes of `x`."""
+def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+    """Variance and mean in the dtypes of `x`, as floats."""
+    how, where, weights = call.read(x, where, weights)
+    x = x.astype(float_dtype(x.dtype))
+    if jnp.iscomplexobj(x) and not (weights is None and how.axis_name is None):
+        raise TypeError(message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
     if weights is None and how.axis_name is None:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
@@ -208,8 +193,7 @@ def _evaluate_variance_and_mean(
         return _reduce_in_blocks(config, x, where)
     in_one_pass = where is None and may_loop(x) and _is_fused(config[0], x)
     on_cpu = functools.partial(_reduce_in_one_pass if in_one_pass else _reduce_in_blocks, config)
-    variance, mean = platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
-    return variance, mean
+    return platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
 
 
 def _is_fused(axes: Axes, x: Array) -> bool:
@@ -222,8 +206,7 @@ def _is_fused(axes: Axes, x: Array) -> bool:
 
 def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
     leading = leading_axes(tuple(a % x.ndim for a in config[0]))
-    (variance, mean), _ = by_row_blocks(lambda *args: (_reduce_rows(config, *args), ()), leading, x, where)
-    return variance, mean
+    return map_row_blocks(functools.partial(_reduce_rows, config), x, where, leading=leading)
 
 
 def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
