@@ -16,13 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from masksafe._core import callback_errors, sharding
-from masksafe._core.arguments import message
-from masksafe._core.call_site import innermost_of, place_of_call
+from masksafe._core import arguments, call_site, callback_errors, masks, precision, sharding, switches
 from masksafe._core.labels import class_index, is_class, nan_unless
-from masksafe._core.masks import first_of, selected
-from masksafe._core.precision import wide_dtype
-from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array, Axes, jitted
 
 # How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
@@ -49,7 +44,7 @@ def _check(findings: Callable[Concatenate[str, _P], Iterator[Finding]]) -> Calla
 
     @functools.wraps(findings)
     def check(op: str, /, *args: _P.args, **kwargs: _P.kwargs) -> Array | None:
-        return None if label_check_mode() == "off" else _report(op, findings(op, *args, **kwargs))
+        return None if switches.label_check_mode() == "off" else _report(op, findings(op, *args, **kwargs))
 
     return check
 
@@ -95,7 +90,7 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
     """
     unmasked, valid = _unmasked(where, labels.shape), (labels >= 0) & (labels < jnp.inf)
     yield Finding("labels are negative or not finite", unmasked & ~valid, unmasked, labels, axes)
-    sums = jnp.sum(selected(labels, unmasked & valid), axes, dtype=wide_dtype(labels.dtype))
+    sums = jnp.sum(masks.selected(labels, unmasked & valid), axes, dtype=precision.wide_dtype(labels.dtype))
     is_sound = jnp.all(valid | ~unmasked, axes)
     has_wrong_sum = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
     yield Finding("rows of labels sum to neither 1 nor 0", has_wrong_sum, jnp.any(unmasked, axes), sums)
@@ -144,7 +139,7 @@ def check_probabilities(op: str, predictions: Array, where: Array | None) -> Ite
         yield Finding(outside.what, outside.bad[..., 0], unmasked[..., 0], predictions[..., 0])
         return
     yield outside
-    sums, whole = jnp.sum(predictions, -1, dtype=wide_dtype(predictions.dtype)), jnp.all(unmasked, -1)
+    sums, whole = jnp.sum(predictions, -1, dtype=precision.wide_dtype(predictions.dtype)), jnp.all(unmasked, -1)
     has_wrong_sum = whole & jnp.all(valid, -1) & ~(abs(sums - 1) <= tolerance)
     yield Finding("rows of predictions do not sum to 1", has_wrong_sum, whole, sums)
 
@@ -179,7 +174,7 @@ def check_numbers(
     """
     if not isinstance(value, jax.Array):
         if not allowed.contains(value):
-            raise ValueError(message(op, argument, f"value {value}", f"a number {allowed.text}", hint))
+            raise ValueError(arguments.message(op, argument, f"value {value}", f"a number {allowed.text}", hint))
         return None
     return check_elements(op, value, shape, where, allowed.contains, f"not {allowed.text}", argument)
 
@@ -224,7 +219,7 @@ def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterato
 
     The index in the batch is known if exactly one axis of the labels has the `size` of a micro-batch.
     """
-    if label_check_mode() == "off":
+    if switches.label_check_mode() == "off":
         yield
         return
     here = _MicroBatch(index, number, size)
@@ -281,7 +276,7 @@ class _Numbers(NamedTuple):
 
 def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     """Raises or stages an error for each finding, and returns the bad rows, for `nan_where_bad`."""
-    mode, here, call = label_check_mode(), _microbatch.value, place_of_call()
+    mode, here, call = switches.label_check_mode(), _microbatch.value, call_site.place_of_call()
     if mode == "checkify":
         _refuse_where_checkify_fails(op)
     bad_rows, failed = [], []
@@ -313,7 +308,7 @@ def _raise_now(text: _Text, arrays: _Arrays) -> None:
 def _numbers(text: _Text, arrays: _Arrays) -> _Numbers:
     """The counts, and the value and the index of the first bad label."""
     bad, checked, values, part = arrays
-    first, is_first = first_of(bad)
+    first, is_first = masks.first_of(bad)
     value = jnp.sum(jnp.where(is_first, values, jnp.zeros((), values.dtype)))
     strides = [max(1, math.prod(bad.shape[axis + 1 :])) for axis in range(bad.ndim)]
     index = [first // stride % max(1, size) for stride, size in zip(strides, bad.shape, strict=True)]
@@ -354,11 +349,13 @@ def _refuse_where_checkify_fails(op: str) -> None:
     """
     if not jax.sharding.get_abstract_mesh().manual_axes or not _mesh_is_set():
         return
-    if innermost_of(checkify.checkify, jax.shard_map) is checkify.checkify:
+    if call_site.innermost_of(checkify.checkify, jax.shard_map) is checkify.checkify:
         return
     found = 'mode "checkify" in a jax.shard_map over the mesh of jax.set_mesh'
     hint = "Or use checkify.checkify inside the shard_map."
-    raise ValueError(message(op, "label_checks", found, 'mode "raise", since JAX cannot lift a check out of it', hint))
+    raise ValueError(
+        arguments.message(op, "label_checks", found, 'mode "raise", since JAX cannot lift a check out of it', hint)
+    )
 
 
 def _mesh_is_set() -> bool:

@@ -16,9 +16,8 @@ import jax
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from masksafe._core.call_site import innermost_of
+from masksafe._core import call_site, switches
 from masksafe._core.sharding import has_symbolic_size, is_sharded
-from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array
 
 Axes = tuple[str, ...]  # of a mesh
@@ -140,4 +139,4 @@ def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, 
 
 def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
-    return label_check_mode() == "checkify" or innermost_of(checkify.checkify) is not None
+    return switches.label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None

@@ -10,11 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import platforms
-from masksafe._core.derivatives import with_derivatives_of
-from masksafe._core.own_shard_map import on_each_device, split_of
-from masksafe._core.sharding import are_whole, may_loop, vary_with
-from masksafe._core.tiles import divisor_near, part
+from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
 from masksafe._core.typing import Array, Axes, Tree
 
 
@@ -57,7 +53,7 @@ def by_row_blocks(
       arithmetic: the same as `fn` for a CPU, in a form that neither compares nor selects elements, but only results of
         rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
     """
-    if not are_whole(args):
+    if not sharding.are_whole(args):
         return _on_each_device(fn, leading, args, arithmetic)
     rows, *_ = arrays = jax.tree.leaves(args)
     elements = math.prod(rows.shape[leading:])
@@ -65,7 +61,7 @@ def by_row_blocks(
         in_one_pass, whole = arithmetic, [a for a in arrays if math.prod(a.shape[leading:]) == elements]
         if platforms.computes_rows_in_cache(elements, rows.dtype, len(whole)):
             return platforms.on_cpu_or_elsewhere(lambda *args: platforms.apart(in_one_pass(*args)), fn, *args)
-    if not may_loop(args):
+    if not sharding.may_loop(args):
         return fn(*args)
     choices = platforms.choices()
     are_short = arithmetic is not None and elements < choices.elements_of_row_in_cache.start
@@ -73,7 +69,7 @@ def by_row_blocks(
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:
         return fn(*args)
-    loop = _Loop(fn, rows.shape[:leading], divisor_near(count, block))
+    loop = _Loop(fn, rows.shape[:leading], tiles.divisor_near(count, block))
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)
 
 
@@ -84,7 +80,7 @@ def _on_each_device(
     rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
-    split = None if _splits_a_row(args, leading) else split_of(args, names)
+    split = None if _splits_a_row(args, leading) else own_shard_map.split_of(args, names)
     if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
         return fn(*args)
     axes = split.axes(*of_rows)
@@ -95,7 +91,7 @@ def _on_each_device(
 
     mapped, totals = jax.eval_shape(fn, *args)
     of_results = jax.tree.map(lambda _: of_rows, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
-    return on_each_device(on_device, split, args, names, of_results)  # type: ignore[no-any-return]
+    return own_shard_map.on_each_device(on_device, split, args, names, of_results)  # type: ignore[no-any-return]
 
 
 def _splits_a_row(args: Any, leading: int) -> bool:
@@ -122,7 +118,7 @@ def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     return loop.fn(*args)
 
 
-@with_derivatives_of(_in_one_pass)
+@derivatives.with_derivatives_of(_in_one_pass)
 def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
@@ -139,7 +135,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         return (jax.tree.map(jnp.add, totals, added), start + loop.block), mapped
 
     outputs, totals = jax.eval_shape(loop.fn, *args)
-    totals = vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
+    totals = sharding.vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
     (totals, _), blocks = lax.scan(step, (totals, jnp.zeros((), jnp.int32)), length=whole)
     parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
     if rest:
@@ -160,7 +156,7 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
 
 
 def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
-    return a if a.shape[0] == 1 else part(a, {0: (start, size)})
+    return a if a.shape[0] == 1 else tiles.part(a, {0: (start, size)})
 
 
 # XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is

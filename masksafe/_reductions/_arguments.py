@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from masksafe._core import masks, sharding
 from masksafe._core.arguments import as_array, as_bool, canonical_axes
-from masksafe._core.masks import as_mask_of, as_weights_of
-from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, Axes, Axis
 
 
@@ -18,7 +17,7 @@ class Reduction(NamedTuple):
     op: str
     axes: Axes
     keepdims: bool
-    axis_name: AxisName
+    axis_name: sharding.AxisName
 
     def shaped(self, reduced: Array) -> Array:
         """A result whose reduced axes have size 1, with or without them."""
@@ -30,13 +29,13 @@ class Call(NamedTuple):
 
     op: str
     axis: Axis | None
-    axis_name: AxisName
+    axis_name: sharding.AxisName
     keepdims: bool
 
     def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array | None, Array | None]:
         """What is reduced, and the mask and the weights at the rank of `x`."""
         how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.axis_name)
-        return how, as_mask_of(self.op, where, x.shape), as_weights_of(self.op, weights, x.shape)
+        return how, masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
 
 
 def prepared(
@@ -47,5 +46,5 @@ def prepared(
     where = None if where is None else as_array(op, "where", where)
     weights = None if weights is None else as_array(op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
-    axis_name = None if axis_name is None else as_axis_name(op, axis_name)
+    axis_name = None if axis_name is None else sharding.as_axis_name(op, axis_name)
     return Call(op, axis, axis_name, as_bool(op, "keepdims", keepdims)), x, where, weights

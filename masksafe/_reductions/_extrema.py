@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_real_array
-from masksafe._core.masks import selected
+from masksafe._core import arguments, masks, unfolded
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe._core.unfolded import any_of
 from masksafe._reductions._arguments import Call, Reduction, prepared
 
 
@@ -103,7 +101,7 @@ def min(  # noqa: A001
 
 @jitted(0)
 def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    x = as_real_array(call.op, "x", x)
+    x = arguments.as_real_array(call.op, "x", x)
     how, where, _ = call.read(x, where, weights)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return how.shaped((_of_floats if is_float else _evaluate)(how, x, where))
@@ -111,7 +109,7 @@ def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) ->
 
 def _evaluate(how: Reduction, x: Array, where: Array | None) -> Array:
     reduce, of_nothing = jnp.max if how.op == "max" else jnp.min, _of_nothing(how.op, x.dtype)
-    x = selected(x, where, of_nothing)
+    x = masks.selected(x, where, of_nothing)
     local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
     if how.axis_name is None:
         return local
@@ -131,7 +129,7 @@ def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Ar
     """The extremum, and NaN where there is one: XLA's CPU compiler loses it where it reduces many elements."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extremum
-    return jnp.where(any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
+    return jnp.where(unfolded.any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -147,5 +145,5 @@ def _derivative(how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Arr
     ties = x == extremum if where is None else (x == extremum) & where
     number = sum_over_devices(how.axis_name, jnp.sum(ties, how.axes, keepdims=True))
     share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
-    moved = jnp.where(ties | jnp.isnan(extremum), selected(tangents[0], where), 0) * share
+    moved = jnp.where(ties | jnp.isnan(extremum), masks.selected(tangents[0], where), 0) * share
     return extremum, sum_over_devices(how.axis_name, jnp.sum(moved, how.axes, keepdims=True))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import sharding
+from masksafe._core import scaling, sharding
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import or_one, total_weight, weighted
-from masksafe._core.scaling import quotient
-from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
@@ -22,7 +20,7 @@ def sum(  # noqa: A001
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     keepdims: bool = False,
 ) -> Array:
     r"""The sum of the unmasked elements; 0 if there are none.
@@ -78,7 +76,7 @@ def mean(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     keepdims: bool = False,
 ) -> Array:
     r"""The mean of the unmasked elements; 0 if there are none.
@@ -131,7 +129,7 @@ def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> A
     weight = total_weight(wide, how.axes, weighting)
     if how.axis_name is not None:
         total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
-    average = (jnp.divide if weights is None else quotient)(total, or_one(weight))
+    average = (jnp.divide if weights is None else scaling.quotient)(total, or_one(weight))
     if weights is not None:
         average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
     return how.shaped(average).astype(float_dtype(x.dtype))

@@ -8,16 +8,12 @@ import math
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments, platforms
-from masksafe._core.arguments import as_number, message
+from masksafe._core import arguments, moments, platforms, row_blocks, scaling, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, leading_axes, map_row_blocks
 from masksafe._core.row_moments import RowConfig, row_moments
-from masksafe._core.scaling import quotient
-from masksafe._core.sharding import AxisName, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
@@ -29,7 +25,7 @@ def var(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> Array:
@@ -71,7 +67,7 @@ def var(
     References:
       `jax.numpy.var <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.var.html>`_.
     """
-    correction = as_number("var", "correction", correction)
+    correction = arguments.as_number("var", "correction", correction)
     return _reduce(correction, *prepared("var", x, axis, where, weights, axis_name, keepdims))[0]
 
 
@@ -82,7 +78,7 @@ def var_mean(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> tuple[Array, Array]:
@@ -130,7 +126,7 @@ def var_mean(
 
       `torch.var_mean <https://docs.pytorch.org/docs/stable/generated/torch.var_mean.html>`_.
     """
-    correction = as_number("var_mean", "correction", correction)
+    correction = arguments.as_number("var_mean", "correction", correction)
     return _reduce(correction, *prepared("var_mean", x, axis, where, weights, axis_name, keepdims))
 
 
@@ -144,12 +140,12 @@ def _reduce(correction: float, call: Call, x: Array, where: Array | None, weight
     how, where, weights = call.read(x, where, weights)
     x = x.astype(float_dtype(x.dtype))
     if jnp.iscomplexobj(x) and not (weights is None and how.axis_name is None):
-        raise TypeError(message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
+        raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
     if weights is None and how.axis_name is None:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
         of_rows = row_moments(RowConfig(how.axes), how.axis_name, x, weighting_of(x, where, weights))
-        divide = jnp.divide if weights is None else quotient
+        divide = jnp.divide if weights is None else scaling.quotient
         variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight, divide)
         mean = moments.total(of_rows.mean)
     return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)
@@ -188,10 +184,10 @@ def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None
 def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:
-    config = axes_of_row(config[0], x.ndim), config[1]
+    config = row_blocks.axes_of_row(config[0], x.ndim), config[1]
     if jnp.iscomplexobj(x) or not moments.may_save_passes(config[0], x, where):
         return _reduce_in_blocks(config, x, where)
-    in_one_pass = where is None and may_loop(x) and _is_fused(config[0], x)
+    in_one_pass = where is None and sharding.may_loop(x) and _is_fused(config[0], x)
     on_cpu = functools.partial(_reduce_in_one_pass if in_one_pass else _reduce_in_blocks, config)
     return platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
 
@@ -205,8 +201,8 @@ def _is_fused(axes: Axes, x: Array) -> bool:
 
 
 def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    leading = leading_axes(tuple(a % x.ndim for a in config[0]))
-    return map_row_blocks(functools.partial(_reduce_rows, config), x, where, leading=leading)
+    leading = row_blocks.leading_axes(tuple(a % x.ndim for a in config[0]))
+    return row_blocks.map_row_blocks(functools.partial(_reduce_rows, config), x, where, leading=leading)
 
 
 def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple, TypedDict, Unpack
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core import arguments
-from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core import arguments, masks
 from masksafe._core.typing import Array, ArrayLike, Axes
 
 
@@ -40,8 +39,8 @@ def read_arguments(op: str, x: Array, axes: Axes, **given: Unpack[Arguments]) ->
     static, array = (epsilon, None) if is_tiny else arguments.as_static_or_array(epsilon, x)
     return static, Inputs(
         x,
-        as_mask_of(op, given.get("where"), x.shape),
-        as_weights_of(op, given.get("weights"), x.shape),
+        masks.as_mask_of(op, given.get("where"), x.shape),
+        masks.as_weights_of(op, given.get("weights"), x.shape),
         along_axes(op, "scale", given.get("scale"), x, axes),
         along_axes(op, "bias", given.get("bias"), x, axes),
         None if array is None else np.reshape(array, (1,) * x.ndim),

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import moments
-from masksafe._core.arguments import as_float_array, canonical_axes, message
-from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.masks import weighting_of
-from masksafe._core.moments import Mean
-from masksafe._core.precision import wide_dtype
+from masksafe._core import arguments, derivatives, masks, moments, precision, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.normalization._arguments import Inputs, along_axes, read_arguments
 from masksafe.normalization._statistics import How, normalize, normalize_by, reciprocal_root
@@ -31,7 +25,7 @@ def batch_norm(
     epsilon: float = 1e-5,
     mean: ArrayLike | None = None,
     var: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
 ) -> tuple[Array, Array, Array]:
     r"""Batch normalisation of each feature over the unmasked elements of the whole batch; 0 at the masked ones.
 
@@ -107,23 +101,23 @@ def batch_norm(
 
       Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
-    x = as_float_array(_OP, "x", x, of_any_width=True)
-    features = canonical_axes(_OP, axis, x.ndim)
+    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
+    features = arguments.canonical_axes(_OP, axis, x.ndim)
     given_mean, given_var = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
     if (given_mean is None) != (given_var is None):
         argument = "var" if given_var is None else "mean"
-        raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given"))
+        raise ValueError(arguments.message(_OP, argument, "value None", "an array, since its counterpart is given"))
     static, inputs = read_arguments(
         _OP, x, features, scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
     )
     rest = tuple(a for a in range(x.ndim) if a not in features)
-    how = How(rest, static, as_axis_name(_OP, axis_name))
+    how = How(rest, static, sharding.as_axis_name(_OP, axis_name))
     if given_mean is None or given_var is None:
         return _normalize(how, features, inputs)
     return _normalize_by(how, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
 
 
-@explains_forward_mode
+@derivatives.explains_forward_mode
 @jitted(0, 1)
 def _normalize(how: How, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
     y, (mean, variance) = normalize(how, inputs)
@@ -132,10 +126,10 @@ def _normalize(how: How, features: Axes, inputs: Inputs) -> tuple[Array, Array, 
     return y, of_features(moments.total(mean)), of_features(variance)
 
 
-@explains_forward_mode
+@derivatives.explains_forward_mode
 @jitted(0)
 def _normalize_by(how: How, inputs: Inputs, mean: Array, variance: Array) -> Array:
-    mean, variance = (s.astype(wide_dtype(inputs.x.dtype)) for s in (mean, variance))
+    mean, variance = (s.astype(precision.wide_dtype(inputs.x.dtype)) for s in (mean, variance))
     root = reciprocal_root(variance, None, how.epsilon, inputs.epsilon)
-    inputs = inputs._replace(where=weighting_of(inputs.x, inputs.where, inputs.weights).where)
-    return normalize_by(how.axis_name, inputs, Mean(jnp.zeros_like(mean), mean), root)
+    inputs = inputs._replace(where=masks.weighting_of(inputs.x, inputs.where, inputs.weights).where)
+    return normalize_by(how.axis_name, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)

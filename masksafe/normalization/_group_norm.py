@@ -6,11 +6,8 @@ import numbers
 
 import jax
 
-from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
-from masksafe._core.derivatives import explains_forward_mode
+from masksafe._core import arguments, derivatives, row_moments, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Groups
-from masksafe._core.sharding import AxisName, are_whole, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe.normalization._arguments import Inputs, read_arguments
 from masksafe.normalization._statistics import How, normalize
@@ -29,7 +26,7 @@ def group_norm(
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     epsilon: float = 1e-6,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
 ) -> Array:
     r"""Group normalisation over the unmasked elements of each sample and group of channels; 0 at the masked ones.
 
@@ -81,26 +78,28 @@ def group_norm(
       `Wu, He, Group Normalization, 2018 <https://arxiv.org/abs/1803.08494>`_; `Ulyanov, Vedaldi, Lempitsky, Instance
       Normalization, 2016 <https://arxiv.org/abs/1607.08022>`_.
     """
-    x = as_float_array(_OP, "x", x, of_any_width=True)
-    (channels,) = canonical_axes(_OP, (axis,), x.ndim)
+    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
+    (channels,) = arguments.canonical_axes(_OP, (axis,), x.ndim)
     number = x.shape[channels]
-    check_is_known(_OP, "num_groups", num_groups, "an int")
+    arguments.check_is_known(_OP, "num_groups", num_groups, "an int")
     if not isinstance(num_groups, numbers.Integral):
-        raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
+        raise TypeError(arguments.message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
     if int(num_groups) < 1 or number % int(num_groups):
-        raise ValueError(message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels"))
+        raise ValueError(
+            arguments.message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels")
+        )
     static, inputs = read_arguments(
         _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
     )
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
-    groups = Groups(channels, int(num_groups))
-    return _normalize(How(positions, static, as_axis_name(_OP, axis_name), groups=groups), inputs)
+    groups = row_moments.Groups(channels, int(num_groups))
+    return _normalize(How(positions, static, sharding.as_axis_name(_OP, axis_name), groups=groups), inputs)
 
 
-@explains_forward_mode
+@derivatives.explains_forward_mode
 @jitted(0)
 def _normalize(how: How, inputs: Inputs) -> Array:
-    if not how.axes and are_whole(inputs):
+    if not how.axes and sharding.are_whole(inputs):
         return _normalize_rows_of_channels(how, inputs)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
     return normalize(how, inputs)[0]

@@ -12,13 +12,9 @@ from typing import Literal, Unpack
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, moments
-from masksafe._core.masks import as_mask_of, as_weights_of, selected, weighting_of
-from masksafe._core.precision import widened
+from masksafe._core import arguments, masks, moments, precision, row_blocks, scaling
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row
 from masksafe._core.row_moments import RowConfig, or_one, row_moments
-from masksafe._core.scaling import quotient
 from masksafe._core.sharding import AxisName, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe.normalization._arguments import Arguments, Inputs, as_epsilon, read_arguments
@@ -219,9 +215,9 @@ def standardize(
         raise ValueError(arguments.message(op, "algorithm", f"value {algorithm!r}", "'fast' or 'stable'"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
         return _normalize(op, x, axis, axis_name, where=where, weights=weights, epsilon=epsilon)
-    axes, where = arguments.canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
+    axes, where = arguments.canonical_axes(op, axis, x.ndim), masks.as_mask_of(op, where, x.shape)
     epsilon = _as_traced_epsilon(op, epsilon)
-    weights, name = as_weights_of(op, weights, x.shape), as_axis_name(op, axis_name)
+    weights, name = masks.as_weights_of(op, weights, x.shape), as_axis_name(op, axis_name)
     mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
     inputs = Inputs(x, where, weights, epsilon=epsilon)
     return _standardize_with_given_statistics(How(axes, None, name), algorithm, inputs, mean, variance)
@@ -243,7 +239,7 @@ def _normalize(
     if inputs.weights is not None or how.axis_name is not None:
         return normalize(how, inputs)[0]
     scaled, _ = at_ordinary_scale(how, x, inputs.where)
-    config = Config(axes_of_row(axes, x.ndim), epsilon, centred, inputs.bias is not None)
+    config = Config(row_blocks.axes_of_row(axes, x.ndim), epsilon, centred, inputs.bias is not None)
     return normalize_rows(config, inputs._replace(x=scaled))
 
 
@@ -269,26 +265,26 @@ def _standardize_with_given_statistics(
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     x, where, weights, *_, epsilon = inputs
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
-    wide = widened(selected(x.astype(dtype), where))
-    weighting = weighting_of(x, where, weights)
+    wide = precision.widened(masks.selected(x.astype(dtype), where))
+    weighting = masks.weighting_of(x, where, weights)
     where = weighting.where
     weight, sample_mean, squares = row_moments(RowConfig(how.axes), how.axis_name, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = (jnp.divide if weights is None else quotient)(squares, or_one(weight))
+    sample_variance = (jnp.divide if weights is None else scaling.quotient)(squares, or_one(weight))
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))
     else:  # E[x^2] - m^2 = var + (E[x] - m) (E[x] + m), and E[(x - m)^2] = var + (E[x] - m)^2
         mean = _broadcast_statistic(wide, mean, where, 0)
-        deviations = selected(wide - mean, where)
+        deviations = masks.selected(wide - mean, where)
         gap = -moments.deviations(mean, sample_mean, where)
         sample_variance = jnp.maximum(sample_variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
     variance = sample_variance if variance is None else _broadcast_statistic(wide, variance, where, 1)
     variance = variance + epsilon.astype(wide.dtype)
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
-    return selected(deviations * reciprocal_std, where).astype(dtype)
+    return masks.selected(deviations * reciprocal_std, where).astype(dtype)
 
 
 def _broadcast_statistic(x: Array, statistic: Array, where: Array | None, masked: float) -> Array:
-    return selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)
+    return masks.selected(jnp.broadcast_to(statistic, x.shape).astype(x.dtype), where, masked)

@@ -25,15 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments, platforms
+from masksafe._core import moments, platforms, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import masks_rows, selected
-from masksafe._core.moments import Mean
 from masksafe._core.precision import widened
-from masksafe._core.row_blocks import by_row_blocks, map_row_blocks
-from masksafe._core.sharding import is_on_automatic_mesh
 from masksafe._core.typing import Array, Tree, jitted
-from masksafe._core.unfolded import unknown
 from masksafe.normalization._arguments import Inputs
 from masksafe.normalization._statistics import reciprocal_root, scaled_and_shifted
 
@@ -54,7 +50,7 @@ class Config(NamedTuple):
 class Statistics(NamedTuple):
     """Of each row; the normalised axes have size 1."""
 
-    mean: Mean | None  # None for the root mean square
+    mean: moments.Mean | None  # None for the root mean square
     reciprocal_std: Array
 
 
@@ -89,7 +85,7 @@ def _normalize(config: Config, inputs: Inputs) -> tuple[Array, Statistics | None
     def on_cpu(inputs: Inputs) -> tuple[Array, Statistics | None]:
         if is_fused:
             return in_blocks(inputs)[0], None
-        return map_row_blocks(in_blocks, inputs, leading=config.leading(x))
+        return row_blocks.map_row_blocks(in_blocks, inputs, leading=config.leading(x))
 
     def elsewhere(inputs: Inputs) -> tuple[Array, Statistics | None]:
         if not masks_rows(where, config.axes):
@@ -113,9 +109,9 @@ def _pull_back(config: Config, inputs: Inputs, statistics: Statistics | None, d_
     def on_cpu(*args: Any) -> tuple[Array, _ScaleAndBias]:
         def of_block(inputs: Inputs, statistics: Statistics | None, d_y: Array) -> tuple[Array, _ScaleAndBias]:
             d_y = widened(d_y)
-            return _pull_back_block(config, inputs, statistics, d_y * unknown(1, d_y.dtype))
+            return _pull_back_block(config, inputs, statistics, d_y * unfolded.unknown(1, d_y.dtype))
 
-        return by_row_blocks(of_block, config.leading(x), *args)
+        return row_blocks.by_row_blocks(of_block, config.leading(x), *args)
 
     def elsewhere(inputs: Inputs, statistics: Statistics | None, d_y: Array) -> tuple[Array, _ScaleAndBias]:
         if not masks_rows(where, config.axes):
@@ -139,13 +135,13 @@ def _is_fused(x: Array, where: Array | None) -> bool:
     It writes a mask and a widened float16 array to memory. On an automatic mesh rows may be split over devices, and to
     compute their statistics again would be to exchange them again.
     """
-    return where is None and x.dtype != jnp.float16 and not is_on_automatic_mesh(x)
+    return where is None and x.dtype != jnp.float16 and not sharding.is_on_automatic_mesh(x)
 
 
 def _zero_statistics(config: Config, x: Array) -> Statistics:
     """Zeros where a CPU keeps statistics for the reverse pass."""
     zero = jnp.zeros_like(widened(moments.first_of_rows(x, config.axes)))
-    mean = Mean(zero, None if _has_one_part(x.dtype) else zero) if config.centred else None
+    mean = moments.Mean(zero, None if _has_one_part(x.dtype) else zero) if config.centred else None
     return Statistics(mean, zero)
 
 
@@ -189,9 +185,11 @@ def _statistics_of(config: Config, inputs: Inputs, wide: Array) -> Statistics:
     return _statistics(config, inputs, mean, square_sum, moments.count_or_one(wide, axes, where))
 
 
-def _statistics(config: Config, inputs: Inputs, mean: Mean | None, square_sum: Array, n: Array | float) -> Statistics:
+def _statistics(
+    config: Config, inputs: Inputs, mean: moments.Mean | None, square_sum: Array, n: Array | float
+) -> Statistics:
     if mean is not None and _has_one_part(inputs.x.dtype):
-        mean = Mean(moments.total(mean), None)
+        mean = moments.Mean(moments.total(mean), None)
     return Statistics(mean, reciprocal_root(square_sum / n, mean, config.epsilon, inputs.epsilon))
 
 
@@ -207,7 +205,7 @@ def _standardize(x: Array, statistics: Statistics, where: Array | None) -> Array
     return _deviations(x, statistics.mean, where) * statistics.reciprocal_std
 
 
-def _deviations(x: Array, mean: Mean | None, where: Array | None) -> Array:
+def _deviations(x: Array, mean: moments.Mean | None, where: Array | None) -> Array:
     return x if mean is None else moments.deviations(x, mean, where)
 
 

@@ -14,16 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core import derivatives, moments, precision, scaling, sharding, unfolded
 from masksafe._core.masks import selected, weighting_of
-from masksafe._core.moments import Mean
-from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
-from masksafe._core.scaling import quotient, reciprocal_power_of_two
-from masksafe._core.sharding import AxisName, gathered_along, max_over_devices, varying_over
 from masksafe._core.typing import Array, Axes, jitted
-from masksafe._core.unfolded import sum_of
 from masksafe.normalization._arguments import Inputs
 
 
@@ -32,7 +26,7 @@ class How(NamedTuple):
 
     axes: Axes  # those of a row
     epsilon: float | None  # None where it is an array, in the `Inputs`
-    axis_name: AxisName
+    axis_name: sharding.AxisName
     centred: bool = True  # otherwise by the root mean square
     groups: Groups | None = None  # of rows that share their statistics
 
@@ -40,7 +34,7 @@ class How(NamedTuple):
 class Statistics(NamedTuple):
     """Of each row; the normalised axes have size 1."""
 
-    mean: Mean
+    mean: moments.Mean
     variance: Array
 
 
@@ -49,7 +43,7 @@ def normalize(how: How, inputs: Inputs) -> tuple[Array, Statistics]:
     weighting = weighting_of(inputs.x, inputs.where, inputs.weights)
     x, unit = at_ordinary_scale(how, inputs.x, weighting.where)
     of_rows = row_moments(RowConfig(how.axes, how.centred, how.groups), how.axis_name, x, weighting)
-    variance = (jnp.divide if inputs.weights is None else quotient)(of_rows.squares, or_one(of_rows.weight))
+    variance = (jnp.divide if inputs.weights is None else scaling.quotient)(of_rows.squares, or_one(of_rows.weight))
     root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon, inputs.epsilon)
     live = weighting.where
     if live is not None and inputs.weights is not None:
@@ -57,7 +51,7 @@ def normalize(how: How, inputs: Inputs) -> tuple[Array, Statistics]:
     y = normalize_by(how.axis_name, inputs._replace(x=x, where=live), of_rows.mean, root)
     if unit is None:
         return y, Statistics(of_rows.mean, variance)
-    mean: Mean = jax.tree.map(lambda part: part / unit, of_rows.mean)
+    mean: moments.Mean = jax.tree.map(lambda part: part / unit, of_rows.mean)
     return y, Statistics(mean, variance / unit / unit)
 
 
@@ -77,21 +71,23 @@ def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, 
     largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
     if how.groups is not None:
         axis, number = how.groups
-        of_rows = gathered_along(largest, axis)
+        of_rows = sharding.gathered_along(largest, axis)
         shape = *of_rows.shape[:axis], number, of_rows.shape[axis] // number, *of_rows.shape[axis + 1 :]
         largest = jnp.repeat(jnp.max(of_rows.reshape(shape), axis + 1), shape[axis + 1], axis)
-    unit = reciprocal_power_of_two(max_over_devices(how.axis_name, largest))
-    return x * unit, unit.astype(wide_dtype(x.dtype))
+    unit = scaling.reciprocal_power_of_two(sharding.max_over_devices(how.axis_name, largest))
+    return x * unit, unit.astype(precision.wide_dtype(x.dtype))
 
 
-def normalize_by(axis_name: AxisName, inputs: Inputs, mean: Mean, root: Array) -> Array:
+def normalize_by(axis_name: sharding.AxisName, inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
     """The result for given statistics, which are the same on all devices."""
     assert mean.remainder is not None
-    remainder, root = varying_over(axis_name, jnp.stack([mean.remainder, root]))
-    return _apply(inputs._replace(weights=None, epsilon=None), Mean(mean.centre, remainder), root)
+    remainder, root = sharding.varying_over(axis_name, jnp.stack([mean.remainder, root]))
+    return _apply(inputs._replace(weights=None, epsilon=None), moments.Mean(mean.centre, remainder), root)
 
 
-def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float | None, array: Array | None = None) -> Array:
+def reciprocal_root(
+    variance: Array, mean: moments.Mean | None, epsilon: float | None, array: Array | None = None
+) -> Array:
     """1 / sqrt(variance + epsilon), and a constant 0 where both are 0; without an epsilon it is an array, not tiny."""
     if epsilon is None:
         assert array is not None
@@ -114,15 +110,15 @@ def scaled_and_shifted(y: Array, inputs: Inputs) -> Array:
 # From the statistics to the result.
 
 
-def _deviations(inputs: Inputs, mean: Mean) -> Array:
-    return moments.deviations(selected(widened(inputs.x), inputs.where), mean, inputs.where)
+def _deviations(inputs: Inputs, mean: moments.Mean) -> Array:
+    return moments.deviations(selected(precision.widened(inputs.x), inputs.where), mean, inputs.where)
 
 
 def _forward(*args: Any) -> tuple[Array, tuple[Any, ...]]:
     return _evaluate(*args), args
 
 
-def _reverse(residuals: tuple[Inputs, Mean, Array], d_y: Array) -> tuple[Any, ...]:
+def _reverse(residuals: tuple[Inputs, moments.Mean, Array], d_y: Array) -> tuple[Any, ...]:
     inputs, mean, root = residuals
     x, where, _, scale, bias, _ = inputs
     deviations = _deviations(inputs, mean)
@@ -140,15 +136,15 @@ def _reverse(residuals: tuple[Inputs, Mean, Array], d_y: Array) -> tuple[Any, ..
         terms = selected(d_y * deviations * root, where), d_y
     parameters = zip((scale, bias), terms, strict=True)
     d_scale, d_bias = (None if p is None else _sum_to(p, term).astype(p.dtype) for p, term in parameters)
-    d_mean = Mean(None, d_remainder)  # type: ignore[arg-type]  # the centre is a constant
+    d_mean = moments.Mean(None, d_remainder)  # type: ignore[arg-type]  # the centre is a constant
     return Inputs(d_deviations.astype(x.dtype), scale=d_scale, bias=d_bias), d_mean, d_root
 
 
-def _evaluate(inputs: Inputs, mean: Mean, root: Array) -> Array:
+def _evaluate(inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
     return scaled_and_shifted(selected(_deviations(inputs, mean) * root, inputs.where), inputs)
 
 
-_apply = with_reverse_rule(_forward, _reverse)(_evaluate)
+_apply = derivatives.with_reverse_rule(_forward, _reverse)(_evaluate)
 
 
 def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
@@ -157,4 +153,4 @@ def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
 
 def _sum_to(like: Array, x: Array) -> Array:
     """The sum of `x` over the axes along which `like` repeats."""
-    return sum_of(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)
+    return unfolded.sum_of(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)
