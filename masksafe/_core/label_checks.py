@@ -63,17 +63,15 @@ def check_integer_labels(
       shape: the shape of the logits.
       axis_name: the mesh axis over which `jax.shard_map` splits the classes, or None.
     """
-
-    def any_class(found: Array) -> Array:
-        return sharding.any_over_devices(axis_name, jnp.any(found, axes))
-
+    devices = sharding.Devices(axis_name)
+    any_class = lambda found: devices.any(jnp.any(found, axes))  # noqa: E731
     classes_here = math.prod(shape[a] for a in axes)
-    num_classes = sharding.size_over_devices(axis_name, classes_here)
+    num_classes = classes_here * devices.size
     in_range = is_class(labels, num_classes)
     live = jnp.ones(labels.shape, bool) if where is None else jnp.broadcast_to(any_class(where), labels.shape)
     yield Finding(f"labels are outside [0, {num_classes})", live & ~in_range, live, labels)
     if where is not None and any(where.shape[a] > 1 for a in axes):
-        local = sharding.local_class(axis_name, labels, classes_here)
+        local = devices.local(labels, classes_here)
         at_unmasked = any_class(where & (jnp.expand_dims(local, axes) == class_index(shape, axes)))
         yield Finding("labels are at a masked class", live & in_range & ~at_unmasked, live, labels)
 

@@ -91,7 +91,7 @@ def _on_each_device(
 
     mapped, totals = jax.eval_shape(fn, *args)
     of_results = jax.tree.map(lambda _: of_rows, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
-    return own_shard_map.on_each_device(on_device, split, args, names, of_results)  # type: ignore[no-any-return]
+    return split.map(on_device, args, names, of_results)
 
 
 def _splits_a_row(args: Any, leading: int) -> bool:

@@ -41,8 +41,11 @@ class RowMoments(NamedTuple):
     squares: Array  # the sum of the weighted squared deviations
 
 
-class RowConfig(NamedTuple):
+class Rows(NamedTuple):
+    """It is static."""
+
     axes: Axes
+    devices: sharding.Devices = sharding.Devices()  # over which they extend
     centred: bool = True  # otherwise the mean is taken for 0
     groups: "Groups | None" = None  # of rows, which are merged; each row gets the moments of its group
 
@@ -54,29 +57,29 @@ class Groups(NamedTuple):
     number: int
 
 
-def row_moments(config: RowConfig, axis_name: sharding.AxisName, x: Array, weighting: Weighting) -> RowMoments:
+def row_moments(rows: Rows, x: Array, weighting: Weighting) -> RowMoments:
     """The moments of each row, over all devices of the mesh axis."""
-    sums = _local_sums(config, x, weighting)
+    sums = _local_sums(rows, x, weighting)
     divide = jnp.divide if weighting.weights is None else scaling.quotient
-    if config.groups is None:
-        return _of_devices(config, axis_name, sums, divide)
-    axis, number = config.groups
+    if rows.groups is None:
+        return _of_devices(rows, sums, divide)
+    axis, number = rows.groups
     size = sums.weight.shape[axis] // number
     sums = _Sums(*(sharding.gathered_along(a, axis) for a in sums))  # a mesh may split the rows of a group
     shape = *sums.weight.shape[:axis], number, size, *sums.weight.shape[axis + 1 :]
     parts = _Sums(*(jnp.moveaxis(a.reshape(shape), axis + 1, 0) for a in sums))
-    of_groups = _of_devices(config, axis_name, _merged(parts), divide)
+    of_groups = _of_devices(rows, _merged(parts), divide)
     return jax.tree.map(lambda a: jnp.repeat(a, size, axis), of_groups)  # type: ignore[no-any-return]
 
 
-def _of_devices(config: RowConfig, axis_name: sharding.AxisName, sums: "_Sums", divide: moments.Divide) -> RowMoments:
-    if not config.centred:
-        weight, squares = sharding.sums_over_devices(axis_name, sums.weight, sums.second)
+def _of_devices(rows: Rows, sums: "_Sums", divide: moments.Divide) -> RowMoments:
+    if not rows.centred:
+        weight, squares = rows.devices.sums(sums.weight, sums.second)
         return _or_nothing(RowMoments(weight, moments.Mean(sums.centre, sums.first), squares))
-    if axis_name is not None:
-        numbers = sums.weight.size * sharding.size_over_devices(axis_name, len(sums))
+    if rows.devices.are_many:
+        numbers = sums.weight.size * len(sums) * rows.devices.size
         is_small = numbers <= platforms.choices().most_numbers_of_one_exchange
-        sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(axis_name, sums)
+        sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(rows.devices, sums)
     mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight), divide)
     return _or_nothing(RowMoments(sums.weight, mean, squares))
 
@@ -114,47 +117,47 @@ class _Sums(NamedTuple):
     second: Array  # that of their squares
 
 
-def _evaluate(config: RowConfig, x: Array, weighting: Weighting) -> _Sums:
+def _evaluate(rows: Rows, x: Array, weighting: Weighting) -> _Sums:
     where, weights = weighting
     wide = selected(widened(x), where)
-    weight = total_weight(wide, config.axes, weighting)
-    if config.centred:
+    weight = total_weight(wide, rows.axes, weighting)
+    if rows.centred:
         # Apart: XLA may compute a sum twice, in another order, and the deviations would be those from another centre.
-        centre = platforms.apart(lax.stop_gradient(_centre(config, x, weighting, weight)))
+        centre = platforms.apart(lax.stop_gradient(_centre(rows, x, weighting, weight)))
         wide = selected(wide - centre, where)
-        first = jnp.sum(weighted(wide, weights), config.axes, keepdims=True)
+        first = jnp.sum(weighted(wide, weights), rows.axes, keepdims=True)
     else:
         centre = first = jnp.zeros_like(weight)
     # A square may overflow, and infinity times a weight of 0 would be NaN: so the weight goes first.
-    return _Sums(weight, centre, first, jnp.sum(weighted(wide, weights) * wide, config.axes, keepdims=True))
+    return _Sums(weight, centre, first, jnp.sum(weighted(wide, weights) * wide, rows.axes, keepdims=True))
 
 
-def _centre(config: RowConfig, x: Array, weighting: Weighting, weight: Array) -> Array:
+def _centre(rows: Rows, x: Array, weighting: Weighting, weight: Array) -> Array:
     where, weights = weighting
-    axes = tuple(a - x.ndim for a in config.axes)
+    axes = tuple(a - x.ndim for a in rows.axes)
     if where is None and weights is None and moments.may_save_passes(axes, x):
-        average_of_all = lambda x: moments.average(widened(x), config.axes, None)  # noqa: E731
+        average_of_all = lambda x: moments.average(widened(x), rows.axes, None)  # noqa: E731
         return platforms.on_cpu_or_elsewhere(average_of_all, lambda x: moments.near_mean(x, axes), x)
     wide = selected(widened(x), where)
-    average = jnp.sum(weighted(wide, weights), config.axes, keepdims=True) / or_one(weight)
+    average = jnp.sum(weighted(wide, weights), rows.axes, keepdims=True) / or_one(weight)
     if weights is None:
         return average
     # Elements of weight 0 need a centre close to them as well, for the derivative by their weights.
-    return jnp.where(weight == 0, moments.average(wide, config.axes, where), average)
+    return jnp.where(weight == 0, moments.average(wide, rows.axes, where), average)
 
 
 _Residuals = tuple[Array, Weighting, Array]
 
 
-def _forward(config: RowConfig, x: Array, weighting: Weighting) -> tuple[_Sums, _Residuals]:
-    sums = _evaluate(config, x, weighting)
+def _forward(rows: Rows, x: Array, weighting: Weighting) -> tuple[_Sums, _Residuals]:
+    sums = _evaluate(rows, x, weighting)
     return sums, (x, weighting, sums.centre)
 
 
-def _reverse(config: RowConfig, residuals: _Residuals, cotangents: _Sums) -> tuple[Array, Weighting]:
+def _reverse(rows: Rows, residuals: _Residuals, cotangents: _Sums) -> tuple[Array, Weighting]:
     (x, (where, weights), centre), (d_weight, _, d_first, d_second) = residuals, cotangents
     shifted = selected(selected(widened(x), where) - centre, where)
-    d_first = d_first if config.centred else jnp.zeros_like(d_first)
+    d_first = d_first if rows.centred else jnp.zeros_like(d_first)
     d_x = weighted(jnp.broadcast_to(d_first, x.shape), weights) + 2 * weighted(shifted, weights) * d_second
     d_x = selected(d_x, where).astype(x.dtype)
     if weights is None:
@@ -170,8 +173,8 @@ _local_sums = derivatives.with_reverse_rule(_forward, _reverse, static_argnums=(
 # first agree on the centre, and then add up: twice the way, but few numbers, however many the devices.
 
 
-def _merged_in_one_exchange(axis_name: sharding.AxisName, sums: _Sums) -> _Sums:
-    return _merged(_Sums(*jnp.moveaxis(sharding.of_all_devices(axis_name, jnp.stack(sums)), 1, 0)))
+def _merged_in_one_exchange(devices: sharding.Devices, sums: _Sums) -> _Sums:
+    return _merged(_Sums(*jnp.moveaxis(devices.gathered(jnp.stack(sums)), 1, 0)))
 
 
 def _merged(parts: _Sums) -> _Sums:
@@ -182,10 +185,10 @@ def _merged(parts: _Sums) -> _Sums:
     return _Sums(*(x[0] for x in of_all))
 
 
-def _merged_in_two_exchanges(axis_name: sharding.AxisName, sums: _Sums) -> _Sums:
-    weight, total = sharding.sums_over_devices(axis_name, sums.weight, lax.stop_gradient(sums.weight * sums.centre))
+def _merged_in_two_exchanges(devices: sharding.Devices, sums: _Sums) -> _Sums:
+    weight, total = devices.sums(sums.weight, lax.stop_gradient(sums.weight * sums.centre))
     centre = platforms.apart(lax.stop_gradient(total / or_one(weight)))
-    return _Sums(weight, centre, *sharding.sums_over_devices(axis_name, *_about(centre, sums)))
+    return _Sums(weight, centre, *devices.sums(*_about(centre, sums)))
 
 
 def _about(centre: Array, parts: _Sums) -> tuple[Array, Array]:

@@ -17,7 +17,7 @@ class Reduction(NamedTuple):
     op: str
     axes: Axes
     keepdims: bool
-    axis_name: sharding.AxisName
+    devices: sharding.Devices
 
     def shaped(self, reduced: Array) -> Array:
         """A result whose reduced axes have size 1, with or without them."""
@@ -29,12 +29,12 @@ class Call(NamedTuple):
 
     op: str
     axis: Axis | None
-    axis_name: sharding.AxisName
+    devices: sharding.Devices
     keepdims: bool
 
     def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array | None, Array | None]:
         """What is reduced, and the mask and the weights at the rank of `x`."""
-        how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.axis_name)
+        how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.devices)
         return how, masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
 
 
@@ -46,5 +46,5 @@ def prepared(
     where = None if where is None else as_array(op, "where", where)
     weights = None if weights is None else as_array(op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
-    axis_name = None if axis_name is None else sharding.as_axis_name(op, axis_name)
-    return Call(op, axis, axis_name, as_bool(op, "keepdims", keepdims)), x, where, weights
+    devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
+    return Call(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, where, weights

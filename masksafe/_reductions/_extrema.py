@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, masks, unfolded
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
+from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, Reduction, prepared
 
@@ -111,9 +111,9 @@ def _evaluate(how: Reduction, x: Array, where: Array | None) -> Array:
     reduce, of_nothing = jnp.max if how.op == "max" else jnp.min, _of_nothing(how.op, x.dtype)
     x = masks.selected(x, where, of_nothing)
     local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
-    if how.axis_name is None:
+    if not how.devices.are_many:
         return local
-    of_devices = of_all_devices(how.axis_name, local)
+    of_devices = how.devices.gathered(local)
     return _or_nan(reduce(of_devices, 0), of_devices, 0)
 
 
@@ -143,7 +143,7 @@ def _derivative(how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Arr
     x, where = primals
     extremum = _of_floats(how, x, where)
     ties = x == extremum if where is None else (x == extremum) & where
-    number = sum_over_devices(how.axis_name, jnp.sum(ties, how.axes, keepdims=True))
+    number = how.devices.sum(jnp.sum(ties, how.axes, keepdims=True))
     share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
     moved = jnp.where(ties | jnp.isnan(extremum), masks.selected(tangents[0], where), 0) * share
-    return extremum, sum_over_devices(how.axis_name, jnp.sum(moved, how.axes, keepdims=True))
+    return extremum, how.devices.sum(jnp.sum(moved, how.axes, keepdims=True))

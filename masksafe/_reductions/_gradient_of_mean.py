@@ -130,7 +130,7 @@ def value_and_grad_of_mean(
 
     @functools.wraps(fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        name = sharding.as_axis_name(_OP, axis_name)
+        devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         _check_floats(params)
@@ -139,13 +139,13 @@ def value_and_grad_of_mean(
         def fn_of(params: Any, batch: Any) -> Any:
             positional = batch["args"] | dict(zip(active, params, strict=True))
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
-            return _as_mean_and_aux(result, has_aux, name)
+            return _as_mean_and_aux(result, has_aux, devices)
 
         axes = _axes_to_cut(in_axes, batch, len(args), active)
         parts = _in_parts(batch, axes, int(microbatches))
-        sums, aux = _summed_over_parts(fn_of, sharding.varying_over(name, params), parts)
-        if name is not None:
-            sums, aux = _summed_over_devices(name, sums, aux)
+        sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
+        if devices.are_many:
+            sums, aux = _summed_over_devices(devices, sums, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -174,14 +174,14 @@ def _check_floats(params: Any) -> None:
             raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
-def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: sharding.AxisName) -> tuple[MaskedMean, Any]:
+def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Any]:
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
 
     def of_own_device(mean: MaskedMean) -> MaskedMean:
         mean = normal(mean)
-        if sharding.is_same_on_devices(axis_name, sums_of(mean)[0].low):
+        if devices.share(sums_of(mean)[0].low):
             found = "a MaskedMean whose total is the same on all devices"
             raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
         return mean
@@ -358,11 +358,11 @@ def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tu
     return sums, _map_aux(added_up, lambda x: x, aux)
 
 
-def _summed_over_devices(axis_name: sharding.AxisName, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
+def _summed_over_devices(devices: sharding.Devices, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
     """The sums, and aux with the means in it, of all devices."""
     leaves, tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, MaskedMean))
     means = {i: x for i, x in enumerate(leaves) if isinstance(x, MaskedMean)}
-    sums, means = lax.psum((sums, means), axis_name)
+    sums, means = lax.psum((sums, means), devices.axis_name)
     return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
 
 

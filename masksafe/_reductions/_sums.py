@@ -62,11 +62,11 @@ def sum(  # noqa: A001
 def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
     how, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
-    if weights is None and (how.axis_name is None or x.dtype != dtype):  # or a sum of integers
-        return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
+    if weights is None and (not how.devices.are_many or x.dtype != dtype):  # or a sum of integers
+        return how.devices.sum(jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
     where, weights = weighting_of(x, where, weights)
     total = jnp.sum(weighted(widened(selected(x, where)), weights), how.axes, keepdims=how.keepdims)
-    return sharding.sum_over_devices(how.axis_name, total).astype(dtype)
+    return how.devices.sum(total).astype(dtype)
 
 
 @public_op
@@ -127,8 +127,8 @@ def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> A
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)
     weight = total_weight(wide, how.axes, weighting)
-    if how.axis_name is not None:
-        total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
+    if how.devices.are_many:
+        total, weight = how.devices.sums(total, weight.astype(total.dtype))
     average = (jnp.divide if weights is None else scaling.quotient)(total, or_one(weight))
     if weights is not None:
         average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights

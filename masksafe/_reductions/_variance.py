@@ -13,7 +13,7 @@ from masksafe._core.derivatives import explains_forward_mode, with_derivatives_o
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import RowConfig, row_moments
+from masksafe._core.row_moments import Rows, row_moments
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
@@ -139,12 +139,12 @@ def _reduce(correction: float, call: Call, x: Array, where: Array | None, weight
     """Variance and mean in the dtypes of `x`, as floats."""
     how, where, weights = call.read(x, where, weights)
     x = x.astype(float_dtype(x.dtype))
-    if jnp.iscomplexobj(x) and not (weights is None and how.axis_name is None):
+    if jnp.iscomplexobj(x) and (weights is not None or how.devices.are_many):
         raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
-    if weights is None and how.axis_name is None:
+    if weights is None and not how.devices.are_many:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
-        of_rows = row_moments(RowConfig(how.axes), how.axis_name, x, weighting_of(x, where, weights))
+        of_rows = row_moments(Rows(how.axes, how.devices), x, weighting_of(x, where, weights))
         divide = jnp.divide if weights is None else scaling.quotient
         variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight, divide)
         mean = moments.total(of_rows.mean)

@@ -282,7 +282,7 @@ def _of_labels(
 ) -> Array | None:
     if class_weights is None:
         return of_tokens
-    here = sharding.local_class(axis_name, labels, class_weights.size)
+    here = sharding.Devices(axis_name).local(labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
     index = jnp.where(is_here, here, 0)
     weights = (
@@ -290,8 +290,8 @@ def _of_labels(
         .at[index]
         .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
     )
-    weights = sharding.sum_over_devices(axis_name, jnp.where(is_here, weights, 0))
-    classes = sharding.size_over_devices(axis_name, class_weights.size)
+    weights = sharding.Devices(axis_name).sum(jnp.where(is_here, weights, 0))
+    classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
     if of_tokens is None:
         return weights

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, derivatives, masks, moments, precision, sharding
 from masksafe._core.public_op import public_op
+from masksafe._core.row_moments import Rows
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.normalization._arguments import Inputs, along_axes, read_arguments
-from masksafe.normalization._statistics import How, normalize, normalize_by, reciprocal_root
+from masksafe.normalization._statistics import normalize, normalize_by, reciprocal_root
 
 _OP = "batch_norm"
 
@@ -111,25 +112,27 @@ def batch_norm(
         _OP, x, features, scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
     )
     rest = tuple(a for a in range(x.ndim) if a not in features)
-    how = How(rest, static, sharding.as_axis_name(_OP, axis_name))
+    rows = Rows(rest, sharding.Devices(sharding.as_axis_name(_OP, axis_name)))
     if given_mean is None or given_var is None:
-        return _normalize(how, features, inputs)
-    return _normalize_by(how, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
+        return _normalize(rows, static, features, inputs)
+    return _normalize_by(rows.devices, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
 
 
 @derivatives.explains_forward_mode
-@jitted(0, 1)
-def _normalize(how: How, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
-    y, (mean, variance) = normalize(how, inputs)
+@jitted(0, 1, 2)
+def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
+    y, (mean, variance) = normalize(rows, epsilon, inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
-    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, how.axes), order)  # noqa: E731
+    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, rows.axes), order)  # noqa: E731
     return y, of_features(moments.total(mean)), of_features(variance)
 
 
 @derivatives.explains_forward_mode
-@jitted(0)
-def _normalize_by(how: How, inputs: Inputs, mean: Array, variance: Array) -> Array:
+@jitted(0, 1)
+def _normalize_by(
+    devices: sharding.Devices, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array
+) -> Array:
     mean, variance = (s.astype(precision.wide_dtype(inputs.x.dtype)) for s in (mean, variance))
-    root = reciprocal_root(variance, None, how.epsilon, inputs.epsilon)
+    root = reciprocal_root(variance, None, epsilon, inputs.epsilon)
     inputs = inputs._replace(where=masks.weighting_of(inputs.x, inputs.where, inputs.weights).where)
-    return normalize_by(how.axis_name, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)
+    return normalize_by(devices, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)

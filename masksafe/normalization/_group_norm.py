@@ -6,11 +6,12 @@ import numbers
 
 import jax
 
-from masksafe._core import arguments, derivatives, row_moments, sharding
+from masksafe._core import arguments, derivatives, sharding
 from masksafe._core.public_op import public_op
+from masksafe._core.row_moments import Groups, Rows
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe.normalization._arguments import Inputs, read_arguments
-from masksafe.normalization._statistics import How, normalize
+from masksafe.normalization._statistics import normalize
 
 _OP = "group_norm"
 
@@ -92,27 +93,28 @@ def group_norm(
         _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
     )
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
-    groups = row_moments.Groups(channels, int(num_groups))
-    return _normalize(How(positions, static, sharding.as_axis_name(_OP, axis_name), groups=groups), inputs)
+    groups = Groups(channels, int(num_groups))
+    rows = Rows(positions, sharding.Devices(sharding.as_axis_name(_OP, axis_name)), groups=groups)
+    return _normalize(rows, static, inputs)
 
 
 @derivatives.explains_forward_mode
-@jitted(0)
-def _normalize(how: How, inputs: Inputs) -> Array:
-    if not how.axes and sharding.are_whole(inputs):
-        return _normalize_rows_of_channels(how, inputs)
+@jitted(0, 1)
+def _normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
+    if not rows.axes and sharding.are_whole(inputs):
+        return _normalize_rows_of_channels(rows, epsilon, inputs)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
-    return normalize(how, inputs)[0]
+    return normalize(rows, epsilon, inputs)[0]
 
 
-def _normalize_rows_of_channels(how: How, inputs: Inputs) -> Array:
+def _normalize_rows_of_channels(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
     """Without positions: a row of one channel has one element, and to merge such rows would be all of the work."""
-    assert how.groups is not None
-    axis, number = how.groups
+    assert rows.groups is not None
+    axis, number = rows.groups
 
     def grouped(a: Array) -> Array:
         channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
         return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
 
-    y, _ = normalize(how._replace(axes=(axis + 1,), groups=None), jax.tree.map(grouped, inputs))
+    y, _ = normalize(rows._replace(axes=(axis + 1,), groups=None), epsilon, jax.tree.map(grouped, inputs))
     return y.reshape(inputs.x.shape)

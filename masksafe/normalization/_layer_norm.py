@@ -14,12 +14,12 @@ from jax import lax
 
 from masksafe._core import arguments, masks, moments, precision, row_blocks, scaling
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import RowConfig, or_one, row_moments
-from masksafe._core.sharding import AxisName, as_axis_name
+from masksafe._core.row_moments import Rows, or_one, row_moments
+from masksafe._core.sharding import AxisName, Devices, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe.normalization._arguments import Arguments, Inputs, as_epsilon, read_arguments
 from masksafe.normalization._rows import Config, normalize_rows
-from masksafe.normalization._statistics import How, at_ordinary_scale, normalize
+from masksafe.normalization._statistics import at_ordinary_scale, normalize
 
 
 @public_op
@@ -220,7 +220,7 @@ def standardize(
     weights, name = masks.as_weights_of(op, weights, x.shape), as_axis_name(op, axis_name)
     mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
     inputs = Inputs(x, where, weights, epsilon=epsilon)
-    return _standardize_with_given_statistics(How(axes, None, name), algorithm, inputs, mean, variance)
+    return _standardize_with_given_statistics(Rows(axes, Devices(name)), algorithm, inputs, mean, variance)
 
 
 def _normalize(
@@ -235,10 +235,10 @@ def _normalize(
     x = arguments.as_float_array(op, "x", x, of_any_width=True)
     axes = arguments.canonical_axes(op, axis, x.ndim)
     epsilon, inputs = read_arguments(op, x, axes, **given)
-    how = How(axes, epsilon, as_axis_name(op, axis_name), centred)
-    if inputs.weights is not None or how.axis_name is not None:
-        return normalize(how, inputs)[0]
-    scaled, _ = at_ordinary_scale(how, x, inputs.where)
+    rows = Rows(axes, Devices(as_axis_name(op, axis_name)), centred)
+    if inputs.weights is not None or rows.devices.are_many:
+        return normalize(rows, epsilon, inputs)[0]
+    scaled, _ = at_ordinary_scale(rows, epsilon, x, inputs.where)
     config = Config(row_blocks.axes_of_row(axes, x.ndim), epsilon, centred, inputs.bias is not None)
     return normalize_rows(config, inputs._replace(x=scaled))
 
@@ -260,7 +260,7 @@ def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> 
 
 @jitted(0, 1)
 def _standardize_with_given_statistics(
-    how: How, algorithm: str, inputs: Inputs, mean: Array | None, variance: Array | None
+    rows: Rows, algorithm: str, inputs: Inputs, mean: Array | None, variance: Array | None
 ) -> Array:
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
     x, where, weights, *_, epsilon = inputs
@@ -268,7 +268,7 @@ def _standardize_with_given_statistics(
     wide = precision.widened(masks.selected(x.astype(dtype), where))
     weighting = masks.weighting_of(x, where, weights)
     where = weighting.where
-    weight, sample_mean, squares = row_moments(RowConfig(how.axes), how.axis_name, wide, weighting)
+    weight, sample_mean, squares = row_moments(rows, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
     sample_variance = (jnp.divide if weights is None else scaling.quotient)(squares, or_one(weight))
     if mean is None:

@@ -16,19 +16,9 @@ from jax import lax
 
 from masksafe._core import derivatives, moments, precision, scaling, sharding, unfolded
 from masksafe._core.masks import selected, weighting_of
-from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
-from masksafe._core.typing import Array, Axes, jitted
+from masksafe._core.row_moments import Rows, or_one, row_moments
+from masksafe._core.typing import Array, jitted
 from masksafe.normalization._arguments import Inputs
-
-
-class How(NamedTuple):
-    """It is static."""
-
-    axes: Axes  # those of a row
-    epsilon: float | None  # None where it is an array, in the `Inputs`
-    axis_name: sharding.AxisName
-    centred: bool = True  # otherwise by the root mean square
-    groups: Groups | None = None  # of rows that share their statistics
 
 
 class Statistics(NamedTuple):
@@ -38,50 +28,50 @@ class Statistics(NamedTuple):
     variance: Array
 
 
-def normalize(how: How, inputs: Inputs) -> tuple[Array, Statistics]:
-    """The result and the statistics."""
+def normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> tuple[Array, Statistics]:
+    """The result and the statistics. An epsilon of None is an array, in the inputs."""
     weighting = weighting_of(inputs.x, inputs.where, inputs.weights)
-    x, unit = at_ordinary_scale(how, inputs.x, weighting.where)
-    of_rows = row_moments(RowConfig(how.axes, how.centred, how.groups), how.axis_name, x, weighting)
+    x, unit = at_ordinary_scale(rows, epsilon, inputs.x, weighting.where)
+    of_rows = row_moments(rows, x, weighting)
     variance = (jnp.divide if inputs.weights is None else scaling.quotient)(of_rows.squares, or_one(of_rows.weight))
-    root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon, inputs.epsilon)
+    root = reciprocal_root(variance, of_rows.mean if rows.centred else None, epsilon, inputs.epsilon)
     live = weighting.where
     if live is not None and inputs.weights is not None:
         live &= of_rows.weight != 0
-    y = normalize_by(how.axis_name, inputs._replace(x=x, where=live), of_rows.mean, root)
+    y = normalize_by(rows.devices, inputs._replace(x=x, where=live), of_rows.mean, root)
     if unit is None:
         return y, Statistics(of_rows.mean, variance)
     mean: moments.Mean = jax.tree.map(lambda part: part / unit, of_rows.mean)
     return y, Statistics(mean, variance / unit / unit)
 
 
-def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
+def at_ordinary_scale(rows: Rows, epsilon: float | None, x: Array, where: Array | None) -> tuple[Array, Array | None]:
     """`x` with each row multiplied by a power of two, and those powers, where the scale has no effect.
 
     That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32. An
     epsilon that is an array is not tiny.
     """
-    has_epsilon = how.epsilon is None or how.epsilon >= jnp.finfo(x.dtype).tiny
-    return (x, None) if has_epsilon or jnp.finfo(x.dtype).maxexp < 64 else _at_ordinary_scale(how, x, where)
+    has_epsilon = epsilon is None or epsilon >= jnp.finfo(x.dtype).tiny
+    return (x, None) if has_epsilon or jnp.finfo(x.dtype).maxexp < 64 else _at_ordinary_scale(rows, x, where)
 
 
 @jitted(0)  # which hides masked NaN from jax_debug_nans
-def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array]:
+def _at_ordinary_scale(rows: Rows, x: Array, where: Array | None) -> tuple[Array, Array]:
     x = selected(x, where)
-    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
-    if how.groups is not None:
-        axis, number = how.groups
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), rows.axes, keepdims=True, initial=0)
+    if rows.groups is not None:
+        axis, number = rows.groups
         of_rows = sharding.gathered_along(largest, axis)
         shape = *of_rows.shape[:axis], number, of_rows.shape[axis] // number, *of_rows.shape[axis + 1 :]
         largest = jnp.repeat(jnp.max(of_rows.reshape(shape), axis + 1), shape[axis + 1], axis)
-    unit = scaling.reciprocal_power_of_two(sharding.max_over_devices(how.axis_name, largest))
+    unit = scaling.reciprocal_power_of_two(rows.devices.max(largest))
     return x * unit, unit.astype(precision.wide_dtype(x.dtype))
 
 
-def normalize_by(axis_name: sharding.AxisName, inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
+def normalize_by(devices: sharding.Devices, inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
     """The result for given statistics, which are the same on all devices."""
     assert mean.remainder is not None
-    remainder, root = sharding.varying_over(axis_name, jnp.stack([mean.remainder, root]))
+    remainder, root = devices.varying(jnp.stack([mean.remainder, root]))
     return _apply(inputs._replace(weights=None, epsilon=None), moments.Mean(mean.centre, remainder), root)
 
 

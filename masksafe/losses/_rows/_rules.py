@@ -18,7 +18,7 @@ from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.labels import is_class
 from masksafe._core.masks import both, selected
-from masksafe._core.own_shard_map import Split, on_each_device, split_of
+from masksafe._core.own_shard_map import Split, split_of
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array
@@ -118,15 +118,15 @@ def _evaluate_on_each_device(core: _Core, options: Options, split: Split, *args:
 
     def on_device(*args: Any) -> Any:
         results = _on_device(core, options, *args)
-        return sharding.sum_over_devices(over_tokens, results) if core is _weighted_sum else results
+        return sharding.Devices(over_tokens).sum(results) if core is _weighted_sum else results
 
     of_results = PartitionSpec() if core is _weighted_sum else (of_tokens,) * options.formula.number
-    return on_each_device(on_device, split, args, names, of_results)
+    return split.map(on_device, args, names, of_results)
 
 
 def _on_device(core: _Core, options: Options, inputs: Inputs, *weights: Any) -> Any:
     results = core(options.config(inputs), inputs, *weights)
-    return jax.tree.map(functools.partial(sharding.same_on_all_devices, options.axis_name), results)
+    return jax.tree.map(sharding.Devices(options.axis_name).shared, results)
 
 
 def _dimensions(options: Options, inputs: Inputs, *weights: Outputs) -> Any:
@@ -161,7 +161,7 @@ def _token_outputs_forward(config: Config, inputs: Inputs) -> tuple[Outputs, Any
 
 def _token_outputs_reverse(config: Config, residuals: Any, d_outputs: Outputs) -> tuple[Inputs]:
     inputs, outputs, sums = residuals
-    d_outputs = tuple(selected(sharding.whole_cotangent(config.axis_name, d), inputs.live) for d in d_outputs)
+    d_outputs = tuple(selected(sharding.Devices(config.axis_name).sum(d), inputs.live) for d in d_outputs)
     # Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN. Other tokens stay, since the
     # gradients have derivatives with respect to the cotangents even there.
     is_sound = functools.reduce(jnp.logical_and, map(jnp.isfinite, outputs))
@@ -205,7 +205,7 @@ def _weighted_sum_reverse(config: Config, residuals: Any, d_total: Array) -> tup
     inputs, weights, outputs, saved = residuals
     # Each device returns a part of the cotangents of the weights: they are the same on all devices.
     d_weights = tuple(None if x is None else _times(d_total, x) for x in outputs)
-    d_total = sharding.whole_cotangent(config.axis_name, d_total)
+    d_total = sharding.Devices(config.axis_name).sum(d_total)
     multiplied = _multiplied if saved.sums is None else _multiplied_or_computed
     return _cotangents_of(inputs, multiplied(config, inputs, weights, saved, d_total)), d_weights
 
@@ -364,7 +364,7 @@ def _plain_outputs_and_gradients(
 
     def outputs_of(layers: tuple[Linear, ...]) -> Outputs:
         outputs = _plain_outputs(config, inputs._replace(layers=(*layers, *inputs.layers[number:])))
-        return tuple(sharding.same_on_all_devices(config.axis_name, x) for x in outputs)
+        return tuple(sharding.Devices(config.axis_name).shared(x) for x in outputs)
 
     layers = inputs.layers[:number]
     if _is_float16(layers):  # the scaled cotangents would overflow in float16
@@ -372,7 +372,7 @@ def _plain_outputs_and_gradients(
     outputs, reverse = jax.vjp(outputs_of, layers)
     # The product splits the cotangents over devices like the outputs.
     d_outputs = tuple(
-        sharding.part_of_cotangent(config.axis_name, d.astype(x.dtype)) * jnp.ones_like(x)
+        sharding.Devices(config.axis_name).part_of_cotangent(d.astype(x.dtype)) * jnp.ones_like(x)
         for d, x in zip(d_outputs, outputs, strict=True)
     )
     # In the dtype of sums, as in blocks, whatever dtypes the arguments have.
