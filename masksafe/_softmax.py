@@ -240,7 +240,7 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
     if are_whole((x, where)):
-        shift, total = platforms.apart_on_cpu((shift, total))
+        shift, total = platforms.unfused_on_cpu((shift, total))
     # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
     total = _select_live(axes, where, total, 1.0)
     return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)

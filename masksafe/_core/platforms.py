@@ -151,7 +151,7 @@ def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
     return elements in in_cache and elements * 4 ** (arrays - 1) in in_cache  # each array brings intermediate ones
 
 
-def apart(results: Tree) -> Tree:
+def unfused(results: Tree) -> Tree:
     """`results`, which XLA does not fuse with what follows, nor finds to be computed elsewhere as well.
 
     On a CPU the mean of all rows would else become part of the computation of each, which then is up to ten times as
@@ -161,9 +161,9 @@ def apart(results: Tree) -> Tree:
     return jax.tree.map(lax.optimization_barrier, results)  # type: ignore[no-any-return]
 
 
-def apart_on_cpu(results: Tree) -> Tree:
-    """`apart` in a program for a CPU."""
-    return on_cpu_or_elsewhere(apart, lambda results: results, results)  # type: ignore[no-any-return]
+def unfused_on_cpu(results: Tree) -> Tree:
+    """`unfused` in a program for a CPU."""
+    return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

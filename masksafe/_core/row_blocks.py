@@ -60,7 +60,7 @@ def by_row_blocks(
     if arithmetic is not None:
         in_one_pass, whole = arithmetic, [a for a in arrays if math.prod(a.shape[leading:]) == elements]
         if platforms.computes_rows_in_cache(elements, rows.dtype, len(whole)):
-            return platforms.on_cpu_or_elsewhere(lambda *args: platforms.apart(in_one_pass(*args)), fn, *args)
+            return platforms.on_cpu_or_elsewhere(lambda *args: platforms.unfused(in_one_pass(*args)), fn, *args)
     if not sharding.may_loop(args):
         return fn(*args)
     choices = platforms.choices()

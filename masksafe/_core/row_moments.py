@@ -80,7 +80,7 @@ def _of_devices(rows: Rows, sums: "_Sums", divide: moments.Divide) -> RowMoments
         numbers = sums.weight.size * len(sums) * rows.devices.size
         is_small = numbers <= platforms.choices().most_numbers_of_one_exchange
         sums = (_merged_in_one_exchange if is_small else _merged_in_two_exchanges)(rows.devices, sums)
-    mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], or_one(sums.weight), divide)
+    mean, squares = moments.about_mean(sums.centre, [sums.first, sums.second], nonzero_divisor(sums.weight), divide)
     return _or_nothing(RowMoments(sums.weight, mean, squares))
 
 
@@ -102,7 +102,7 @@ def weighted(x: Array, weights: Array | None) -> Array:
     return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
-def or_one(weight: Array) -> Array:
+def nonzero_divisor(weight: Array) -> Array:
     """A divisor for what is 0 where nothing is left."""
     return jnp.where(weight == 0, 1, weight)
 
@@ -122,8 +122,8 @@ def _evaluate(rows: Rows, x: Array, weighting: Weighting) -> _Sums:
     wide = selected(widened(x), where)
     weight = total_weight(wide, rows.axes, weighting)
     if rows.centred:
-        # Apart: XLA may compute a sum twice, in another order, and the deviations would be those from another centre.
-        centre = platforms.apart(lax.stop_gradient(_centre(rows, x, weighting, weight)))
+        # Unfused: XLA may compute a sum twice, in another order, and the deviations would be those from another centre.
+        centre = platforms.unfused(lax.stop_gradient(_centre(rows, x, weighting, weight)))
         wide = selected(wide - centre, where)
         first = jnp.sum(weighted(wide, weights), rows.axes, keepdims=True)
     else:
@@ -139,7 +139,7 @@ def _centre(rows: Rows, x: Array, weighting: Weighting, weight: Array) -> Array:
         average_of_all = lambda x: moments.average(widened(x), rows.axes, None)  # noqa: E731
         return platforms.on_cpu_or_elsewhere(average_of_all, lambda x: moments.near_mean(x, axes), x)
     wide = selected(widened(x), where)
-    average = jnp.sum(weighted(wide, weights), rows.axes, keepdims=True) / or_one(weight)
+    average = jnp.sum(weighted(wide, weights), rows.axes, keepdims=True) / nonzero_divisor(weight)
     if weights is None:
         return average
     # Elements of weight 0 need a centre close to them as well, for the derivative by their weights.
@@ -180,14 +180,14 @@ def _merged_in_one_exchange(devices: sharding.Devices, sums: _Sums) -> _Sums:
 def _merged(parts: _Sums) -> _Sums:
     """The sums of all parts, which lie along the first axis."""
     weight = jnp.sum(parts.weight, 0, keepdims=True)
-    centre = platforms.apart(lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight)))
+    centre = platforms.unfused(lax.stop_gradient(_average_of_centres(parts.centre, parts.weight, weight)))
     of_all = weight, centre, *(jnp.sum(x, 0, keepdims=True) for x in _about(centre, parts))
     return _Sums(*(x[0] for x in of_all))
 
 
 def _merged_in_two_exchanges(devices: sharding.Devices, sums: _Sums) -> _Sums:
     weight, total = devices.sums(sums.weight, lax.stop_gradient(sums.weight * sums.centre))
-    centre = platforms.apart(lax.stop_gradient(total / or_one(weight)))
+    centre = platforms.unfused(lax.stop_gradient(total / nonzero_divisor(weight)))
     return _Sums(weight, centre, *devices.sums(*_about(centre, sums)))
 
 
@@ -200,7 +200,7 @@ def _about(centre: Array, parts: _Sums) -> tuple[Array, Array]:
 
 def _average_of_centres(centres: Array, weights: Array, weight: Array) -> Array:
     """The weighted average; exactly the value of equal centres, so that a constant row has no deviations."""
-    shares = weights / or_one(weight)
+    shares = weights / nonzero_divisor(weight)
     average = jnp.sum(shares * centres, 0, keepdims=True)
     some = jnp.take_along_axis(centres, jnp.argmax(unfolded.unknown(weights != 0), 0, keepdims=True), 0)
     difference = jnp.sum(shares * (centres - some), 0, keepdims=True)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array, Tree
@@ -32,7 +33,7 @@ def is_on_automatic_mesh(x: Array) -> bool:
     """Whether the compiler may split `x` over the devices of a mesh, in a way that is not known while tracing."""
     meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     kinds = [zip(mesh.axis_types, mesh.axis_sizes, strict=True) for mesh in meshes if not mesh.empty]
-    return any(kind == jax.sharding.AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
+    return any(kind == AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
 
 
 def may_loop(tree: Any) -> bool:
@@ -61,7 +62,7 @@ def gathered_along(x: Array, *axes: int) -> Array:
         return x
     gathered = [axis % x.ndim for axis in axes]
     spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
-    whole: Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec)))
+    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     return whole
 
 
@@ -87,14 +88,11 @@ class Shardings:
             if own is None or own.spec == sharding.spec:
                 return cotangent
             mesh = own.mesh if sharding.mesh.empty else sharding.mesh  # an argument may be on no mesh
-            return jax.sharding.reshard(cotangent, jax.sharding.NamedSharding(mesh, sharding.spec))
+            return jax.sharding.reshard(cotangent, NamedSharding(mesh, sharding.spec))
 
-        shardings = jax.tree.unflatten(self.tree, self.specs)
+        shardings = tuple(jax.tree.unflatten(self.tree, self.specs))
         is_none = lambda x: x is None  # noqa: E731
-        return tuple(
-            None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
-            for cotangent, sharding in zip(cotangents, shardings, strict=True)
-        )
+        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)  # type: ignore[no-any-return]
 
 
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
@@ -138,7 +136,7 @@ def vary_with(tree: Tree, others: Any) -> Tree:
 def zeros_of_types(shapes: Any, others: Any) -> Any:
     """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes or jax.sharding.AxisType.Auto not in mesh.axis_types:
+    if not mesh.manual_axes or AxisType.Auto not in mesh.axis_types:
         return jax.tree.map(jnp.zeros_like, shapes)
     # JAX refuses to make zeros that vary over some axes where others are automatic.
     return vary_with(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), others)

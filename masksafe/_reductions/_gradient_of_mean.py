@@ -326,7 +326,7 @@ class _Sums(NamedTuple):
         def gradient(d_total: Array, d_count: Array | None) -> Array:
             count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
-            return jnp.where(count == 0, 0, d_mean / row_moments.or_one(count))
+            return jnp.where(count == 0, 0, d_mean / row_moments.nonzero_divisor(count))
 
         d_count = jax.tree.map(lambda _: None, self.d_total) if self.d_count is None else self.d_count
         return jax.tree.map(gradient, self.d_total, d_count)

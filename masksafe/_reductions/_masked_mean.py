@@ -281,7 +281,7 @@ def _number(x: _Sum) -> Array:
 def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
     dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
-    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, row_moments.or_one(divisor))).astype(dtype)
+    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, row_moments.nonzero_divisor(divisor))).astype(dtype)
 
 
 @jitted(0)

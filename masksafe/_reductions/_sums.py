@@ -8,7 +8,7 @@ from masksafe._core import scaling, sharding
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import or_one, total_weight, weighted
+from masksafe._core.row_moments import nonzero_divisor, total_weight, weighted
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
@@ -129,7 +129,7 @@ def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> A
     weight = total_weight(wide, how.axes, weighting)
     if how.devices.are_many:
         total, weight = how.devices.sums(total, weight.astype(total.dtype))
-    average = (jnp.divide if weights is None else scaling.quotient)(total, or_one(weight))
+    average = (jnp.divide if weights is None else scaling.quotient)(total, nonzero_divisor(weight))
     if weights is not None:
         average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
     return how.shaped(average).astype(float_dtype(x.dtype))

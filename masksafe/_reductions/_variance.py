@@ -219,7 +219,7 @@ def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | Non
     axes, correction = config
     wide = widened(x)
     centre, n = moments.average(wide, axes, where), moments.count(wide, axes, where)
-    centre, square_sum = platforms.apart((centre, moments.squares(wide - centre, axes)))
+    centre, square_sum = platforms.unfused((centre, moments.squares(wide - centre, axes)))
     # Some rounding errors of the mean, squared, are a millionth of a variance above this.
     rounding = 2**13 * jnp.finfo(wide.dtype).eps * jnp.abs(centre)
     mean = moments.Mean(centre, jnp.zeros_like(centre))

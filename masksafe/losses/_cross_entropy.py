@@ -405,7 +405,7 @@ def _pull_back(
     epsilon = _of_rows(epsilon)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
-        rows, x, t = platforms.apart_on_cpu((rows, x, t))
+        rows, x, t = platforms.unfused_on_cpu((rows, x, t))
         if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
             rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]

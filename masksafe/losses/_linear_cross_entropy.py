@@ -17,7 +17,7 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import or_one
+from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
@@ -329,5 +329,5 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
 def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
+        return nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
     return jnp.maximum(jnp.asarray(labels.size) if where is None else number_of(where), 1).astype(dtype)

@@ -148,7 +148,7 @@ def _by_rows(
     exactly = functools.partial(row_blocks.map_row_blocks, of_rows, leading=leading)
 
     def on_cpu(*args: Any) -> Array:
-        squares = platforms.apart(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
+        squares = platforms.unfused(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
         in_one_pass = lambda *args: of_ordinary_rows(*args[:-1], squares)  # noqa: E731
         return lax.cond(_all_ordinary(config, squares), in_one_pass, exactly, *args)  # type: ignore[no-any-return]
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from masksafe._core import arguments, masks, moments, precision, row_blocks, scaling
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Rows, or_one, row_moments
+from masksafe._core.row_moments import Rows, nonzero_divisor, row_moments
 from masksafe._core.sharding import AxisName, Devices, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe.normalization._arguments import Arguments, Inputs, as_epsilon, read_arguments
@@ -270,7 +270,7 @@ def _standardize_with_given_statistics(
     where = weighting.where
     weight, sample_mean, squares = row_moments(rows, wide, weighting)
     deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = (jnp.divide if weights is None else scaling.quotient)(squares, or_one(weight))
+    sample_variance = (jnp.divide if weights is None else scaling.quotient)(squares, nonzero_divisor(weight))
     if mean is None:
         is_constant = moments.is_rounding(sample_variance, sample_mean)
         deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))

@@ -16,7 +16,7 @@ from jax import lax
 
 from masksafe._core import derivatives, moments, precision, scaling, sharding, unfolded
 from masksafe._core.masks import selected, weighting_of
-from masksafe._core.row_moments import Rows, or_one, row_moments
+from masksafe._core.row_moments import Rows, nonzero_divisor, row_moments
 from masksafe._core.typing import Array, jitted
 from masksafe.normalization._arguments import Inputs
 
@@ -33,7 +33,9 @@ def normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> tuple[Array,
     weighting = weighting_of(inputs.x, inputs.where, inputs.weights)
     x, unit = at_ordinary_scale(rows, epsilon, inputs.x, weighting.where)
     of_rows = row_moments(rows, x, weighting)
-    variance = (jnp.divide if inputs.weights is None else scaling.quotient)(of_rows.squares, or_one(of_rows.weight))
+    variance = (jnp.divide if inputs.weights is None else scaling.quotient)(
+        of_rows.squares, nonzero_divisor(of_rows.weight)
+    )
     root = reciprocal_root(variance, of_rows.mean if rows.centred else None, epsilon, inputs.epsilon)
     live = weighting.where
     if live is not None and inputs.weights is not None:

@@ -158,7 +158,7 @@ def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
     """True at one of the largest x of each row; over devices at that of the first device."""
     # Of an array that is computed only once, since a largest that no x equals would have no place. A search by argmax
     # would be gathered where a mesh splits the classes.
-    x, index = platforms.apart(x), class_index(x.shape)
+    x, index = platforms.unfused(x), class_index(x.shape)
     largest = jnp.max(x, -1, keepdims=True)
     is_top = index == jnp.min(jnp.where(x == largest, index, x.shape[-1]), -1, keepdims=True)
     if axis_name is None:
