@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax.numpy as jnp
-import numpy as np
 
 from masksafe._core import arguments, masks
 from masksafe._core.typing import Array, ArrayLike, Axes
+
+_TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
 
 class Arguments(TypedDict, total=False):
@@ -22,28 +23,27 @@ class Arguments(TypedDict, total=False):
 
 
 class Inputs(NamedTuple):
-    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat."""
+    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat, and a scalar epsilon."""
 
     x: Array
     where: Array | None = None
     weights: Array | None = None
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Any = None  # None where it is a number that the program knows
+    epsilon: Any = None  # None where the program knows it
 
 
 def read_arguments(op: str, x: Array, axes: Axes, **given: Unpack[Arguments]) -> tuple[float | None, Inputs]:
     """The epsilon, if the program has to know it, and the arrays. Scale and bias have the shape of some axes of `x`."""
     epsilon = as_epsilon(op, given["epsilon"])
-    is_tiny = epsilon < jnp.finfo(jnp.float32).tiny
-    static, array = (epsilon, None) if is_tiny else arguments.as_static_or_array(epsilon, x)
+    static, array = (epsilon, None) if epsilon < _TINIEST else arguments.as_static_or_array(epsilon, x)
     return static, Inputs(
         x,
         masks.as_mask_of(op, given.get("where"), x.shape),
         masks.as_weights_of(op, given.get("weights"), x.shape),
         along_axes(op, "scale", given.get("scale"), x, axes),
         along_axes(op, "bias", given.get("bias"), x, axes),
-        None if array is None else np.reshape(array, (1,) * x.ndim),
+        array,
     )
 
 

@@ -113,6 +113,8 @@ def _normalize_rows_of_channels(rows: Rows, epsilon: float | None, inputs: Input
     axis, number = rows.groups
 
     def grouped(a: Array) -> Array:
+        if a.ndim == 0:
+            return a
         channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
         return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
 

@@ -240,7 +240,7 @@ def _normalize(
         return normalize(rows, epsilon, inputs)[0]
     scaled, _ = at_ordinary_scale(rows, epsilon, x, inputs.where)
     config = Config(row_blocks.axes_of_row(axes, x.ndim), epsilon, centred, inputs.bias is not None)
-    return normalize_rows(config, inputs._replace(x=scaled))
+    return normalize_rows(config, inputs if scaled is x else inputs._replace(x=scaled))
 
 
 def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:

@@ -53,6 +53,15 @@ class Statistics(NamedTuple):
     mean: moments.Mean | None  # None for the root mean square
     reciprocal_std: Array
 
+    @classmethod
+    def of(
+        cls, config: Config, inputs: Inputs, mean: moments.Mean | None, square_sum: Array, n: Array | float
+    ) -> "Statistics":
+        """From the mean of `n` elements and the sum of their squared deviations from it."""
+        if mean is not None and _has_one_part(inputs.x.dtype):
+            mean = moments.Mean(moments.total(mean), None)
+        return cls(mean, reciprocal_root(square_sum / n, mean, config.epsilon, inputs.epsilon))
+
 
 _ScaleAndBias = tuple[Array | None, Array | None]  # their cotangents
 
@@ -78,6 +87,7 @@ def _normalize(config: Config, inputs: Inputs) -> tuple[Array, Statistics | None
     If XLA fuses the pass, a second result would prevent that. Then the reverse pass computes the statistics again, on a
     CPU from blocks in the cache.
     """
+    inputs = _with_epsilon_in_blocks(inputs)
     x, where, _, scale, bias, _ = inputs
     is_fused = _is_fused(x, where)
     in_blocks = functools.partial(_normalize_block, config)
@@ -121,12 +131,18 @@ def _pull_back(config: Config, inputs: Inputs, statistics: Statistics | None, d_
         pull_back = _pull_back_in_one_kernel if in_one_kernel else _pull_back_in_few_passes
         return pull_back(config, inputs, None, d_y)  # not from the zeros
 
-    args = inputs._replace(bias=None), statistics, d_y
+    args = _with_epsilon_in_blocks(inputs)._replace(bias=None), statistics, d_y
     if moments.may_save_passes(config.axes, x, d_y, where, scale):
         d_x, (d_scale, d_bias) = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
     else:
         d_x, (d_scale, d_bias) = on_cpu(*args)
     return Inputs(d_x, scale=_reshape_like(scale, d_scale), bias=_reshape_like(bias, d_bias))
+
+
+def _with_epsilon_in_blocks(inputs: Inputs) -> Inputs:
+    """The inputs with an epsilon of the rank of `x`, of which a block can be cut."""
+    epsilon = None if inputs.epsilon is None else jnp.reshape(inputs.epsilon, (1,) * inputs.x.ndim)
+    return inputs._replace(epsilon=epsilon)
 
 
 def _is_fused(x: Array, where: Array | None) -> bool:
@@ -156,7 +172,7 @@ def _reshape_like(parameter: Array | None, cotangent: Array | None) -> Array | N
 
 def _normalize_block(config: Config, inputs: Inputs) -> tuple[Array, Statistics]:
     wide = selected(widened(inputs.x), inputs.where)
-    statistics = _statistics_of(config, inputs, wide)
+    statistics = _statistics_of_block(config, inputs, wide)
     return scaled_and_shifted(_standardize(wide, statistics, inputs.where), inputs), statistics
 
 
@@ -165,7 +181,7 @@ def _pull_back_block(
 ) -> tuple[Array, _ScaleAndBias]:
     x, where, _, scale, *_ = inputs
     wide = selected(widened(x), where)
-    statistics = statistics or _statistics_of(config, inputs, wide)
+    statistics = statistics or _statistics_of_block(config, inputs, wide)
     normalized = _standardize(wide, statistics, where)
     d_y = selected(d_y.astype(wide.dtype), where)
     d_normalized = d_y if scale is None else selected(_scaled(d_y, scale), where)
@@ -177,20 +193,12 @@ def _pull_back_block(
     return d_x, _sums_over_rows(config, x, d_scale, d_y if config.has_bias else None)
 
 
-def _statistics_of(config: Config, inputs: Inputs, wide: Array) -> Statistics:
+def _statistics_of_block(config: Config, inputs: Inputs, wide: Array) -> Statistics:
     """The statistics of the widened array with 0 under the mask."""
     axes, where, in_one_part = config.axes, inputs.where, _has_one_part(inputs.x.dtype)
     mean = moments.mean(wide, axes, where, in_one_part=in_one_part) if config.centred else None
     square_sum = moments.squares(_deviations(wide, mean, where), axes)
-    return _statistics(config, inputs, mean, square_sum, moments.count_or_one(wide, axes, where))
-
-
-def _statistics(
-    config: Config, inputs: Inputs, mean: moments.Mean | None, square_sum: Array, n: Array | float
-) -> Statistics:
-    if mean is not None and _has_one_part(inputs.x.dtype):
-        mean = moments.Mean(moments.total(mean), None)
-    return Statistics(mean, reciprocal_root(square_sum / n, mean, config.epsilon, inputs.epsilon))
+    return Statistics.of(config, inputs, mean, square_sum, moments.count_or_one(wide, axes, where))
 
 
 def _has_one_part(dtype: Any) -> bool:
@@ -233,9 +241,9 @@ def _normalize_in_few_passes(config: Config, inputs: Inputs) -> tuple[Array, Sta
     x, where = inputs.x, inputs.where
     if config.centred:
         mean, square_sum = moments.mean_and_squares(x, config.axes, where)
-        statistics = _statistics(config, inputs, mean, square_sum, _number(config, inputs))
+        statistics = Statistics.of(config, inputs, mean, square_sum, _number(config, inputs))
     else:
-        statistics = _statistics_of(config, inputs, selected(widened(x), where))
+        statistics = _statistics_of_block(config, inputs, selected(widened(x), where))
     if not masks_rows(where, config.axes):
         inputs, statistics = lax.optimization_barrier((inputs, statistics))
     wide = selected(widened(inputs.x), inputs.where)
@@ -298,11 +306,11 @@ def _statistics_and_averages(config: Config, inputs: Inputs, d_y: Array) -> tupl
         shifted = wide - shift
         terms = shifted, shifted * shifted, d_normalized * shifted, d_normalized
         *about_shift, product, d_total = moments.sums(config.axes, None, *terms)
-        statistics = _statistics(config, inputs, *moments.about_mean(shift, about_shift, n), n)
+        statistics = Statistics.of(config, inputs, *moments.about_mean(shift, about_shift, n), n)
         product, cotangent = product - d_total * (about_shift[0] / n), d_total / n
     else:
         square_sum, product = moments.sums(config.axes, None, wide * wide, d_normalized * wide)
-        statistics, cotangent = _statistics(config, inputs, None, square_sum, n), None
+        statistics, cotangent = Statistics.of(config, inputs, None, square_sum, n), None
     averages = _Averages(product * statistics.reciprocal_std / n, cotangent)
     return jax.tree.map(lambda a: selected(a, inputs.where), (statistics, averages))  # type: ignore[no-any-return]
 
