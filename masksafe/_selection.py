@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax import lax
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, jitted
 
 
 @public_op
@@ -52,8 +51,7 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
     op = "mask_where"
     mask, x, y = as_mask(op, "mask", mask), as_operand(op, "x", x), as_operand(op, "y", y)
     broadcast_shapes(op, mask=mask.shape, x=np.shape(x), y=np.shape(y))
-    replaced: Array = _select(mask, y, x)
-    return replaced
+    return _select(mask, y, x)
 
 
 @public_op
@@ -123,8 +121,7 @@ def apply_where(
     else:
         other = as_operand(op, "fill_value", fill_value)
         check_broadcasts_to(op, "fill_value", np.shape(other), shape, "cond and args together")
-    result: Array = _select(cond, _as_elementwise(op, "f1", f1(*of_f1), shape), other)
-    return result
+    return _select(cond, _as_elementwise(op, "f1", f1(*of_f1), shape), other)
 
 
 def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> Array:
@@ -142,14 +139,16 @@ def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> 
 # In eager code each of these is one call, rather than one for each operation.
 
 
-_select = jax.jit(jnp.where)
+@jitted()
+def _select(cond: Array, x: Any, y: Any) -> Array:
+    return jnp.where(cond, x, y)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _inputs(both: bool, cond: Array, operands: list[Array]) -> tuple[list[Array], list[Array] | None]:
+@jitted(0)
+def _inputs(both: bool, cond: Array, operands: list[Array]) -> tuple[list[Array], list[Array]]:
     """What the first function sees and, if there are both, the second one."""
     cond, *arrays = jnp.broadcast_arrays(cond, *operands)
-    return _fill_where_false(cond, arrays), _fill_where_false(~cond, arrays) if both else None
+    return _fill_where_false(cond, arrays), _fill_where_false(~cond, arrays) if both else []
 
 
 def _fill_where_false(cond: Array, arrays: list[Array]) -> list[Array]:

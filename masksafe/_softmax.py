@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from typing import Literal, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,7 +20,7 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.row_sums import log_sum_exp
 from masksafe._core.sharding import are_whole
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe._core.unfolded import any_of, sum_of
 
 
@@ -108,8 +107,7 @@ def logsumexp(
     shape = a.shape if b is None else broadcast_shapes(op, a=a.shape, b=b.shape)
     axes, where = canonical_axes(op, axis, len(shape)), as_mask_of(op, where, shape, "a")
     keepdims, return_sign = as_bool(op, "keepdims", keepdims), as_bool(op, "return_sign", return_sign)
-    result: Array | tuple[Array, Array] = _reduce_exps((axes, keepdims, return_sign), a, b, where)
-    return result
+    return _reduce_exps((axes, keepdims, return_sign), a, b, where)
 
 
 @public_op
@@ -201,7 +199,7 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _reduce_exps(
     config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None
 ) -> Array | tuple[Array, Array]:
@@ -222,7 +220,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
     return wide.astype(x.dtype), (x, where, wide)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
     probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _select_live(axes, where, result, 0.0))
@@ -231,11 +229,10 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array],
 
 @with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
 def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    result: Array = _evaluate_logsumexp(axes, x, where)
-    return result.astype(x.dtype)
+    return _evaluate_logsumexp(axes, x, where).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     x = selected(x, where, -jnp.inf)
     largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
@@ -243,7 +240,7 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
     if are_whole((x, where)):
-        shift, total = platforms.apart_on_cpu((shift, total))
+        shift, total = platforms.unfused_on_cpu((shift, total))
     # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
     total = _select_live(axes, where, total, 1.0)
     return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)
@@ -273,12 +270,18 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
+@jitted(0)
+def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    exps, total = _relative_exps(axes, x, where)
+    return selected(exps / total, where, 0).astype(x.dtype)
+
+
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    probs: Array = _evaluate_softmax(axes, x, where)
+    probs = _evaluate_softmax(axes, x, where)
     return probs, (probs, where)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
     dtype = probs.dtype
@@ -287,39 +290,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where, 0).astype(dtype), None
 
 
-@with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))
-def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    result: Array = _evaluate_softmax(axes, x, where)
-    return result
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    exps, total = _relative_exps(axes, x, where)
-    return selected(exps / total, where, 0).astype(x.dtype)
-
-
-def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    log_probs = _evaluate_log_softmax(axes, x, where)
-    return log_probs, (log_probs, where)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
-    log_probs, where = residuals
-    wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
-    total = _sum_everywhere(axes, d_wide)
-    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
-    largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
-    of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
-    d_x = jnp.where(wide == largest, of_largest, of_others)
-    return selected(d_x, where, 0).astype(log_probs.dtype), None
-
-
-@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
-def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    result: Array = _evaluate_log_softmax(axes, x, where)
-    return result
+_softmax = with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))(_evaluate_softmax)
 
 
 def _log_softmax_by_rules(axes: Axes, x: Array, where: Array | None) -> Array:
@@ -337,7 +308,7 @@ def _log_softmax_by_rules(axes: Axes, x: Array, where: Array | None) -> Array:
     return selected(z - jnp.log1p(others + jnp.maximum(number - 1, fewest)), where, -jnp.inf).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 @with_derivatives_of(_log_softmax_by_rules)
 def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
     def on_cpu(x: Array, where: Array | None) -> Array:
@@ -349,8 +320,28 @@ def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
         return z - log_sum_exp(z, where, axes=axes)
 
     both_forms = functools.partial(platforms.on_cpu_or_elsewhere, on_cpu, elsewhere)
-    log_probs: Array = (both_forms if are_whole((x, where)) else on_cpu)(x, where)
+    log_probs = (both_forms if are_whole((x, where)) else on_cpu)(x, where)
     return selected(log_probs, where, -jnp.inf).astype(x.dtype)
+
+
+def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
+    log_probs = _evaluate_log_softmax(axes, x, where)
+    return log_probs, (log_probs, where)
+
+
+@jitted(0)
+def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
+    log_probs, where = residuals
+    wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
+    total = _sum_everywhere(axes, d_wide)
+    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
+    largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
+    of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
+    d_x = jnp.where(wide == largest, of_largest, of_others)
+    return selected(d_x, where, 0).astype(log_probs.dtype), None
+
+
+_log_softmax = with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))(_evaluate_log_softmax)
 
 
 def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
@@ -366,8 +357,7 @@ def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Ar
 
     if where is None or not are_whole((x, where)):
         return on_cpu(x, where)
-    exps, total = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
-    return exps, total
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
 
 
 def _below_largest_on_cpu(axes: Axes, x: Array, where: Array | None) -> Array:
@@ -400,8 +390,7 @@ def _as_kept(axes: Axes, residual: Array) -> Array:
     is_short = are_whole(residual) and platforms.fits_into_a_kernel(axes, residual.shape)
     if residual.dtype.itemsize > 2 or not is_short:
         return residual
-    kept: Array = platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)
-    return kept
+    return platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)  # type: ignore[no-any-return]
 
 
 def _sum_everywhere(axes: Axes, x: Array) -> Array:
@@ -412,5 +401,4 @@ def _sum_everywhere(axes: Axes, x: Array) -> Array:
     # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
     on_cpu = lambda x: jnp.broadcast_to(sum_of(x, axes, keepdims=True), x.shape)  # noqa: E731
     elsewhere = lambda x: 0 * x + jnp.sum(x, axes, keepdims=True)  # noqa: E731
-    spread: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x)
-    return spread
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x)  # type: ignore[no-any-return]

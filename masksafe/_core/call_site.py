@@ -1,8 +1,11 @@
-"""The line of user code that an error refers to."""
+"""The call stack: the line of user code that an error refers to, and which function of JAX is tracing."""
 
+import inspect
 import os
 import sys
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -20,3 +23,12 @@ def place_of_call() -> str:
     while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
     return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
+
+
+def innermost_of(*functions: Any) -> Any:
+    """The one of some functions of JAX whose file is innermost in the call stack; None if none is there."""
+    files = {inspect.unwrap(fn).__code__.co_filename: fn for fn in functions}
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename not in files:
+        frame = frame.f_back
+    return None if frame is None else files[frame.f_code.co_filename]

@@ -7,20 +7,19 @@ differentiate, so in both cases it is called in place of the `custom_vjp` functi
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core.sharding import Shardings, vary_alike
 from masksafe._core.switches import uses_plain_rules
-
-Primal = TypeVar("Primal", bound=Callable[..., Any])
+from masksafe._core.typing import Function
 
 
 def with_reverse_rule(
     forward: Callable[..., tuple[Any, Any]], reverse: Callable[..., Any], *, static_argnums: tuple[int, ...] = ()
-) -> Callable[[Primal], Primal]:
+) -> Callable[[Function], Function]:
     """Decorates the primal of an op with its reverse rule.
 
     `forward` takes the primal's arguments and returns `(output, residuals)`; `reverse` takes the static
@@ -28,7 +27,7 @@ def with_reverse_rule(
     an argument without one. The primal must be safe under `jax.jvp`.
     """
 
-    def decorate(primal: Primal) -> Primal:
+    def decorate(primal: Function) -> Function:
         def forward_with_types(*args: Any) -> tuple[Any, Any]:
             output, residuals = forward(*args)
             arrays = [arg for i, arg in enumerate(args) if i not in static_argnums]
@@ -55,7 +54,7 @@ def with_reverse_rule(
     return decorate
 
 
-def explains_forward_mode(fn: Primal) -> Primal:
+def explains_forward_mode(fn: Function) -> Function:
     """Decorates a function that calls an op: adds the way out to JAX's refusal of forward mode.
 
     JAX refuses when it runs the op. Inside a compiled function that happens later, and the message is JAX's alone.
@@ -79,7 +78,7 @@ _FORWARD_MODE_HINT = (
 )
 
 
-def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
+def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
     """Decorates a kernel that JAX cannot differentiate with the derivatives of `plain`, an equivalent function.
 
     A loop whose length depends on values has no reverse mode. Where JAX has to differentiate the kernel, in forward
@@ -87,7 +86,7 @@ def with_derivatives_of(plain: Primal) -> Callable[[Primal], Primal]:
     functions is static.
     """
 
-    def decorate(kernel: Primal) -> Primal:
+    def decorate(kernel: Function) -> Function:
         op = jax.custom_jvp(kernel, nondiff_argnums=(0,))
 
         @functools.partial(op.defjvp, symbolic_zeros=True)

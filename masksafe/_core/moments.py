@@ -30,12 +30,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
+from masksafe._core import platforms, sharding, unfolded
 from masksafe._core.masks import masks_rows, selected
 from masksafe._core.precision import widened
-from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_split_like, vary_with
 from masksafe._core.typing import Array, Axes
-from masksafe._core.unfolded import number_of
 
 Divide = Callable[[Array, Any], Array]  # by a sum of weights: `scaling.quotient`
 
@@ -55,20 +53,22 @@ def count(x: Array, axes: Axes, where: Array | None) -> Array | float:
         return float(number) if isinstance(number, int) else jnp.full([1] * x.ndim, number, dtype)
     # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
     repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-    return number_of(where, axes, keepdims=True).astype(dtype) * repeats
+    return unfolded.number_of(where, axes, keepdims=True).astype(dtype) * repeats
 
 
 def average(x: Array, axes: Axes, where: Array | None) -> Array:
     """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return jnp.sum(x, axes, keepdims=True) / _at_least_one(count(x, axes, where))
+    return jnp.sum(x, axes, keepdims=True) / count_or_one(x, axes, where)
+
+
+def count_or_one(x: Array, axes: Axes, where: Array | None) -> Array | float:
+    """As `count`, but 1 where nothing is left: a divisor."""
+    n = count(x, axes, where)
+    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
 
 
 def _positive_or_one(n: Array | float) -> Array | float:
     return (n if n > 0 else 1.0) if isinstance(n, float) else jnp.where(n > 0, n, 1)
-
-
-def _at_least_one(n: Array | float) -> Array | float:
-    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
 
 
 def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:
@@ -122,12 +122,12 @@ def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
     Small arrays take no time there. Rows that are split over devices, or of symbolic size, cannot be sliced; on an
     automatic mesh a row that includes the leading axis probably is split.
     """
-    if is_on_automatic_mesh(x) and -x.ndim in axes:
+    if sharding.is_on_automatic_mesh(x) and -x.ndim in axes:
         return False
-    if has_symbolic_size(x) or x.size < platforms.choices().fewest_elements_of_few_passes or not axes:
+    if sharding.has_symbolic_size(x) or x.size < platforms.choices().fewest_elements_of_few_passes or not axes:
         return False
     spec = jax.typeof(x).sharding.spec
-    return all(spec[a] is None for a in axes) and all(is_split_like(o, x) for o in others if o is not None)
+    return all(spec[a] is None for a in axes) and all(sharding.is_split_like(o, x) for o in others if o is not None)
 
 
 def are_last(axes: Axes) -> bool:
@@ -154,8 +154,7 @@ def mean_and_squares(x: Array, axes: Axes, where: Array | None) -> tuple[Mean, A
         return _merge_pairs(wide, axes, where)
     shift = average(wide, axes, where)
     shifted = widened(x) - shift
-    number = _at_least_one(count(wide, axes, where))
-    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), number)
+    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), count_or_one(wide, axes, where))
 
 
 def near_mean(x: Array, axes: Axes) -> Array:
@@ -197,19 +196,19 @@ def _merge_pairs(x: Array, axes: Axes, where: Array) -> tuple[Mean, Array]:
         (n_a, centre_a, remainder_a, squares_a), (n_b, centre_b, remainder_b, squares_b) = a, b
         weight = n_b / jnp.maximum(n_a + n_b, 1)
         distance = (centre_b - centre_a) + (remainder_b - remainder_a)
-        centre, remainder = _exact_sum(centre_a, remainder_a + distance * weight)
+        centre, remainder = exact_sum(centre_a, remainder_a + distance * weight)
         squares = squares_a + squares_b + distance * (n_a * weight) * distance  # the square may overflow where n_a is 0
         nothing = n_a == 0
         return n_a + n_b, jnp.where(nothing, centre_b, centre), jnp.where(nothing, remainder_b, remainder), squares
 
     parts: Any = (jnp.broadcast_to(where, x.shape).astype(x.dtype), x, jnp.zeros_like(x), jnp.zeros_like(x))
-    parts = vary_with(parts, (x, where))
+    parts = sharding.vary_with(parts, (x, where))
     _, *merged = lax.reduce(parts, (jnp.zeros((), x.dtype),) * 4, merge, [a % x.ndim for a in axes])
     centre, remainder, square_sum = (jnp.expand_dims(m, axes) for m in merged)
     return Mean(centre, remainder), square_sum
 
 
-def _exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
+def exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
     """The rounded sum and its rounding error, as Knuth computes them."""
     total = a + b
     rounded_b = total - a

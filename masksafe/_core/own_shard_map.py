@@ -8,10 +8,7 @@ The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these name
 """
 
 import dataclasses
-import inspect
 import math
-import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,9 +16,9 @@ import jax
 from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from masksafe._core import call_site, switches
 from masksafe._core.sharding import has_symbolic_size, is_sharded
-from masksafe._core.switches import label_check_mode
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Tree
 
 Axes = tuple[str, ...]  # of a mesh
 
@@ -50,6 +47,25 @@ class Split:
     def spec_of_named(self, names: PartitionSpec) -> PartitionSpec:
         """How an array with these dimensions is split, none of which is there for broadcasting."""
         return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
+
+    def map(self, fn: Callable[..., Tree], args: Any, names: Any, names_of_results: Any) -> Tree:
+        """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
+
+        Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
+        have to vary over no other axes than their named dimensions.
+        """
+        specs = jax.tree.map(lambda x, names: self.spec(x.shape, names), args, names)
+
+        def part(x: Array, spec: PartitionSpec) -> Array:
+            now, sharding = jax.typeof(x).sharding, NamedSharding(self.mesh, spec)
+            is_there = now.mesh == self.mesh and now.spec == spec
+            return x if is_there else jax.sharding.reshard(x, sharding)
+
+        out_specs = jax.tree.map(self.spec_of_named, names_of_results)
+        mapped = jax.shard_map(
+            fn, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(self.manual)
+        )
+        return mapped(*jax.tree.map(part, args, specs))
 
 
 def split_of(args: Any, names: Any) -> Split | None:
@@ -109,45 +125,12 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
-def on_own_devices(fn: Callable[..., Any], args: Any, names: Any, names_of_results: Any) -> Any:
+def on_own_devices(fn: Callable[..., Tree], args: Any, names: Any, names_of_results: Any) -> Tree:
     """`fn(*args)`; on each device by itself, for its part of the arrays, if explicit axes of a mesh split them."""
     split = split_of(args, names)
-    return fn(*args) if split is None else on_each_device(fn, split, args, names, names_of_results)
-
-
-def on_each_device(fn: Callable[..., Any], split: Split, args: Any, names: Any, names_of_results: Any) -> Any:
-    """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
-
-    Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
-    have to vary over no other axes than their named dimensions.
-    """
-
-    def parts(x: Array, names: PartitionSpec) -> Array:
-        spec = split.spec(x.shape, names)
-        sharding = jax.typeof(x).sharding
-        if sharding.mesh == split.mesh and sharding.spec == spec:
-            return x
-        moved: Array = jax.sharding.reshard(x, NamedSharding(split.mesh, spec))
-        return moved
-
-    mapped = jax.shard_map(
-        fn,
-        mesh=split.mesh,
-        in_specs=tuple(jax.tree.map(lambda x, names: split.spec(x.shape, names), args, names)),
-        out_specs=jax.tree.map(split.spec_of_named, names_of_results),
-        axis_names=set(split.manual),
-    )
-    return mapped(*jax.tree.map(parts, args, names))
+    return fn(*args) if split is None else split.map(fn, args, names, names_of_results)
 
 
 def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
-    if label_check_mode() == "checkify":
-        return True
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != _CHECKIFY:
-        frame = frame.f_back
-    return frame is not None
-
-
-_CHECKIFY = inspect.unwrap(checkify.checkify).__code__.co_filename
+    return switches.label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None

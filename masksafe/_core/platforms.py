@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Tree
 
 
 class AttentionSizes(NamedTuple):
@@ -151,19 +151,19 @@ def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
     return elements in in_cache and elements * 4 ** (arrays - 1) in in_cache  # each array brings intermediate ones
 
 
-def apart(results: Any) -> Any:
+def unfused(results: Tree) -> Tree:
     """`results`, which XLA does not fuse with what follows, nor finds to be computed elsewhere as well.
 
     On a CPU the mean of all rows would else become part of the computation of each, which then is up to ten times as
     slow: XLA splits the work on rows between the cores, but not the work on one number.
     """
     # One barrier for each array: in shard_map those of one barrier have to vary over the same axes.
-    return jax.tree.map(lax.optimization_barrier, results)
+    return jax.tree.map(lax.optimization_barrier, results)  # type: ignore[no-any-return]
 
 
-def apart_on_cpu(results: Any) -> Any:
-    """`apart` in a program for a CPU."""
-    return on_cpu_or_elsewhere(apart, lambda results: results, results)
+def unfused_on_cpu(results: Tree) -> Tree:
+    """`unfused` in a program for a CPU."""
+    return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
 
 
 def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -172,20 +172,20 @@ def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return are_last and math.prod(shape[a] for a in axes) <= choices().elements_of_row_in_one_kernel
 
 
-def on_cpu_or_elsewhere(on_cpu: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
+def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
     return _of_platform(on_cpu, elsewhere, args, "cpu")
 
 
-def on_cuda_or_elsewhere(on_cuda: Callable[..., Any], elsewhere: Callable[..., Any], *args: Any) -> Any:
+def on_cuda_or_elsewhere(on_cuda: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
     """`on_cuda(*args)` if the program is lowered for CUDA, `elsewhere(*args)` for any other platform."""
     return _of_platform(on_cuda, elsewhere, args, "cuda")
 
 
-def _of_platform(there: Callable[..., Any], elsewhere: Callable[..., Any], args: Any, platform: str) -> Any:
+def _of_platform(there: Callable[..., Tree], elsewhere: Callable[..., Tree], args: Any, platform: str) -> Tree:
     form = choices().form
     if form is None:
-        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)
+        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)  # type: ignore[no-any-return]
     return (there if form == platform else elsewhere)(*args)
 
 

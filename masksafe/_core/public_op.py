@@ -2,14 +2,13 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import jax
 
 from masksafe._core.arguments import message
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+from masksafe._core.typing import Function
 
 # The parameters that may have their place; an op has at most one of them.
 _OURS = {

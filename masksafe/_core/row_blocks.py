@@ -1,5 +1,6 @@
 """Computing on the rows of an array in blocks that fit into a CPU's cache."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,34 +10,33 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import platforms
-from masksafe._core.derivatives import with_derivatives_of
-from masksafe._core.own_shard_map import on_each_device, split_of
-from masksafe._core.sharding import are_whole, may_loop, vary_with
-from masksafe._core.tiles import divisor_near, part
-from masksafe._core.typing import Array, Axes
+from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
+from masksafe._core.typing import Array, Axes, Tree
 
 
 def map_row_blocks(
-    fn: Callable[..., Any], rows: Array, *others: Any, arithmetic: Callable[..., Any] | None = None
-) -> Any:
-    """`fn(rows, *others)` for rows along the last axis and an `fn` without totals; see `by_row_blocks`."""
+    fn: Callable[..., Tree],
+    *args: Any,
+    leading: int | None = None,
+    arithmetic: Callable[..., Tree] | None = None,
+) -> Tree:
+    """As `by_row_blocks` for an `fn` without totals; rows lie along the last axis unless `leading` is given."""
 
-    def without_totals(fn: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
+    def without_totals(fn: Callable[..., Tree]) -> Callable[..., tuple[Tree, Any]]:
         return lambda *arrays: (fn(*arrays), ())
 
+    leading = jax.tree.leaves(args)[0].ndim - 1 if leading is None else leading
     in_one_pass = None if arithmetic is None else without_totals(arithmetic)
-    return by_row_blocks(without_totals(fn), rows.ndim - 1, rows, *others, arithmetic=in_one_pass)[0]
+    return by_row_blocks(without_totals(fn), leading, *args, arithmetic=in_one_pass)[0]
 
 
 def by_row_blocks(
-    fn: Callable[..., tuple[Any, Any]],
+    fn: Callable[..., tuple[Tree, Any]],
     leading: int,
-    rows: Array,
-    *others: Any,
-    arithmetic: Callable[..., tuple[Any, Any]] | None = None,
-) -> tuple[Any, Any]:
-    """`fn(rows, *others)`, computed block by block on a CPU and in one pass elsewhere.
+    *args: Any,
+    arithmetic: Callable[..., tuple[Tree, Any]] | None = None,
+) -> tuple[Tree, Any]:
+    """`fn(*args)`, computed block by block on a CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
@@ -45,60 +45,53 @@ def by_row_blocks(
 
     Args:
       fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of
-        `rows`, and a pytree of totals, which are sums over the rows and have no leading axes. It has to
+        the rows, and a pytree of totals, which are sums over the rows and have no leading axes. It has to
         work for any number of leading axes.
       leading: the number of leading axes, which number the rows; the other axes lie within a row.
-      rows: an array.
-      *others: arrays of the rank of `rows` whose leading axes broadcast to those of `rows`, or pytrees of them.
+      *args: pytrees of arrays. The first array has all rows; the others have its rank, and leading axes that broadcast
+        to its own.
       arithmetic: the same as `fn` for a CPU, in a form that neither compares nor selects elements, but only results of
         rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
     """
-    if not are_whole((rows, others)):
-        return _on_each_device(fn, leading, (rows, others), arithmetic)
+    if not sharding.are_whole(args):
+        return _on_each_device(fn, leading, args, arithmetic)
+    rows, *_ = arrays = jax.tree.leaves(args)
     elements = math.prod(rows.shape[leading:])
     if arithmetic is not None:
-        in_one_pass = arithmetic
-        arrays = [a for a in jax.tree.leaves((rows, others)) if math.prod(a.shape[leading:]) == elements]
-        if platforms.computes_rows_in_cache(elements, rows.dtype, len(arrays)):
-            on_cpu = lambda *args: platforms.apart(in_one_pass(*args))  # noqa: E731
-            mapped, totals = platforms.on_cpu_or_elsewhere(on_cpu, fn, rows, *others)
-            return mapped, totals
-    if not may_loop((rows, others)):
-        return fn(rows, *others)
+        in_one_pass, whole = arithmetic, [a for a in arrays if math.prod(a.shape[leading:]) == elements]
+        if platforms.computes_rows_in_cache(elements, rows.dtype, len(whole)):
+            return platforms.on_cpu_or_elsewhere(lambda *args: platforms.unfused(in_one_pass(*args)), fn, *args)
+    if not sharding.may_loop(args):
+        return fn(*args)
     choices = platforms.choices()
     are_short = arithmetic is not None and elements < choices.elements_of_row_in_cache.start
     most = choices.row_block_elements * (choices.blocks_of_short_rows if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
     if count <= 2 * block:
-        return fn(rows, *others)
-
-    def in_blocks(*args: Any) -> tuple[Any, Any]:
-        return _in_blocks(_Loop(fn, rows.shape[:leading], divisor_near(count, block)), *args)
-
-    mapped, totals = platforms.on_cpu_or_elsewhere(in_blocks, fn, rows, *others)
-    return mapped, totals
+        return fn(*args)
+    loop = _Loop(fn, rows.shape[:leading], tiles.divisor_near(count, block))
+    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)
 
 
 def _on_each_device(
-    fn: Callable[..., tuple[Any, Any]], leading: int, args: Any, arithmetic: Callable[..., tuple[Any, Any]] | None
-) -> tuple[Any, Any]:
+    fn: Callable[..., tuple[Tree, Any]], leading: int, args: Any, arithmetic: Callable[..., tuple[Tree, Any]] | None
+) -> tuple[Tree, Any]:
     """`by_row_blocks` of the rows on each device, if a mesh splits no row and each device has many; else one pass."""
-    rows, others = args
+    rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
-    split = None if _splits_a_row(args, leading) else split_of(args, names)
+    split = None if _splits_a_row(args, leading) else own_shard_map.split_of(args, names)
     if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
-        return fn(rows, *others)
+        return fn(*args)
     axes = split.axes(*of_rows)
 
-    def on_device(rows: Array, others: tuple[Any, ...]) -> tuple[Any, Any]:
-        mapped, totals = by_row_blocks(fn, leading, rows, *others, arithmetic=arithmetic)
+    def on_device(*args: Any) -> tuple[Tree, Any]:
+        mapped, totals = by_row_blocks(fn, leading, *args, arithmetic=arithmetic)
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    mapped, totals = jax.eval_shape(fn, rows, *others)
+    mapped, totals = jax.eval_shape(fn, *args)
     of_results = jax.tree.map(lambda _: of_rows, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
-    results: tuple[Any, Any] = on_each_device(on_device, split, args, names, of_results)
-    return results
+    return split.map(on_device, args, names, of_results)
 
 
 def _splits_a_row(args: Any, leading: int) -> bool:
@@ -125,7 +118,7 @@ def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     return loop.fn(*args)
 
 
-@with_derivatives_of(_in_one_pass)
+@derivatives.with_derivatives_of(_in_one_pass)
 def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
@@ -142,7 +135,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         return (jax.tree.map(jnp.add, totals, added), start + loop.block), mapped
 
     outputs, totals = jax.eval_shape(loop.fn, *args)
-    totals = vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
+    totals = sharding.vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
     (totals, _), blocks = lax.scan(step, (totals, jnp.zeros((), jnp.int32)), length=whole)
     parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
     if rest:
@@ -163,7 +156,7 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
 
 
 def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
-    return a if a.shape[0] == 1 else part(a, {0: (start, size)})
+    return a if a.shape[0] == 1 else tiles.part(a, {0: (start, size)})
 
 
 # XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is

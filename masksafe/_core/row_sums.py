@@ -9,10 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.labels import class_index
-from masksafe._core.masks import selected
+from masksafe._core import labels, masks, unfolded
 from masksafe._core.typing import Array, Axes
-from masksafe._core.unfolded import any_of
 
 _CLASSES_AS_FLOATS = 2**24  # float32 tells so many integers apart
 
@@ -34,16 +32,16 @@ def log_sum_exp(z: Array, where: Array | None = None, *, axes: Axes = (-1,), by_
         large = _reciprocal_of_tiniest(z.dtype)
         others, number = total(jnp.minimum(jnp.exp(z), jnp.abs(z) * large)), total(jnp.maximum(1 - z * -large, 0))
     else:
-        others = total(jnp.where(z == 0, 0, selected(jnp.exp(z), where)))
-        number = total(selected(z == 0, where, False)).astype(z.dtype)
+        others = total(jnp.where(z == 0, 0, masks.selected(jnp.exp(z), where)))
+        number = total(masks.selected(z == 0, where, False)).astype(z.dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
-    fewest = -1 if where is None else -any_of(where, axes, keepdims=True).astype(z.dtype)
+    fewest = -1 if where is None else -unfolded.any_of(where, axes, keepdims=True).astype(z.dtype)
     return jnp.log1p(others + jnp.maximum(number - 1, fewest))
 
 
 def exps_of_others(z: Array, label: Array) -> Array:
     """exp(z) of every class but the label, `[..., 1]`, where it is 0."""
-    index = class_index(z.shape)
+    index = labels.class_index(z.shape)
     if isinstance(z.shape[-1], int) and z.shape[-1] <= _CLASSES_AS_FLOATS:
         return jnp.exp(z) * jnp.minimum(jnp.abs(index.astype(z.dtype) - label.astype(z.dtype)), 1)
     return jnp.where(index == label, 0, jnp.exp(z))

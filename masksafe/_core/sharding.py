@@ -1,14 +1,19 @@
-"""Arrays split over devices: over the explicit axes of a mesh, inside `jax.shard_map`, and over a named axis."""
+"""Arrays split over devices, in three ways.
+
+Over the explicit axes of a mesh: the type of an array says how it is split. Inside `jax.shard_map`: the type says over
+which axes it varies. Over a named axis, of which `Devices` are the places: they exchange what they have to.
+"""
 
 import dataclasses
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Tree
 
 # Over the explicit axes of a mesh. The type of an array says how it is split.
 
@@ -28,7 +33,7 @@ def is_on_automatic_mesh(x: Array) -> bool:
     """Whether the compiler may split `x` over the devices of a mesh, in a way that is not known while tracing."""
     meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()
     kinds = [zip(mesh.axis_types, mesh.axis_sizes, strict=True) for mesh in meshes if not mesh.empty]
-    return any(kind == jax.sharding.AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
+    return any(kind == AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
 
 
 def may_loop(tree: Any) -> bool:
@@ -57,7 +62,7 @@ def gathered_along(x: Array, *axes: int) -> Array:
         return x
     gathered = [axis % x.ndim for axis in axes]
     spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
-    whole: Array = jax.sharding.reshard(x, jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*spec)))
+    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     return whole
 
 
@@ -83,14 +88,11 @@ class Shardings:
             if own is None or own.spec == sharding.spec:
                 return cotangent
             mesh = own.mesh if sharding.mesh.empty else sharding.mesh  # an argument may be on no mesh
-            return jax.sharding.reshard(cotangent, jax.sharding.NamedSharding(mesh, sharding.spec))
+            return jax.sharding.reshard(cotangent, NamedSharding(mesh, sharding.spec))
 
-        shardings = jax.tree.unflatten(self.tree, self.specs)
+        shardings = tuple(jax.tree.unflatten(self.tree, self.specs))
         is_none = lambda x: x is None  # noqa: E731
-        return tuple(
-            None if cotangent is None else jax.tree.map(resharded, cotangent, sharding, is_leaf=is_none)
-            for cotangent, sharding in zip(cotangents, shardings, strict=True)
-        )
+        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)  # type: ignore[no-any-return]
 
 
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
@@ -114,7 +116,7 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
-def vary_with(tree: Any, others: Any) -> Any:
+def vary_with(tree: Tree, others: Any) -> Tree:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if _are_on_no_mesh(arrays):
@@ -128,13 +130,13 @@ def vary_with(tree: Any, others: Any) -> Any:
         key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
         return key
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
 
 
 def zeros_of_types(shapes: Any, others: Any) -> Any:
     """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.manual_axes or jax.sharding.AxisType.Auto not in mesh.axis_types:
+    if not mesh.manual_axes or AxisType.Auto not in mesh.axis_types:
         return jax.tree.map(jnp.zeros_like, shapes)
     # JAX refuses to make zeros that vary over some axes where others are automatic.
     return vary_with(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), others)
@@ -158,8 +160,7 @@ def is_random_key(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
 
-# Over a named axis of the mesh, inside `jax.shard_map`. Every function takes the name first; with None the arrays are
-# not split, and nothing is exchanged.
+# Over a named axis.
 
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
@@ -182,112 +183,97 @@ def as_axis_name(op: str, axis_name: Any) -> Any:
     return axis_name if isinstance(axis_name, str) else tuple(names)
 
 
-def size_over_devices(axis_name: AxisName, number: int) -> int:
-    """The number of elements on all devices, each of which has `number`."""
-    return number if axis_name is None else number * lax.axis_size(axis_name)
+class Devices(NamedTuple):
+    """The devices along a named axis of the mesh, inside `jax.shard_map`, or the samples along one of `jax.vmap`.
+
+    Without a name it is one device: nothing is exchanged.
+    """
+
+    axis_name: AxisName = None
+
+    @property
+    def are_many(self) -> bool:
+        return self.axis_name is not None
+
+    @property
+    def size(self) -> int:
+        return lax.axis_size(self.axis_name) if self.are_many else 1
+
+    def first(self, number: int) -> Array | None:
+        """The index of this device's first element among those of all, each of which has `number`; None for 0."""
+        return lax.axis_index(self.axis_name) * number if self.are_many else None
+
+    def local(self, labels: Array, number: int) -> Array:
+        """Labels, which count the classes of all devices, as classes of this one; elsewhere if not in [0, number)."""
+        return labels - lax.axis_index(self.axis_name) * number if self.are_many else labels
+
+    def sum(self, x: Array) -> Array:
+        """The sum over the devices, the same on each."""
+        return lax.psum(x, self.axis_name) if self.are_many else x
+
+    def sums(self, *arrays: Array) -> tuple[Array, ...]:
+        """The sums of several arrays of one shape and dtype, in one exchange."""
+        return tuple(lax.psum(jnp.stack(arrays), self.axis_name)) if self.are_many else arrays
+
+    def max(self, x: Array) -> Array:
+        """The maximum over the devices, the same on each; +inf for a NaN, whose order is undefined."""
+        return lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), self.axis_name) if self.are_many else x
+
+    def any(self, x: Array) -> Array:
+        """Whether `x` is True on any device, the same on each."""
+        return lax.pmax(x.astype(jnp.int32), self.axis_name) > 0 if self.are_many else x
+
+    def gathered(self, x: Array) -> Array:
+        """The arrays of all devices along a new axis, the first; the same on each."""
+        of_mesh, of_vmap = self._of_mesh_and_vmap
+        here = jnp.reshape(lax.all_gather(x, of_vmap) if of_vmap else x[None], (-1, *x.shape))
+        if not of_mesh:
+            return here
+        # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.
+        parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
+        placed = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
+        return jnp.reshape(lax.psum(placed, of_mesh), (-1, *x.shape))
+
+    @property
+    def _of_mesh_and_vmap(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        names = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name or ()
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(n for n in names if n in manual), tuple(n for n in names if n not in manual)
+
+    # What the type of an array says of them.
+
+    def varying(self, tree: Tree) -> Tree:
+        """The arrays, made to vary over the devices: their cotangents are each device's own, not yet summed."""
+        of_mesh, _ = self._of_mesh_and_vmap
+        return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
+
+    def have_types(self) -> bool:
+        """Whether types say what varies: not with `check_vma=False`, nor over an axis of `jax.vmap`."""
+        return any(_varies(self.varying(jnp.zeros(())), name) for name in self._of_mesh_and_vmap[0])
+
+    def share(self, x: Array) -> bool:
+        """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
+        return self.have_types() and any(not _varies(x, name) for name in self._of_mesh_and_vmap[0])
+
+    # Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices.
+    # Taking the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each
+    # device a part of the cotangent, and the reverse rule sums the parts again.
+
+    def shared(self, loss: Array) -> Array:
+        """The loss, which is the same on all devices, with a type that says so."""
+        return lax.pmean(loss, self.axis_name) if self.are_many else loss
+
+    def part_of_cotangent(self, d_loss: Array) -> Array:
+        """The cotangent of a loss that is the same on all devices, from the whole one, for JAX's own rules.
+
+        Without types JAX takes the loss on each device for a term of a sum over the devices.
+        """
+        return self.shared(d_loss) if not self.are_many or self.have_types() else d_loss / self.size
 
 
-def first_index(axis_name: AxisName, number: int) -> Array | None:
-    """The index of this device's first element among those of all devices, each of which has `number`; None for 0."""
-    return None if axis_name is None else lax.axis_index(axis_name) * number
-
-
-def local_class(axis_name: AxisName, labels: Array, number: int) -> Array:
-    """Labels, which count the classes of all devices, as classes of this device; elsewhere if not in [0, number)."""
-    return labels if axis_name is None else labels - lax.axis_index(axis_name) * number
-
-
-def sum_over_devices(axis_name: AxisName, x: Array) -> Array:
-    """The sum over the devices, the same on each."""
-    return x if axis_name is None else lax.psum(x, axis_name)
-
-
-def sums_over_devices(axis_name: AxisName, *arrays: Array) -> tuple[Array, ...]:
-    """The sums of several arrays of one shape and dtype over the devices, in one exchange."""
-    return arrays if axis_name is None else tuple(lax.psum(jnp.stack(arrays), axis_name))
-
-
-def of_all_devices(axis_name: AxisName, x: Array) -> Array:
-    """The arrays of all devices along a new axis, the first; the same on each device."""
-    of_mesh, of_vmap = _names_of_mesh_and_vmap(axis_name)
-    if not of_mesh:
-        return _of_all_samples(of_vmap, x)
-    # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.
-    here = _of_all_samples(of_vmap, x)
-    parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
-    placed: Array = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
-    return jnp.reshape(lax.psum(placed, of_mesh), (-1, *x.shape))
-
-
-def _of_all_samples(names: tuple[str, ...], x: Array) -> Array:
-    """The arrays along a new axis, the first, for named axes of `jax.vmap`."""
-    gathered: Array = lax.all_gather(x, names) if names else x[None]
-    return jnp.reshape(gathered, (-1, *x.shape))
-
-
-def _names_of_mesh_and_vmap(axis_name: AxisName) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    names = () if axis_name is None else (axis_name,) if isinstance(axis_name, str) else axis_name
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(n for n in names if n in manual), tuple(n for n in names if n not in manual)
-
-
-def varying_over(axis_name: AxisName, tree: Any) -> Any:
-    """The arrays of `tree`, made to vary over the devices: their cotangents are each device's own, not yet summed."""
-    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
-    return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
-
-
-def is_same_on_devices(axis_name: AxisName, x: Array) -> bool:
-    """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
-    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
-    return has_types_of_devices(axis_name) and any(_can_begin_to_vary(x, name) for name in of_mesh)
-
-
-def has_types_of_devices(axis_name: AxisName) -> bool:
-    """Whether types say what varies over the devices: not with `check_vma=False`, nor over an axis of `jax.vmap`."""
-    of_mesh, _ = _names_of_mesh_and_vmap(axis_name)
-    varying = varying_over(of_mesh, jnp.zeros(()))
-    return any(not _can_begin_to_vary(varying, name) for name in of_mesh)
-
-
-def _can_begin_to_vary(x: Array, name: str) -> bool:
+def _varies(x: Array, name: str) -> bool:
     try:
         lax.pcast(x, name, to="varying")
-    except ValueError:  # it varies already
-        return False
-    return True
-
-
-def max_over_devices(axis_name: AxisName, x: Array) -> Array:
-    """The maximum over the devices, the same on each; +inf for a NaN, whose order is undefined."""
-    return x if axis_name is None else lax.pmax(jnp.where(jnp.isnan(x), jnp.inf, x), axis_name)
-
-
-def any_over_devices(axis_name: AxisName, x: Array) -> Array:
-    """Whether `x` is True on any device, the same on each."""
-    return x if axis_name is None else lax.pmax(x.astype(jnp.int32), axis_name) > 0
-
-
-# Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices. Taking
-# the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each device a part
-# of the cotangent, and the reverse rule sums the parts again.
-
-
-def same_on_all_devices(axis_name: AxisName, loss: Array) -> Array:
-    """The loss, with a type that says it is the same on all devices."""
-    return loss if axis_name is None else lax.pmean(loss, axis_name)
-
-
-def part_of_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
-    """The cotangent of a loss that is the same on all devices, from the whole one, for JAX's own rules.
-
-    Without types JAX takes the loss on each device for a term of a sum over the devices.
-    """
-    if axis_name is None or has_types_of_devices(axis_name):
-        return same_on_all_devices(axis_name, d_loss)
-    return d_loss / lax.axis_size(axis_name)
-
-
-def whole_cotangent(axis_name: AxisName, d_loss: Array) -> Array:
-    """The cotangent of the loss, summed from the parts on the devices."""
-    return sum_over_devices(axis_name, d_loss)
+    except ValueError:  # it does already
+        return True
+    return False

@@ -11,12 +11,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
 from masksafe._core import callback_errors
 from masksafe._core.arguments import message
+from masksafe._core.typing import Function
 
 LabelChecks = Literal["off", "checkify", "raise"]
 LABEL_CHECKS = get_args(LabelChecks)
@@ -37,9 +38,6 @@ _forward_mode = jax.make_user_context(default_value=False)
 _label_checks = jax.make_user_context(
     default_value=_check_mode("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE) or "off")
 )
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class SwitchContext(contextlib.AbstractContextManager[None]):
@@ -66,7 +64,7 @@ class SwitchContext(contextlib.AbstractContextManager[None]):
     ) -> bool | None:
         return self._entered.pop().__exit__(kind, error, traceback)
 
-    def __call__(self, fn: _Function) -> _Function:
+    def __call__(self, fn: Function) -> Function:
         self._is_used = True
         if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
             found = f"{fn.__name__}, whose body runs after its call has returned"

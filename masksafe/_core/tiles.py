@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Tree
 
 
 class Tile(NamedTuple):
@@ -136,10 +136,10 @@ def element(x: Array, i: Any, axis: int = 0) -> Array:
     return found
 
 
-def once_if(condition: Array, fn: Callable[[Any], Any], state: Any) -> Any:
+def once_if(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:
     """`fn(state)` if the condition holds, else `state`; a loop, since under vmap a `lax.cond` would always run `fn`."""
 
-    def body(carry: tuple[Array, Any]) -> tuple[Array, Any]:
+    def body(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
         return jnp.zeros_like(condition), fn(carry[1])
 
     return lax.while_loop(lambda carry: carry[0], body, (condition, state))[1]

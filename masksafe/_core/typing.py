@@ -1,9 +1,19 @@
-"""The types that signatures use: arrays, values that convert to arrays, axes."""
+"""The types that signatures use: arrays, values that convert to arrays, axes, functions; and a `jax.jit` with types."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+import jax
 from jax import Array as Array
 from jax.typing import ArrayLike as ArrayLike
 
 Axis = int | Sequence[int]
 Axes = tuple[int, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
+Tree = TypeVar("Tree")
+
+
+def jitted(*static_argnums: int) -> Callable[[Function], Function]:
+    """`jax.jit` as a decorator. Type checkers see the function as it is."""
+    return functools.partial(jax.jit, static_argnums=static_argnums)  # type: ignore[return-value]

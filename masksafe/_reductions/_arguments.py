@@ -6,18 +6,18 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from masksafe._core import masks, sharding
 from masksafe._core.arguments import as_array, as_bool, canonical_axes
-from masksafe._core.masks import as_mask_of, as_weights_of
-from masksafe._core.sharding import AxisName, as_axis_name
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, Axes, Axis
 
 
 class Reduction(NamedTuple):
     """What is reduced, and what remains. It is static."""
 
+    op: str
     axes: Axes
     keepdims: bool
-    axis_name: AxisName
+    devices: sharding.Devices
 
     def shaped(self, reduced: Array) -> Array:
         """A result whose reduced axes have size 1, with or without them."""
@@ -29,11 +29,13 @@ class Call(NamedTuple):
 
     op: str
     axis: Axis | None
-    axis_name: AxisName
+    devices: sharding.Devices
     keepdims: bool
 
-    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array, Array | None, Array | None]:
-        return read_arguments(self.op, x, self.axis, where, weights, self.axis_name, self.keepdims)
+    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array | None, Array | None]:
+        """What is reduced, and the mask and the weights at the rank of `x`."""
+        how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.devices)
+        return how, masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
 
 
 def prepared(
@@ -44,14 +46,5 @@ def prepared(
     where = None if where is None else as_array(op, "where", where)
     weights = None if weights is None else as_array(op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
-    axis_name = None if axis_name is None else as_axis_name(op, axis_name)
-    return Call(op, axis, axis_name, as_bool(op, "keepdims", keepdims)), x, where, weights
-
-
-def read_arguments(
-    op: str, x: ArrayLike, axis: Axis | None, where: Any, weights: Any, axis_name: Any, keepdims: bool
-) -> tuple[Reduction, Array, Array | None, Array | None]:
-    """What is reduced, the array, and its mask and weights at its rank."""
-    x = as_array(op, "x", x)
-    how = Reduction(canonical_axes(op, axis, x.ndim), as_bool(op, "keepdims", keepdims), as_axis_name(op, axis_name))
-    return how, x, as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape)
+    devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
+    return Call(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, where, weights

@@ -8,13 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_real_array
-from masksafe._core.masks import selected
+from masksafe._core import arguments, masks, unfolded
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName, of_all_devices, sum_over_devices
-from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._core.unfolded import any_of
-from masksafe._reductions._arguments import Reduction, read_arguments
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
+from masksafe._reductions._arguments import Call, Reduction, prepared
 
 
 @public_op
@@ -58,7 +56,7 @@ def max(  # noqa: A001
       `jax.numpy.max <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.max.html>`_, which takes a `where` only
       together with an `initial` value.
     """
-    return _extremum("max", x, axis, where, axis_name, keepdims)
+    return _reduce(*prepared("max", x, axis, where, None, axis_name, keepdims))
 
 
 @public_op
@@ -98,64 +96,54 @@ def min(  # noqa: A001
     References:
       `jax.numpy.min <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.min.html>`_.
     """
-    return _extremum("min", x, axis, where, axis_name, keepdims)
+    return _reduce(*prepared("min", x, axis, where, None, axis_name, keepdims))
 
 
-def _extremum(op: str, x: ArrayLike, axis: Axis | None, where: Any, axis_name: AxisName, keepdims: bool) -> Array:
-    x = as_real_array(op, "x", x)
-    how, x, where, _ = read_arguments(op, x, axis, where, None, axis_name, keepdims)
-    extremum: Array = _reduce(op, how, x, where)
-    return extremum
+@jitted(0)
+def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
+    x = arguments.as_real_array(call.op, "x", x)
+    how, where, _ = call.read(x, where, weights)
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return how.shaped((_of_floats if is_float else _evaluate)(how, x, where))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _reduce(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return how.shaped(_of_floats(op, how, x, where))
-    return how.shaped(_evaluate(op, how, x, where))
-
-
-def _evaluate(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
-    reduce, of_nothing = (jnp.max, _lowest(x.dtype)) if op == "max" else (jnp.min, _highest(x.dtype))
-    x = selected(x, where, of_nothing)
+def _evaluate(how: Reduction, x: Array, where: Array | None) -> Array:
+    reduce, of_nothing = jnp.max if how.op == "max" else jnp.min, _of_nothing(how.op, x.dtype)
+    x = masks.selected(x, where, of_nothing)
     local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
-    if how.axis_name is None:
+    if not how.devices.are_many:
         return local
-    of_devices = of_all_devices(how.axis_name, local)
+    of_devices = how.devices.gathered(local)
     return _or_nan(reduce(of_devices, 0), of_devices, 0)
+
+
+def _of_nothing(op: str, dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf if op == "max" else jnp.inf
+    if dtype == jnp.bool_:
+        return op == "min"
+    return int(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max)
 
 
 def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Array:
     """The extremum, and NaN where there is one: XLA's CPU compiler loses it where it reduces many elements."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extremum
-    return jnp.where(any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
+    return jnp.where(unfolded.any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _of_floats(op: str, how: Reduction, x: Array, where: Array | None) -> Array:
-    return _evaluate(op, how, x, where)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_floats(how: Reduction, x: Array, where: Array | None) -> Array:
+    return _evaluate(how, x, where)
 
 
 @_of_floats.defjvp
-def _derivative(op: str, how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative(how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
     x, where = primals
-    extremum = _of_floats(op, how, x, where)
+    extremum = _of_floats(how, x, where)
     ties = x == extremum if where is None else (x == extremum) & where
-    number = sum_over_devices(how.axis_name, jnp.sum(ties, how.axes, keepdims=True))
+    number = how.devices.sum(jnp.sum(ties, how.axes, keepdims=True))
     share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
-    moved = jnp.where(ties | jnp.isnan(extremum), selected(tangents[0], where), 0) * share
-    return extremum, sum_over_devices(how.axis_name, jnp.sum(moved, how.axes, keepdims=True))
-
-
-def _lowest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf
-    return False if dtype == jnp.bool_ else int(jnp.iinfo(dtype).min)
-
-
-def _highest(dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.inf
-    return True if dtype == jnp.bool_ else int(jnp.iinfo(dtype).max)
+    moved = jnp.where(ties | jnp.isnan(extremum), masks.selected(tangents[0], where), 0) * share
+    return extremum, how.devices.sum(jnp.sum(moved, how.axes, keepdims=True))

@@ -5,34 +5,28 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from masksafe._core import label_checks, precision, row_moments, sharding, switches
 from masksafe._core.arguments import message
-from masksafe._core.label_checks import in_microbatch
-from masksafe._core.precision import widened
-from masksafe._core.row_moments import or_one
-from masksafe._core.sharding import (
-    AxisName,
-    as_axis_name,
-    is_random_key,
-    is_same_on_devices,
-    varying_over,
-    zeros_of_types,
-)
-from masksafe._core.switches import label_check_mode
 from masksafe._core.typing import Array
 from masksafe._reductions._masked_mean import MaskedMean, normal, sums_of
 
 _OP = "value_and_grad_of_mean"
 
-
 _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
+
+
+class _Options(TypedDict, total=False):
+    in_axes: Any
+    microbatches: int
+    axis_name: sharding.AxisName
 
 
 @overload
@@ -40,10 +34,7 @@ def value_and_grad_of_mean(
     fn: Callable[_P, MaskedMean],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    *,
-    in_axes: Any = 0,
-    microbatches: int = 1,
-    axis_name: AxisName = None,
+    **options: Unpack[_Options],
 ) -> Callable[_P, tuple[Array, Any]]: ...
 
 
@@ -53,21 +44,13 @@ def value_and_grad_of_mean(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
-    in_axes: Any = 0,
-    microbatches: int = 1,
-    axis_name: AxisName = None,
+    **options: Unpack[_Options],
 ) -> Callable[_P, tuple[tuple[Array, _Aux], Any]]: ...
 
 
 @overload
 def value_and_grad_of_mean(
-    fn: Callable[_P, Any],
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    *,
-    in_axes: Any = 0,
-    microbatches: int = 1,
-    axis_name: AxisName = None,
+    fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Options]
 ) -> Callable[_P, tuple[Any, Any]]: ...
 
 
@@ -78,7 +61,7 @@ def value_and_grad_of_mean(
     *,
     in_axes: Any = 0,
     microbatches: int = 1,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
 ) -> Callable[..., tuple[Any, Any]]:
     r"""Like `jax.value_and_grad`, for the mean over a whole batch that is worked on in parts.
 
@@ -147,7 +130,7 @@ def value_and_grad_of_mean(
 
     @functools.wraps(fn)
     def value_and_grad(*args: Any, **kwargs: Any) -> Any:
-        name = as_axis_name(_OP, axis_name)
+        devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         _check_floats(params)
@@ -156,13 +139,13 @@ def value_and_grad_of_mean(
         def fn_of(params: Any, batch: Any) -> Any:
             positional = batch["args"] | dict(zip(active, params, strict=True))
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
-            return _as_mean_and_aux(result, has_aux, name)
+            return _as_mean_and_aux(result, has_aux, devices)
 
         axes = _axes_to_cut(in_axes, batch, len(args), active)
         parts = _in_parts(batch, axes, int(microbatches))
-        sums, aux = _summed_over_parts(fn_of, varying_over(name, params), parts)
-        if name is not None:
-            sums, aux = _summed_over_devices(name, sums, aux)
+        sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
+        if devices.are_many:
+            sums, aux = _summed_over_devices(devices, sums, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -191,14 +174,14 @@ def _check_floats(params: Any) -> None:
             raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
-def _as_mean_and_aux(result: Any, has_aux: bool, axis_name: AxisName) -> tuple[MaskedMean, Any]:
+def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Any]:
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
 
     def of_own_device(mean: MaskedMean) -> MaskedMean:
         mean = normal(mean)
-        if is_same_on_devices(axis_name, sums_of(mean)[0].low):
+        if devices.share(sums_of(mean)[0].low):
             found = "a MaskedMean whose total is the same on all devices"
             raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
         return mean
@@ -267,50 +250,45 @@ def _is_axis(axis: Any) -> bool:
 class _Parts(NamedTuple):
     number: int
     size: int | None  # of a part, along the axis that is cut; None if no array is cut
-    cut: list[Array]  # the parts of an array along its leading axis
-    whole: list[Any]  # what all parts share
-    is_cut: list[bool]
+    leaves: list[Any]  # of the arguments
+    cut: list[Array | None]  # the parts of each, along a new leading axis; None for what all parts share
     tree: Any
 
-    def joined(self, cut: list[Array]) -> Any:
+    def joined(self, part: list[Array | None]) -> Any:
         """The arguments of one part."""
-        parts, whole = iter(cut), iter(self.whole)
-        return jax.tree.unflatten(self.tree, [next(parts if is_cut else whole) for is_cut in self.is_cut])
+        leaves = [whole if own is None else own for whole, own in zip(self.leaves, part, strict=True)]
+        return jax.tree.unflatten(self.tree, leaves)
 
 
 def _in_parts(batch: Any, axes: list[int | None], number: int) -> _Parts:
-    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
-    names = [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]
-    arrays = {name: x for name, (_, x) in zip(names, leaves, strict=True)}
-    along = {name: axis for name, axis in zip(names, axes, strict=True) if axis is not None and _has_axes(arrays[name])}
-    for name, axis in along.items():
-        if not -arrays[name].ndim <= axis < arrays[name].ndim:
-            raise ValueError(message(_OP, name, f"shape {arrays[name].shape}", f"an axis {axis}, which in_axes says"))
-    sizes = {name: arrays[name].shape[axis] for name, axis in along.items()} if number > 1 else {}
+    named, tree = jax.tree_util.tree_flatten_with_path(batch)
+    leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in named}
+    along = dict(zip(leaves, axes, strict=True))
+    sizes = {}
+    for name, x in leaves.items():
+        axis = along[name]
+        if axis is None or not _has_axes(x):
+            continue
+        if not -x.ndim <= axis < x.ndim:
+            raise ValueError(message(_OP, name, f"shape {x.shape}", f"an axis {axis}, which in_axes says"))
+        sizes[name] = x.shape[axis]
+    if number == 1:
+        return _Parts(1, None, [*leaves.values()], [None] * len(leaves), tree)
     if len(set(sizes.values())) > 1:
         found = "axes to cut of sizes " + " and ".join(f"{size} of {name}" for name, size in sizes.items())
-        hint = "For what all parts share, in_axes is None." + _hint_of_keys(arrays[name] for name in sizes)
+        hint = "For what all parts share, in_axes is None." + _hint_of_keys(leaves[name] for name in sizes)
         raise ValueError(message(_OP, "arguments", found, "one size", hint))
-    cut = [
-        _cut(name, x, along.get(name), axis is not None, number)
-        for (name, x), axis in zip(arrays.items(), axes, strict=True)
-    ]
-    return _Parts(
-        number,
-        next((size // number for size in sizes.values()), None),
-        [parts for parts in cut if parts is not None],
-        [x for x, parts in zip(arrays.values(), cut, strict=True) if parts is None],
-        [parts is not None for parts in cut],
-        tree,
-    )
+    cut = [_cut(name, x, along[name], number) for name, x in leaves.items()]
+    size = next((size // number for size in sizes.values()), None)
+    return _Parts(number, size, [*leaves.values()], cut, tree)
 
 
-def _cut(name: str, x: Any, axis: int | None, is_split: bool, number: int) -> Array | None:
+def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
     """The parts of an array along a new leading axis, or None for what all parts share."""
-    if number == 1:
+    if axis is None or not hasattr(x, "dtype"):
         return None
-    if axis is None:
-        return jax.random.split(x, number) if is_split and hasattr(x, "dtype") and is_random_key(x) else None
+    if x.ndim == 0:
+        return jax.random.split(x, number) if sharding.is_random_key(x) else None
     axis %= x.ndim
     before, size, after = x.shape[:axis], x.shape[axis], x.shape[axis + 1 :]
     if size % number:
@@ -348,7 +326,7 @@ class _Sums(NamedTuple):
         def gradient(d_total: Array, d_count: Array | None) -> Array:
             count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
-            return jnp.where(count == 0, 0, d_mean / or_one(count))
+            return jnp.where(count == 0, 0, d_mean / row_moments.nonzero_divisor(count))
 
         d_count = jax.tree.map(lambda _: None, self.d_total) if self.d_count is None else self.d_count
         return jax.tree.map(gradient, self.d_total, d_count)
@@ -357,34 +335,34 @@ class _Sums(NamedTuple):
 def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tuple[_Sums, Any]:
     """The sums, and aux: along a new leading axis, but means in it added up."""
 
-    def of_part(cut: list[Array]) -> tuple[_Sums, Any]:
+    def of_part(cut: list[Array | None]) -> tuple[_Sums, Any]:
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
-        sums, aux = of_part([])
+        sums, aux = of_part(parts.cut)
         return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
 
-    def of_numbered_part(cut: list[Array], index: Array | None) -> tuple[_Sums, Any]:
-        with in_microbatch(index, parts.number, parts.size):
+    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_Sums, Any]:
+        with label_checks.in_microbatch(index, parts.number, parts.size):
             return of_part(cut)
 
-    def step(sums: _Sums, numbered_part: tuple[list[Array], Array | None]) -> tuple[_Sums, Any]:
+    def step(sums: _Sums, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_Sums, Any]:
         added, aux = of_numbered_part(*numbered_part)
         gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
         return _Sums(sums.mean + added.mean, *gradients), aux
 
-    numbered = parts.cut, None if label_check_mode() == "off" else jnp.arange(parts.number)
+    numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
     shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
-    sums, aux = lax.scan(step, zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
+    sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
     return sums, _map_aux(added_up, lambda x: x, aux)
 
 
-def _summed_over_devices(axis_name: AxisName, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
+def _summed_over_devices(devices: sharding.Devices, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
     """The sums, and aux with the means in it, of all devices."""
     leaves, tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, MaskedMean))
     means = {i: x for i, x in enumerate(leaves) if isinstance(x, MaskedMean)}
-    sums, means = lax.psum((sums, means), axis_name)
+    sums, means = lax.psum((sums, means), devices.axis_name)
     return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
 
 
@@ -410,7 +388,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
     d_count = None
     if is_dependent:
         (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
-    wide = functools.partial(jax.tree.map, widened)
+    wide = functools.partial(jax.tree.map, precision.widened)
     return _Sums(mean, wide(d_total), wide(d_count)), aux
 
 
@@ -427,5 +405,4 @@ def _noting_dependence(noted: list[bool], x: Array) -> Array:
         return primals[0], tangents[0]
 
     identity.defjvp(rule, symbolic_zeros=True)
-    noted_x: Array = identity(x)
-    return noted_x
+    return identity(x)

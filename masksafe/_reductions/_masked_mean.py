@@ -14,13 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.masks import selected, weighting_of
+from masksafe._core import masks, moments, row_moments, scaling, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
-from masksafe._core.row_moments import or_one, weighted
-from masksafe._core.scaling import quotient
-from masksafe._core.sharding import AxisName, as_axis_name, zeros_of_types
-from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe._core.unfolded import number_of, sum_of
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
 
@@ -109,9 +105,9 @@ class MaskedMean:
 
     __radd__ = __add__
 
-    def psum(self, axis_name: AxisName) -> MaskedMean:
+    def psum(self, axis_name: sharding.AxisName) -> MaskedMean:
         """The mean over the devices of a mesh axis, or of several, inside `jax.shard_map`."""
-        name = as_axis_name("MaskedMean.psum", axis_name)
+        name = sharding.as_axis_name("MaskedMean.psum", axis_name)
         return self if name is None else lax.psum(normal(self), name)
 
     @property
@@ -125,8 +121,7 @@ class MaskedMean:
     @property
     def value(self) -> Array:
         """The total over the count; 0 of nothing."""
-        value: Array = _value(self._total, self._count)
-        return value
+        return _value(self._total, self._count)
 
     def __repr__(self) -> str:
         return f"MaskedMean(total={self.total}, count={self.count})"
@@ -175,9 +170,8 @@ class _Sum(NamedTuple):
         return self.low.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.low.shape
-        return shape
+    def shape(self) -> Any:
+        return self.low.shape
 
     def rounded(self, dtype: Any) -> Array:
         """The sum as a float, whose derivative is that of `low`."""
@@ -216,9 +210,9 @@ def _as_sum(x: Any) -> Any:
     return x
 
 
-@jax.jit
+@jitted()
 def _zeros_for(x: Array) -> Array:
-    zeros: Array = zeros_of_types(x, x).astype(_summand_dtype(x.dtype))
+    zeros: Array = sharding.zeros_of_types(x, x).astype(_summand_dtype(x.dtype))
     return zeros
 
 
@@ -242,7 +236,7 @@ def _normal(x: _Sum) -> _Sum:
     return _Sum(low, high + carry)
 
 
-@jax.jit
+@jitted()
 def _added(a: tuple[_Sum, _Sum], b: tuple[_Sum, _Sum]) -> tuple[_Sum, ...]:
     return tuple(map(_plus, a, b))
 
@@ -259,12 +253,9 @@ def _plus(a: _Sum, b: _Sum) -> _Sum:
 
 
 def _rounded_away(a: Array, b: Array) -> Array:
-    """What `a + b` loses by rounding, exactly (Knuth's two-sum); 0 if the sum is not finite."""
+    """What `a + b` loses by rounding, exactly; 0 if the sum is not finite."""
     is_finite, zero = jnp.isfinite(a + b), jnp.zeros_like(a)
-    a, b = jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero)
-    total = a + b
-    of_b = total - a
-    return (a - (total - of_b)) + (b - of_b)
+    return moments.exact_sum(jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero))[1]
 
 
 def _as_one(x: Any) -> Any:
@@ -274,7 +265,7 @@ def _as_one(x: Any) -> Any:
     return _number(x) if isinstance(x.low, jax.Array | np.ndarray | np.generic | numbers.Number) else x.low
 
 
-@jax.jit
+@jitted()
 def _number(x: _Sum) -> Array:
     """The sum as a number of its dtype; an integer out of its range as the nearest one in it."""
     low, high = _normal(x)
@@ -286,22 +277,22 @@ def _number(x: _Sum) -> Array:
     return jnp.where(high > limits.max >> _BITS, most, jnp.where(high < limits.min >> _BITS, least, whole))
 
 
-@jax.jit
+@jitted()
 def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
     dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
-    return jnp.where(divisor == 0, 0, quotient(dividend, or_one(divisor))).astype(dtype)
+    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, row_moments.nonzero_divisor(divisor))).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
-    how, x, where, weights = call.read(x, where, weights)
-    where, weights = weighting_of(x, where, weights)
-    x = selected(x, where)
-    elements = x if x.dtype == jnp.bool_ and weights is None else weighted(widened(x), weights)
+    how, where, weights = call.read(x, where, weights)
+    where, weights = masks.weighting_of(x, where, weights)
+    x = masks.selected(x, where)
+    elements = x if x.dtype == jnp.bool_ and weights is None else row_moments.weighted(widened(x), weights)
     total = jnp.sum(elements, how.axes)
     if weights is not None:
-        count = sum_of(jnp.broadcast_to(weights, x.shape), how.axes)
+        count = unfolded.sum_of(jnp.broadcast_to(weights, x.shape), how.axes)
     else:
-        count = number_of(jnp.broadcast_to(True if where is None else where, x.shape), how.axes)
+        count = unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), how.axes)
     return _as_sum(total), _as_sum(count)

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
-from masksafe._core import sharding
+from masksafe._core import scaling, sharding
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import or_one, total_weight, weighted
-from masksafe._core.scaling import quotient
-from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike, Axis
+from masksafe._core.row_moments import nonzero_divisor, total_weight, weighted
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
 
@@ -25,7 +20,7 @@ def sum(  # noqa: A001
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     keepdims: bool = False,
 ) -> Array:
     r"""The sum of the unmasked elements; 0 if there are none.
@@ -60,19 +55,18 @@ def sum(  # noqa: A001
     References:
       `jax.numpy.sum <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.sum.html>`_.
     """
-    total: Array = _sum(*prepared("sum", x, axis, where, weights, axis_name, keepdims))
-    return total
+    return _sum(*prepared("sum", x, axis, where, weights, axis_name, keepdims))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
+    how, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
-    if weights is None and (how.axis_name is None or x.dtype != dtype):  # or a sum of integers
-        return sharding.sum_over_devices(how.axis_name, jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
+    if weights is None and (not how.devices.are_many or x.dtype != dtype):  # or a sum of integers
+        return how.devices.sum(jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
     where, weights = weighting_of(x, where, weights)
     total = jnp.sum(weighted(widened(selected(x, where)), weights), how.axes, keepdims=how.keepdims)
-    return sharding.sum_over_devices(how.axis_name, total).astype(dtype)
+    return how.devices.sum(total).astype(dtype)
 
 
 @public_op
@@ -82,7 +76,7 @@ def mean(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     keepdims: bool = False,
 ) -> Array:
     r"""The mean of the unmasked elements; 0 if there are none.
@@ -123,20 +117,19 @@ def mean(
     References:
       `jax.numpy.mean <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.mean.html>`_.
     """
-    average: Array = _mean(*prepared("mean", x, axis, where, weights, axis_name, keepdims))
-    return average
+    return _mean(*prepared("mean", x, axis, where, weights, axis_name, keepdims))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
+    how, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)
     weight = total_weight(wide, how.axes, weighting)
-    if how.axis_name is not None:
-        total, weight = sharding.sums_over_devices(how.axis_name, total, weight.astype(total.dtype))
-    average = (jnp.divide if weights is None else quotient)(total, or_one(weight))
+    if how.devices.are_many:
+        total, weight = how.devices.sums(total, weight.astype(total.dtype))
+    average = (jnp.divide if weights is None else scaling.quotient)(total, nonzero_divisor(weight))
     if weights is not None:
         average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
     return how.shaped(average).astype(float_dtype(x.dtype))

@@ -5,22 +5,17 @@ from __future__ import annotations
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments, platforms
-from masksafe._core.arguments import as_number, message
+from masksafe._core import arguments, moments, platforms, row_blocks, scaling, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.row_moments import RowConfig, row_moments
-from masksafe._core.scaling import quotient
-from masksafe._core.sharding import AxisName, may_loop
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._reductions._arguments import Reduction, read_arguments
+from masksafe._core.row_moments import Rows, row_moments
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe._reductions._arguments import Call, prepared
 
 
 @public_op
@@ -30,7 +25,7 @@ def var(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> Array:
@@ -72,7 +67,8 @@ def var(
     References:
       `jax.numpy.var <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.var.html>`_.
     """
-    return _check_and_reduce("var", x, axis, where, weights, axis_name, correction, keepdims)[0]
+    correction = arguments.as_number("var", "correction", correction)
+    return _reduce(correction, *prepared("var", x, axis, where, weights, axis_name, keepdims))[0]
 
 
 @public_op
@@ -82,7 +78,7 @@ def var_mean(
     where: ArrayLike | None = None,
     *,
     weights: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
     correction: float = 0,
     keepdims: bool = False,
 ) -> tuple[Array, Array]:
@@ -130,42 +126,26 @@ def var_mean(
 
       `torch.var_mean <https://docs.pytorch.org/docs/stable/generated/torch.var_mean.html>`_.
     """
-    return _check_and_reduce("var_mean", x, axis, where, weights, axis_name, correction, keepdims)
-
-
-def _check_and_reduce(
-    op: str,
-    x: ArrayLike,
-    axis: Axis | None,
-    where: ArrayLike | None,
-    weights: ArrayLike | None,
-    axis_name: AxisName,
-    correction: float,
-    keepdims: bool,
-) -> tuple[Array, Array]:
-    how, x, where, weights = read_arguments(op, x, axis, where, weights, axis_name, keepdims)
-    dtype = float_dtype(x.dtype)
-    x = x if x.dtype == dtype else x.astype(dtype)  # jax_debug_nans checks even a conversion to the same dtype
-    if jnp.iscomplexobj(x) and not (weights is None and axis_name is None):
-        raise TypeError(message(op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
-    variance, mean = _reduce(how, as_number(op, "correction", correction), x, where, weights)
-    return variance, mean
+    correction = arguments.as_number("var_mean", "correction", correction)
+    return _reduce(correction, *prepared("var_mean", x, axis, where, weights, axis_name, keepdims))
 
 
 _AxesAndCorrection = tuple[Axes, float]
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _reduce(
-    how: Reduction, correction: float, x: Array, where: Array | None, weights: Array | None
-) -> tuple[Array, Array]:
-    """Variance and mean in the dtypes of `x`."""
-    if weights is None and how.axis_name is None:
+@jitted(0, 1)
+def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+    """Variance and mean in the dtypes of `x`, as floats."""
+    how, where, weights = call.read(x, where, weights)
+    x = x.astype(float_dtype(x.dtype))
+    if jnp.iscomplexobj(x) and (weights is not None or how.devices.are_many):
+        raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
+    if weights is None and not how.devices.are_many:
         variance, mean = _variance_and_mean((how.axes, correction), x, where)
     else:
-        of_rows = row_moments(RowConfig(how.axes), how.axis_name, x, weighting_of(x, where, weights))
-        divide = jnp.divide if weights is None else quotient
+        of_rows = row_moments(Rows(how.axes, how.devices), x, weighting_of(x, where, weights))
+        divide = jnp.divide if weights is None else scaling.quotient
         variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight, divide)
         mean = moments.total(of_rows.mean)
     return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)
@@ -178,7 +158,7 @@ def _variance_and_mean_forward(
     return (variance, moments.total(mean)), (x, where, mean)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _variance_and_mean_reverse(
     config: _AxesAndCorrection,
     residuals: tuple[Array, Array | None, moments.Mean],
@@ -200,17 +180,16 @@ def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None
     return variance, moments.total(mean)
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate_variance_and_mean(
     config: _AxesAndCorrection, x: Array, where: Array | None
 ) -> tuple[Array, moments.Mean]:
-    config = axes_of_row(config[0], x.ndim), config[1]
+    config = row_blocks.axes_of_row(config[0], x.ndim), config[1]
     if jnp.iscomplexobj(x) or not moments.may_save_passes(config[0], x, where):
         return _reduce_in_blocks(config, x, where)
-    in_one_pass = where is None and may_loop(x) and _is_fused(config[0], x)
+    in_one_pass = where is None and sharding.may_loop(x) and _is_fused(config[0], x)
     on_cpu = functools.partial(_reduce_in_one_pass if in_one_pass else _reduce_in_blocks, config)
-    variance, mean = platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
-    return variance, mean
+    return platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
 
 
 def _is_fused(axes: Axes, x: Array) -> bool:
@@ -222,9 +201,8 @@ def _is_fused(axes: Axes, x: Array) -> bool:
 
 
 def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    leading = leading_axes(tuple(a % x.ndim for a in config[0]))
-    (variance, mean), _ = by_row_blocks(lambda *args: (_reduce_rows(config, *args), ()), leading, x, where)
-    return variance, mean
+    leading = row_blocks.leading_axes(tuple(a % x.ndim for a in config[0]))
+    return row_blocks.map_row_blocks(functools.partial(_reduce_rows, config), x, where, leading=leading)
 
 
 def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
@@ -241,7 +219,7 @@ def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | Non
     axes, correction = config
     wide = widened(x)
     centre, n = moments.average(wide, axes, where), moments.count(wide, axes, where)
-    centre, square_sum = platforms.apart((centre, moments.squares(wide - centre, axes)))
+    centre, square_sum = platforms.unfused((centre, moments.squares(wide - centre, axes)))
     # Some rounding errors of the mean, squared, are a millionth of a variance above this.
     rounding = 2**13 * jnp.finfo(wide.dtype).eps * jnp.abs(centre)
     mean = moments.Mean(centre, jnp.zeros_like(centre))

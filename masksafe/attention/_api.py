@@ -30,15 +30,7 @@ from masksafe._core.masks import as_mask, either
 from masksafe._core.own_shard_map import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import (
-    AxisName,
-    as_axis_name,
-    first_index,
-    gathered_along,
-    has_symbolic_size,
-    size_over_devices,
-    varying_over,
-)
+from masksafe._core.sharding import AxisName, Devices, as_axis_name, gathered_along, has_symbolic_size
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._attention import attend
@@ -319,7 +311,7 @@ def dot_product_attention(
     soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
     axis_name, window = as_axis_name(_OP, axis_name), _as_window(local_window_size)
     q, k, v = _operands(query, key, value)
-    num_queries, num_keys = (size_over_devices(axis_name, x.shape[-3]) for x in (q, k))
+    num_queries, num_keys = (x.shape[-3] * Devices(axis_name).size for x in (q, k))
     knows_numbers = axis_name is not None or is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
     _check_both_or_none(query_segment_ids, key_value_segment_ids)
@@ -435,7 +427,7 @@ def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
     if call.by_cudnn is not None:
         masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
         return _cudnn.attention(call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
-    q = varying_over(call.axis_name, q)
+    q = Devices(call.axis_name).varying(q)
     pairs = _pairs_of(call, arrays, q, k, (query_lengths, key_lengths), offset)
     mods = Mods(arrays.score_mod, arrays.mask_mod)
     return attend(call.plan, q, k, v, arrays.scale, bias, mask, pairs, mods, arrays.sinks)
@@ -449,8 +441,8 @@ def _pairs_of(
     query_positions = _positions(q, arrays.query_positions, call.axis_name)
     query_positions = query_positions if offset is None else query_positions + offset
     key_positions = _positions(k, arrays.key_positions, call.axis_name)
-    first_query = first_index(call.axis_name, q.shape[-3])
-    seen = functools.partial(seen_keys, q.shape[-3], size_over_devices(call.axis_name, k.shape[-3]))
+    first_query = Devices(call.axis_name).first(q.shape[-3])
+    seen = functools.partial(seen_keys, q.shape[-3], k.shape[-3] * Devices(call.axis_name).size)
     first, end = seen_positions(query_positions, call.is_causal, call.window)
     if arrays.key_positions is None or end is None:
         pairs = Pairs(*seen(first, end, *lengths, first_query))
@@ -476,7 +468,7 @@ def _positions(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
     """`[*batch or 1s, time]`; without given ones the indices among all devices, of NumPy if they are known."""
     if positions is not None:
         return _clipped(_over_time(positions, x))
-    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, first_index(axis_name, x.shape[-3])
+    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, Devices(axis_name).first(x.shape[-3])
     index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
     return index if first is None else index + first
 

@@ -78,8 +78,7 @@ def attend(
     ]
     args, names = zip(*of_args, strict=True)
     fn = functools.partial(_attend_over_batch, plan)
-    results: tuple[Array, Array] = on_own_devices(fn, args, names, (of_operands, of_operands))
-    return results
+    return on_own_devices(fn, args, names, (of_operands, of_operands))
 
 
 def _attend_over_batch(

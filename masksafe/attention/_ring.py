@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
-from masksafe._core.sharding import AxisName, vary_with, varying_over
+from masksafe._core.sharding import AxisName, Devices, vary_with
 from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
 from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Inputs, Plan, Ring
@@ -67,7 +67,7 @@ class _Moving(NamedTuple):
     @classmethod
     def of(cls, ring: Ring, inputs: Inputs) -> "_Moving":
         of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
-        return cls(inputs.k, inputs.v, *varying_over(ring.axis_name, of_keys))
+        return cls(inputs.k, inputs.v, *Devices(ring.axis_name).varying(of_keys))
 
 
 def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:

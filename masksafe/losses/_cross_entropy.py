@@ -247,8 +247,8 @@ def softmax_cross_entropy_with_integer_labels(
     labels = broadcast_widened(labels, rows)
     bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
     config = _Config(axes, logits.dtype, axis_name)
-    loss = sharding.same_on_all_devices(
-        axis_name, _cross_entropy(config, broadcast_widened(logits, shape), labels, where, None)
+    loss = sharding.Devices(axis_name).shared(
+        _cross_entropy(config, broadcast_widened(logits, shape), labels, where, None)
     )
     return nan_where_bad(loss, bad_rows)
 
@@ -320,7 +320,7 @@ def _forward(
 
 def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None, Array | None]:
     kept, labels, where, _, rows = residuals
-    d_loss = sharding.whole_cotangent(config.axis_name, d_loss)
+    d_loss = sharding.Devices(config.axis_name).sum(d_loss)
     if _may_keep_exps(config, kept, labels, where):
         return _pull_back_kept(config.axes, kept, labels, where, rows, d_loss), None, None, None
     d_logits, d_labels, d_epsilon = _pull_back(config.axes, *residuals, d_loss)
@@ -405,7 +405,7 @@ def _pull_back(
     epsilon = _of_rows(epsilon)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
-        rows, x, t = platforms.apart_on_cpu((rows, x, t))
+        rows, x, t = platforms.unfused_on_cpu((rows, x, t))
         if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
             rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]

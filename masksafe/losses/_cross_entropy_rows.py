@@ -83,7 +83,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None, epsi
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
     arithmetic = by_arithmetic if in_one_pass else None
-    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)  # type: ignore[no-any-return]
+    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
@@ -93,7 +93,7 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
     rows = evaluate_rows(plan._replace(loss_alone=False), x, labels, where, epsilon)
     x_dot = _instantiate(x_dot, x)
     x_dot = selected(x_dot.astype(rows.loss.dtype), where, 0)
-    total = functools.partial(sharding.sum_over_devices, plan.axis_name)
+    total = sharding.Devices(plan.axis_name).sum
     d_loss = total(sum_of_row(probs_minus_targets(x, labels, where, rows) * x_dot))
     d_log_sum = total(sum_of_row(jnp.exp(selected(x, where, -jnp.inf) - rows.shift - rows.log_sum) * x_dot))
     d_total, d_missed = jnp.zeros_like(rows.total), None
@@ -141,9 +141,9 @@ def _row_values(
 def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     axis_name = plan.axis_name
     dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
-    live_rows = None if where is None else sharding.any_over_devices(axis_name, any_of(where, -1))
+    live_rows = None if where is None else sharding.Devices(axis_name).any(any_of(where, -1))
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
-    valid = is_class(labels, sharding.size_over_devices(axis_name, x.shape[-1]))
+    valid = is_class(labels, x.shape[-1] * sharding.Devices(axis_name).size)
 
     if plan.keeps_exps:
         # Whole rows are masked: the maximum is selected, not what it is taken of.
@@ -151,10 +151,10 @@ def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) ->
         exps = _with_label(jnp.exp(selected(x, where, -jnp.inf) - shift), label, 0.0)
     else:
         x = lowest_under_mask(x, where)
-        shift = below_infinity(sharding.max_over_devices(axis_name, jnp.max(x, -1, keepdims=True)).astype(dtype))
+        shift = below_infinity(sharding.Devices(axis_name).max(jnp.max(x, -1, keepdims=True)).astype(dtype))
         exps = selected(exps_of_others(x.astype(dtype) - shift, label), where)
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
-    others, label_z = sharding.sum_over_devices(axis_name, jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
+    others, label_z = sharding.Devices(axis_name).sum(jnp.sum(exps, -1)), (label_x - shift).squeeze(-1)
     log_sum = jnp.log1p(others + jnp.expm1(label_z))
     # In a row with nothing left the label does not matter: it is given all of the probability.
     label_z, log_sum, shift = (selected(a, live_rows) for a in (label_z, log_sum, shift.squeeze(-1)))
@@ -251,8 +251,8 @@ def _relative_exps(x: Array, where: Array | None, shift: Array) -> tuple[Array, 
 
 def label_here(axis_name: str | None, labels: Array, number: int) -> Array:
     """Labels as int32 classes of this device: -1 if outside [0, num_classes), `number` if on another device."""
-    valid = is_class(labels, sharding.size_over_devices(axis_name, number))
-    local = sharding.local_class(axis_name, jnp.where(valid, labels, 0).astype(jnp.int32), number)
+    valid = is_class(labels, number * sharding.Devices(axis_name).size)
+    local = sharding.Devices(axis_name).local(jnp.where(valid, labels, 0).astype(jnp.int32), number)
     is_here = (local >= 0) & (local < number)
     return jnp.where(valid, jnp.where(is_here, local, number), -1)
 
@@ -265,7 +265,7 @@ def value_at_label(axis_name: str | None, x: Array, where: Array | None, label: 
     value = selected(_pick(x, index), live, -jnp.inf)
     if axis_name is None:
         return value
-    return sharding.sum_over_devices(axis_name, jnp.where(label < x.shape[-1], value, 0))
+    return sharding.Devices(axis_name).sum(jnp.where(label < x.shape[-1], value, 0))
 
 
 def _index_of(label: Array, number: int) -> Array:

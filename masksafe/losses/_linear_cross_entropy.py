@@ -17,7 +17,7 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import or_one
+from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
@@ -282,7 +282,7 @@ def _of_labels(
 ) -> Array | None:
     if class_weights is None:
         return of_tokens
-    here = sharding.local_class(axis_name, labels, class_weights.size)
+    here = sharding.Devices(axis_name).local(labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
     index = jnp.where(is_here, here, 0)
     weights = (
@@ -290,8 +290,8 @@ def _of_labels(
         .at[index]
         .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
     )
-    weights = sharding.sum_over_devices(axis_name, jnp.where(is_here, weights, 0))
-    classes = sharding.size_over_devices(axis_name, class_weights.size)
+    weights = sharding.Devices(axis_name).sum(jnp.where(is_here, weights, 0))
+    classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
     if of_tokens is None:
         return weights
@@ -329,5 +329,5 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
 def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
+        return nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
     return jnp.maximum(jnp.asarray(labels.size) if where is None else number_of(where), 1).astype(dtype)

@@ -333,7 +333,7 @@ def _pull_back(
     x, _, mask = as_rows(config.axes, logits, rows.label.squeeze(-1), where)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
-        rows, x = platforms.apart_on_cpu((rows, x))
+        rows, x = platforms.unfused_on_cpu((rows, x))
     _, of_log_prob, of_entropy = _slopes(config, x, mask, rows)
     d_z = _product_where_used(mask, _has_log_prob(rows), of_log_prob, d_log_p)
     if of_entropy is not None and d_entropy is not None:

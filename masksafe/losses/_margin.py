@@ -323,7 +323,7 @@ class _Rows(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
-    return map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)  # type: ignore[no-any-return]
+    return map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)
 
 
 @_evaluate_rows.defjvp

@@ -394,7 +394,7 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
         is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
         blocks = functools.partial(by_row_blocks, unscaled, leading)
-        product, *squares = platforms.apart((unscaled if is_fused else blocks)(a, b, where)[0])
+        product, *squares = platforms.unfused((unscaled if is_fused else blocks)(a, b, where)[0])
         limits = jnp.finfo(product.dtype)
         of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
         is_ordinary_row = of_a & of_b

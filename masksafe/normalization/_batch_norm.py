@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-
-import jax
 import jax.numpy as jnp
 
-from masksafe._core import moments
-from masksafe._core.arguments import as_float_array, canonical_axes, message
-from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.masks import as_mask_of, as_weights_of, weighting_of
-from masksafe._core.moments import Mean
-from masksafe._core.precision import wide_dtype
+from masksafe._core import arguments, derivatives, masks, moments, precision, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName, as_axis_name
-from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
-from masksafe.normalization._statistics import How, normalize, normalize_by, reciprocal_root
+from masksafe._core.row_moments import Rows
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe.normalization._arguments import Inputs, along_axes, read_arguments
+from masksafe.normalization._statistics import normalize, normalize_by, reciprocal_root
 
 _OP = "batch_norm"
 
@@ -34,7 +26,7 @@ def batch_norm(
     epsilon: float = 1e-5,
     mean: ArrayLike | None = None,
     var: ArrayLike | None = None,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
 ) -> tuple[Array, Array, Array]:
     r"""Batch normalisation of each feature over the unmasked elements of the whole batch; 0 at the masked ones.
 
@@ -110,57 +102,37 @@ def batch_norm(
 
       Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
-    x = as_float_array(_OP, "x", x, of_any_width=True)
-    features = canonical_axes(_OP, axis, x.ndim)
-    parameters = (along_axes(_OP, name, p, x, features) for name, p in (("scale", scale), ("bias", bias)))
-    statistics = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
-    given_mean, given_var = statistics
+    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
+    features = arguments.canonical_axes(_OP, axis, x.ndim)
+    given_mean, given_var = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
     if (given_mean is None) != (given_var is None):
         argument = "var" if given_var is None else "mean"
-        raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given"))
-    where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
+        raise ValueError(arguments.message(_OP, argument, "value None", "an array, since its counterpart is given"))
+    static, inputs = read_arguments(
+        _OP, x, features, scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
+    )
     rest = tuple(a for a in range(x.ndim) if a not in features)
-    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
-    how = How(rest, static, as_axis_name(_OP, axis_name))
-    if given_mean is not None:
-        y: Array = _normalize_by(how, array, x, where, weights, given_mean, given_var, *parameters)
-        return y, jnp.asarray(mean), jnp.asarray(var)
-    normalized: tuple[Array, Array, Array] = _normalize(how, features, array, x, where, weights, *parameters)
-    return normalized
+    rows = Rows(rest, sharding.Devices(sharding.as_axis_name(_OP, axis_name)))
+    if given_mean is None or given_var is None:
+        return _normalize(rows, static, features, inputs)
+    return _normalize_by(rows.devices, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
 
 
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _normalize(
-    how: How,
-    features: tuple[int, ...],
-    epsilon: Array | None,
-    x: Array,
-    where: Array | None,
-    weights: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-) -> tuple[Array, Array, Array]:
-    y, (mean, variance) = normalize(how.with_epsilon(epsilon), x, where, weights, scale, bias)
+@derivatives.explains_forward_mode
+@jitted(0, 1, 2)
+def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
+    y, (mean, variance) = normalize(rows, epsilon, inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
-    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, how.axes), order)  # noqa: E731
+    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, rows.axes), order)  # noqa: E731
     return y, of_features(moments.total(mean)), of_features(variance)
 
 
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
+@derivatives.explains_forward_mode
+@jitted(0, 1)
 def _normalize_by(
-    how: How,
-    epsilon: Array | None,
-    x: Array,
-    where: Array | None,
-    weights: Array | None,
-    mean: Array,
-    variance: Array,
-    scale: Array | None,
-    bias: Array | None,
+    devices: sharding.Devices, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array
 ) -> Array:
-    mean, variance = (s.astype(wide_dtype(x.dtype)) for s in (mean, variance))
-    root = reciprocal_root(variance, None, how.with_epsilon(epsilon).epsilon)
-    live = weighting_of(x, where, weights).where
-    return normalize_by(how, x, live, Mean(jnp.zeros_like(mean), mean), root, scale, bias)
+    mean, variance = (s.astype(precision.wide_dtype(inputs.x.dtype)) for s in (mean, variance))
+    root = reciprocal_root(variance, None, epsilon, inputs.epsilon)
+    inputs = inputs._replace(where=masks.weighting_of(inputs.x, inputs.where, inputs.weights).where)
+    return normalize_by(devices, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)

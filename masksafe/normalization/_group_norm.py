@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 
 import jax
 
-from masksafe._core.arguments import as_float_array, canonical_axes, check_is_known, message
-from masksafe._core.derivatives import explains_forward_mode
-from masksafe._core.masks import as_mask_of, as_weights_of
+from masksafe._core import arguments, derivatives, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Groups
-from masksafe._core.sharding import AxisName, are_whole, as_axis_name
-from masksafe._core.typing import Array, ArrayLike
-from masksafe.normalization._arguments import along_axes, as_static_or_array_epsilon
-from masksafe.normalization._statistics import How, normalize
+from masksafe._core.row_moments import Groups, Rows
+from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe.normalization._arguments import Inputs, read_arguments
+from masksafe.normalization._statistics import normalize
 
 _OP = "group_norm"
 
@@ -31,7 +27,7 @@ def group_norm(
     where: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     epsilon: float = 1e-6,
-    axis_name: AxisName = None,
+    axis_name: sharding.AxisName = None,
 ) -> Array:
     r"""Group normalisation over the unmasked elements of each sample and group of channels; 0 at the masked ones.
 
@@ -83,44 +79,44 @@ def group_norm(
       `Wu, He, Group Normalization, 2018 <https://arxiv.org/abs/1803.08494>`_; `Ulyanov, Vedaldi, Lempitsky, Instance
       Normalization, 2016 <https://arxiv.org/abs/1607.08022>`_.
     """
-    x = as_float_array(_OP, "x", x, of_any_width=True)
-    (channels,) = canonical_axes(_OP, (axis,), x.ndim)
+    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
+    (channels,) = arguments.canonical_axes(_OP, (axis,), x.ndim)
     number = x.shape[channels]
-    check_is_known(_OP, "num_groups", num_groups, "an int")
+    arguments.check_is_known(_OP, "num_groups", num_groups, "an int")
     if not isinstance(num_groups, numbers.Integral):
-        raise TypeError(message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
+        raise TypeError(arguments.message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
     if int(num_groups) < 1 or number % int(num_groups):
-        raise ValueError(message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels"))
-    parameters = (along_axes(_OP, name, p, x, (channels,)) for name, p in (("scale", scale), ("bias", bias)))
-    where, weights = as_mask_of(_OP, where, x.shape), as_weights_of(_OP, weights, x.shape)
+        raise ValueError(
+            arguments.message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels")
+        )
+    static, inputs = read_arguments(
+        _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
+    )
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
     groups = Groups(channels, int(num_groups))
-    static, array = as_static_or_array_epsilon(_OP, epsilon, x)
-    how = How(positions, static, as_axis_name(_OP, axis_name), groups=groups)
-    y: Array = _normalize(how, array, x, where, weights, *parameters)
-    return y
+    rows = Rows(positions, sharding.Devices(sharding.as_axis_name(_OP, axis_name)), groups=groups)
+    return _normalize(rows, static, inputs)
 
 
-@explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
-def _normalize(how: How, epsilon: Array | None, x: Array, *others: Array | None) -> Array:
-    how = how.with_epsilon(epsilon)
-    if not how.axes and are_whole((x, others)):
-        return _normalize_rows_of_channels(how, x, *others)
+@derivatives.explains_forward_mode
+@jitted(0, 1)
+def _normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
+    if not rows.axes and sharding.are_whole(inputs):
+        return _normalize_rows_of_channels(rows, epsilon, inputs)
     # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
-    y, _ = normalize(how, x, *others)
-    return y
+    return normalize(rows, epsilon, inputs)[0]
 
 
-def _normalize_rows_of_channels(how: How, x: Array, *others: Array | None) -> Array:
+def _normalize_rows_of_channels(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
     """Without positions: a row of one channel has one element, and to merge such rows would be all of the work."""
-    assert how.groups is not None
-    axis, number = how.groups
+    assert rows.groups is not None
+    axis, number = rows.groups
 
     def grouped(a: Array) -> Array:
+        if a.ndim == 0:
+            return a
         channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
         return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
 
-    arrays = jax.tree.map(grouped, (x, *others))
-    y, _ = normalize(how._replace(axes=(axis + 1,), groups=None), *arrays)
-    return y.reshape(x.shape)
+    y, _ = normalize(rows._replace(axes=(axis + 1,), groups=None), epsilon, jax.tree.map(grouped, inputs))
+    return y.reshape(inputs.x.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,15 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
-from masksafe._core.arguments import as_float_array, canonical_axes
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core import arguments, derivatives, platforms, row_blocks, scaling, sharding
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks
-from masksafe._core.scaling import reciprocal_power_of_two
-from masksafe._core.sharding import is_on_automatic_mesh, may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.normalization._arguments import as_epsilon
 
@@ -60,10 +56,9 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
       `torch.nn.functional.normalize <https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.normalize.html>`_,
       which has the same formula, and an `eps` of 1e-12.
     """
-    x = as_float_array(_OP, "x", x)
-    axes = axes_of_row(canonical_axes(_OP, axis, x.ndim), x.ndim)
-    y: Array = _normalize(_Config(axes, as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
-    return y
+    x = arguments.as_float_array(_OP, "x", x)
+    axes = row_blocks.axes_of_row(arguments.canonical_axes(_OP, axis, x.ndim), x.ndim)
+    return _normalize(_Config(axes, as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
 
 
 class _Config(NamedTuple):
@@ -89,7 +84,7 @@ _Residuals = tuple[Array, Array | None, "_Divisor | None"]
 
 
 def _forward(config: _Config, x: Array, where: Array | None) -> tuple[Array, _Residuals]:
-    if not is_on_automatic_mesh(x):
+    if not sharding.is_on_automatic_mesh(x):
         return _evaluate(config, x, where), (x, where, None)
     wide = selected(widened(x), where)
     divisor = _divisor(config, wide)
@@ -115,9 +110,7 @@ def _reverse(config: _Config, residuals: _Residuals, d_y: Array) -> tuple[Array,
     return _by_rows(config, of_rows, of_ordinary_rows, x, d_y, divisor, where), None
 
 
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _normalize(config: _Config, x: Array, where: Array | None) -> Array:
-    return _evaluate(config, x, where)
+_normalize = derivatives.with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
 
 
 class _Divisor(NamedTuple):
@@ -130,7 +123,8 @@ class _Divisor(NamedTuple):
 
 def _divisor(config: _Config, wide: Array) -> _Divisor:
     largest = jnp.max(jnp.abs(lax.stop_gradient(wide)), config.axes, keepdims=True, initial=0)
-    unit = jnp.where(jnp.isinf(largest), jnp.nan, reciprocal_power_of_two(largest))  # which makes the whole vector NaN
+    unit = scaling.reciprocal_power_of_two(largest)
+    unit = jnp.where(jnp.isinf(largest), jnp.nan, unit)  # which makes the whole vector NaN
     squares = jnp.sum(jnp.square(wide * unit), config.axes, keepdims=True)
     relative_norm = jnp.sqrt(jnp.where(squares == 0, 1, squares))  # a root of 0 has no derivative
     is_norm = (squares != 0) & ~(relative_norm < config.epsilon * unit)
@@ -150,24 +144,18 @@ def _by_rows(
     On a CPU, without a mask, `of_ordinary_rows(x, *others, squares)` in one pass that XLA fuses, unless the sum of
     squares of some row is so small or large that digits are lost.
     """
-    leading = x.ndim + min(config.axes, default=0)
-
-    def exactly(*args: Any) -> Array:
-        y: Array = by_row_blocks(lambda *args: (of_rows(*args), ()), leading, *args)[0]
-        return y
+    leading = row_blocks.leading_axes(tuple(a % x.ndim for a in config.axes))
+    exactly = functools.partial(row_blocks.map_row_blocks, of_rows, leading=leading)
 
     def on_cpu(*args: Any) -> Array:
-        squares = platforms.apart(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
-        y: Array = lax.cond(
-            _all_ordinary(config, squares), lambda *args: of_ordinary_rows(*args[:-1], squares), exactly, *args
-        )
-        return y
+        squares = platforms.unfused(jnp.sum(jnp.square(widened(args[0])), config.axes, keepdims=True))
+        in_one_pass = lambda *args: of_ordinary_rows(*args[:-1], squares)  # noqa: E731
+        return lax.cond(_all_ordinary(config, squares), in_one_pass, exactly, *args)  # type: ignore[no-any-return]
 
     elements = math.prod(x.shape[a] for a in config.axes)
-    if others[-1] is not None or not may_loop(x) or not platforms.computes_rows_in_cache(elements, x.dtype):
+    if others[-1] is not None or not sharding.may_loop(x) or not platforms.computes_rows_in_cache(elements, x.dtype):
         return exactly(x, *others)
-    y: Array = platforms.on_cpu_or_elsewhere(on_cpu, of_rows, x, *others)
-    return y
+    return platforms.on_cpu_or_elsewhere(on_cpu, of_rows, x, *others)
 
 
 def _all_ordinary(config: _Config, squares: Array) -> Array:

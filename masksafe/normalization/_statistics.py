@@ -8,156 +8,112 @@ The statistics and what follows from them have a reverse rule each. In between, 
 mean, and the reciprocal of the root. In the reverse pass their cotangents are summed over devices, once.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import moments
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core import derivatives, moments, precision, scaling, sharding, unfolded
 from masksafe._core.masks import selected, weighting_of
-from masksafe._core.moments import Mean
-from masksafe._core.precision import wide_dtype, widened
-from masksafe._core.row_moments import Groups, RowConfig, or_one, row_moments
-from masksafe._core.scaling import quotient, reciprocal_power_of_two
-from masksafe._core.sharding import AxisName, gathered_along, max_over_devices, varying_over
-from masksafe._core.typing import Array, Axes
-from masksafe._core.unfolded import sum_of
-
-
-class How(NamedTuple):
-    """It is static."""
-
-    axes: Axes  # those of a row
-    epsilon: Any  # None where it is an array, which `with_epsilon` puts here within a traced function
-    axis_name: AxisName
-    centred: bool = True  # otherwise by the root mean square
-    groups: Groups | None = None  # of rows that share their statistics
-
-    def with_epsilon(self, array: Array | None) -> "How":
-        return self if array is None else self._replace(epsilon=array)
+from masksafe._core.row_moments import Rows, nonzero_divisor, row_moments
+from masksafe._core.typing import Array, jitted
+from masksafe.normalization._arguments import Inputs
 
 
 class Statistics(NamedTuple):
     """Of each row; the normalised axes have size 1."""
 
-    mean: Mean
+    mean: moments.Mean
     variance: Array
 
 
-def normalize(
-    how: How,
-    x: Array,
-    where: Array | None,
-    weights: Array | None,
-    scale: Array | None,
-    bias: Array | None,
-) -> tuple[Array, Statistics]:
-    """The result and the statistics. Scale and bias have the rank of `x`, and size 1 where they repeat."""
-    weighting = weighting_of(x, where, weights)
-    x, unit = at_ordinary_scale(how, x, weighting.where)
-    config = RowConfig(how.axes, how.centred, how.groups)
-    of_rows = row_moments(config, how.axis_name, x, weighting)
-    variance = (jnp.divide if weights is None else quotient)(of_rows.squares, or_one(of_rows.weight))
-    statistics = Statistics(of_rows.mean, variance)
-    root = reciprocal_root(variance, of_rows.mean if how.centred else None, how.epsilon)
+def normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> tuple[Array, Statistics]:
+    """The result and the statistics. An epsilon of None is an array, in the inputs."""
+    weighting = weighting_of(inputs.x, inputs.where, inputs.weights)
+    x, unit = at_ordinary_scale(rows, epsilon, inputs.x, weighting.where)
+    of_rows = row_moments(rows, x, weighting)
+    variance = (jnp.divide if inputs.weights is None else scaling.quotient)(
+        of_rows.squares, nonzero_divisor(of_rows.weight)
+    )
+    root = reciprocal_root(variance, of_rows.mean if rows.centred else None, epsilon, inputs.epsilon)
     live = weighting.where
-    if live is not None and weights is not None:
+    if live is not None and inputs.weights is not None:
         live &= of_rows.weight != 0
-    y = normalize_by(how, x, live, of_rows.mean, root, scale, bias)
+    y = normalize_by(rows.devices, inputs._replace(x=x, where=live), of_rows.mean, root)
     if unit is None:
-        return y, statistics
-    centre, remainder = (None if part is None else part / unit for part in statistics.mean)
-    assert centre is not None
-    return y, Statistics(Mean(centre, remainder), statistics.variance / unit / unit)
+        return y, Statistics(of_rows.mean, variance)
+    mean: moments.Mean = jax.tree.map(lambda part: part / unit, of_rows.mean)
+    return y, Statistics(mean, variance / unit / unit)
 
 
-def at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array | None]:
+def at_ordinary_scale(rows: Rows, epsilon: float | None, x: Array, where: Array | None) -> tuple[Array, Array | None]:
     """`x` with each row multiplied by a power of two, and those powers, where the scale has no effect.
 
     That is without an epsilon: then no square overflows or vanishes. Those of narrow floats do not in float32. An
     epsilon that is an array is not tiny.
     """
-    has_epsilon = not isinstance(how.epsilon, float) or how.epsilon >= jnp.finfo(x.dtype).tiny
-    if has_epsilon or jnp.finfo(x.dtype).maxexp < 64:
-        return x, None
-    scaled: tuple[Array, Array] = _at_ordinary_scale(how, x, where)
-    return scaled
+    has_epsilon = epsilon is None or epsilon >= jnp.finfo(x.dtype).tiny
+    return (x, None) if has_epsilon or jnp.finfo(x.dtype).maxexp < 64 else _at_ordinary_scale(rows, x, where)
 
 
-@functools.partial(jax.jit, static_argnums=0)  # which hides masked NaN from jax_debug_nans
-def _at_ordinary_scale(how: How, x: Array, where: Array | None) -> tuple[Array, Array]:
+@jitted(0)  # which hides masked NaN from jax_debug_nans
+def _at_ordinary_scale(rows: Rows, x: Array, where: Array | None) -> tuple[Array, Array]:
     x = selected(x, where)
-    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), how.axes, keepdims=True, initial=0)
-    if how.groups is not None:
-        axis, number = how.groups
-        of_rows = gathered_along(largest, axis)
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), rows.axes, keepdims=True, initial=0)
+    if rows.groups is not None:
+        axis, number = rows.groups
+        of_rows = sharding.gathered_along(largest, axis)
         shape = *of_rows.shape[:axis], number, of_rows.shape[axis] // number, *of_rows.shape[axis + 1 :]
         largest = jnp.repeat(jnp.max(of_rows.reshape(shape), axis + 1), shape[axis + 1], axis)
-    unit = reciprocal_power_of_two(max_over_devices(how.axis_name, largest))
-    return x * unit, unit.astype(wide_dtype(x.dtype))
+    unit = scaling.reciprocal_power_of_two(rows.devices.max(largest))
+    return x * unit, unit.astype(precision.wide_dtype(x.dtype))
 
 
-def normalize_by(
-    how: How, x: Array, where: Array | None, mean: Mean, root: Array, scale: Array | None, bias: Array | None
-) -> Array:
+def normalize_by(devices: sharding.Devices, inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
     """The result for given statistics, which are the same on all devices."""
     assert mean.remainder is not None
-    remainder, root = varying_over(how.axis_name, jnp.stack([mean.remainder, root]))
-    y: Array = _apply(x, where, mean.centre, remainder, root, scale, bias)
-    return y
+    remainder, root = devices.varying(jnp.stack([mean.remainder, root]))
+    return _apply(inputs._replace(weights=None, epsilon=None), moments.Mean(mean.centre, remainder), root)
 
 
-def reciprocal_root(variance: Array, mean: Mean | None, epsilon: float | Array) -> Array:
-    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0. An array as epsilon is not tiny."""
-    if not isinstance(epsilon, float):
-        return lax.rsqrt(variance + epsilon.astype(variance.dtype))
+def reciprocal_root(
+    variance: Array, mean: moments.Mean | None, epsilon: float | None, array: Array | None = None
+) -> Array:
+    """1 / sqrt(variance + epsilon), and a constant 0 where both are 0; without an epsilon it is an array, not tiny."""
+    if epsilon is None:
+        assert array is not None
+        return lax.rsqrt(variance + array.astype(variance.dtype))
     if epsilon >= jnp.finfo(variance.dtype).tiny:  # no selection: it would keep XLA from fusing the forward pass
         return lax.rsqrt(variance + epsilon)
     is_zero = variance == 0 if mean is None else moments.is_rounding(variance, mean)
     return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
-def scaled_and_shifted(y: Array, where: Array | None, scale: Array | None, bias: Array | None) -> Array:
-    """The normalised elements times the scale plus the bias; 0 under the mask."""
-    if scale is not None:  # selected before the product, whose derivative would be 0 * NaN
-        y *= selected(scale.astype(y.dtype), where)
-    if bias is not None:
-        y += bias.astype(y.dtype)
-    return selected(y, where)
+def scaled_and_shifted(y: Array, inputs: Inputs) -> Array:
+    """The normalised elements times the scale plus the bias, in the dtype of `x`; 0 under the mask."""
+    if inputs.scale is not None:  # selected before the product, whose derivative would be 0 * NaN
+        y *= selected(inputs.scale.astype(y.dtype), inputs.where)
+    if inputs.bias is not None:
+        y += inputs.bias.astype(y.dtype)
+    return selected(y, inputs.where).astype(inputs.x.dtype)
 
 
 # From the statistics to the result.
 
-_Arguments = tuple[Array, Array | None, Array, Array, Array, Array | None, Array | None]
+
+def _deviations(inputs: Inputs, mean: moments.Mean) -> Array:
+    return moments.deviations(selected(precision.widened(inputs.x), inputs.where), mean, inputs.where)
 
 
-def _deviations(x: Array, where: Array | None, centre: Array, remainder: Array) -> Array:
-    return moments.deviations(selected(widened(x), where), Mean(centre, remainder), where)
+def _forward(*args: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _evaluate(*args), args
 
 
-def _evaluate(
-    x: Array,
-    where: Array | None,
-    centre: Array,
-    remainder: Array,
-    root: Array,
-    scale: Array | None,
-    bias: Array | None,
-) -> Array:
-    normalized = selected(_deviations(x, where, centre, remainder) * root, where)
-    return scaled_and_shifted(normalized, where, scale, bias).astype(x.dtype)
-
-
-def _forward(*args: Array | None) -> tuple[Array, tuple[Array | None, ...]]:
-    return _evaluate(*args), args  # type: ignore[arg-type]
-
-
-def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
-    x, where, centre, remainder, root, scale, bias = residuals
-    deviations = _deviations(x, where, centre, remainder)
+def _reverse(residuals: tuple[Inputs, moments.Mean, Array], d_y: Array) -> tuple[Any, ...]:
+    inputs, mean, root = residuals
+    x, where, _, scale, bias, _ = inputs
+    deviations = _deviations(inputs, mean)
     d_y = selected(d_y.astype(deviations.dtype), where)
     d_normalized = d_y if scale is None else selected(d_y * scale.astype(d_y.dtype), where)
     d_deviations = selected(d_normalized * root, where)
@@ -172,20 +128,15 @@ def _reverse(residuals: _Arguments, d_y: Array) -> tuple[Array | None, ...]:
         terms = selected(d_y * deviations * root, where), d_y
     parameters = zip((scale, bias), terms, strict=True)
     d_scale, d_bias = (None if p is None else _sum_to(p, term).astype(p.dtype) for p, term in parameters)
-    return d_deviations.astype(x.dtype), None, None, d_remainder, d_root, d_scale, d_bias
+    d_mean = moments.Mean(None, d_remainder)  # type: ignore[arg-type]  # the centre is a constant
+    return Inputs(d_deviations.astype(x.dtype), scale=d_scale, bias=d_bias), d_mean, d_root
 
 
-@with_reverse_rule(_forward, _reverse)
-def _apply(
-    x: Array,
-    where: Array | None,
-    centre: Array,
-    remainder: Array,
-    root: Array,
-    scale: Array | None,
-    bias: Array | None,
-) -> Array:
-    return _evaluate(x, where, centre, remainder, root, scale, bias)
+def _evaluate(inputs: Inputs, mean: moments.Mean, root: Array) -> Array:
+    return scaled_and_shifted(selected(_deviations(inputs, mean) * root, inputs.where), inputs)
+
+
+_apply = derivatives.with_reverse_rule(_forward, _reverse)(_evaluate)
 
 
 def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
@@ -194,4 +145,4 @@ def _is_the_same_within_rows(parameter: Array, root: Array) -> bool:
 
 def _sum_to(like: Array, x: Array) -> Array:
     """The sum of `x` over the axes along which `like` repeats."""
-    return sum_of(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)
+    return unfolded.sum_of(x, [a for a in range(x.ndim) if like.shape[a] == 1 and x.shape[a] != 1], keepdims=True)

@@ -20,7 +20,6 @@ removes a common offset. The sum of exponentials excludes the label, which matte
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -103,8 +102,8 @@ class CrossEntropy(LabelFormula):
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
         if axis_name is None:
             return sums
-        largest = sharding.max_over_devices(axis_name, lax.stop_gradient(sums.largest))
-        total: Sums = jax.tree.map(functools.partial(sharding.sum_over_devices, axis_name), _rebased(largest, sums))
+        largest = sharding.Devices(axis_name).max(lax.stop_gradient(sums.largest))
+        total: Sums = jax.tree.map(sharding.Devices(axis_name).sum, _rebased(largest, sums))
         return total._replace(largest=largest)
 
     def outputs(self, sums: Sums, data: Array, classes: int) -> tuple[Array, ...]:

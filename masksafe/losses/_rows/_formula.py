@@ -29,11 +29,11 @@ class Classes(NamedTuple):
     @property
     def number(self) -> int:
         """How many all devices have."""
-        return sharding.size_over_devices(self.axis_name, self.here)
+        return self.here * sharding.Devices(self.axis_name).size
 
     def local(self, labels: Array) -> Array:
         """Labels counted from the first class of this device."""
-        return sharding.local_class(self.axis_name, labels, self.here)
+        return sharding.Devices(self.axis_name).local(labels, self.here)
 
 
 class Formula(abc.ABC):

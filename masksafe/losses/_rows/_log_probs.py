@@ -91,8 +91,8 @@ class LogProbAndEntropy(LabelFormula):
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
         if axis_name is None:
             return sums
-        total = functools.partial(sharding.sum_over_devices, axis_name)
-        largest = sharding.max_over_devices(axis_name, sums.largest)
+        total = sharding.Devices(axis_name).sum
+        largest = sharding.Devices(axis_name).max(sums.largest)
         has_largest = sums.largest == largest
         exp_total, spread = _rebased(largest, sums)
         others = total(jnp.where(has_largest, sums.others, exp_total))
@@ -109,7 +109,7 @@ class LogProbAndEntropy(LabelFormula):
         """As `outputs`, but with c* as a constant, and all of its logit's derivatives."""
         x = self.x(part.logits)
         is_top = _is_first_of_largest(lax.stop_gradient(x), axis_name)
-        total = lambda terms: sharding.sum_over_devices(axis_name, jnp.sum(terms, -1, keepdims=True))  # noqa: E731
+        total = lambda terms: sharding.Devices(axis_name).sum(jnp.sum(terms, -1, keepdims=True))  # noqa: E731
         largest = total(jnp.where(is_top, x, 0))
         exps = jnp.where(is_top, 0, jnp.exp(jnp.where(is_top, 0, x - largest)))
         below = jnp.where(is_top, 0, jnp.minimum(largest - x, _FAR))  # with derivatives where another x is as large
@@ -158,12 +158,12 @@ def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
     """True at one of the largest x of each row; over devices at that of the first device."""
     # Of an array that is computed only once, since a largest that no x equals would have no place. A search by argmax
     # would be gathered where a mesh splits the classes.
-    x, index = platforms.apart(x), class_index(x.shape)
+    x, index = platforms.unfused(x), class_index(x.shape)
     largest = jnp.max(x, -1, keepdims=True)
     is_top = index == jnp.min(jnp.where(x == largest, index, x.shape[-1]), -1, keepdims=True)
     if axis_name is None:
         return is_top
-    has_largest = largest == sharding.max_over_devices(axis_name, largest)
+    has_largest = largest == sharding.Devices(axis_name).max(largest)
     device = lax.axis_index(axis_name)
     first = lax.pmin(jnp.where(has_largest, device, lax.axis_size(axis_name)), axis_name)
     is_first: Array = is_top & has_largest & (device == first)

@@ -18,7 +18,7 @@ from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.labels import is_class
 from masksafe._core.masks import both, selected
-from masksafe._core.own_shard_map import Split, on_each_device, split_of
+from masksafe._core.own_shard_map import Split, split_of
 from masksafe._core.precision import widened
 from masksafe._core.sharding import has_symbolic_size, may_loop, vary_with
 from masksafe._core.typing import Array
@@ -118,15 +118,15 @@ def _evaluate_on_each_device(core: _Core, options: Options, split: Split, *args:
 
     def on_device(*args: Any) -> Any:
         results = _on_device(core, options, *args)
-        return sharding.sum_over_devices(over_tokens, results) if core is _weighted_sum else results
+        return sharding.Devices(over_tokens).sum(results) if core is _weighted_sum else results
 
     of_results = PartitionSpec() if core is _weighted_sum else (of_tokens,) * options.formula.number
-    return on_each_device(on_device, split, args, names, of_results)
+    return split.map(on_device, args, names, of_results)
 
 
 def _on_device(core: _Core, options: Options, inputs: Inputs, *weights: Any) -> Any:
     results = core(options.config(inputs), inputs, *weights)
-    return jax.tree.map(functools.partial(sharding.same_on_all_devices, options.axis_name), results)
+    return jax.tree.map(sharding.Devices(options.axis_name).shared, results)
 
 
 def _dimensions(options: Options, inputs: Inputs, *weights: Outputs) -> Any:
@@ -161,7 +161,7 @@ def _token_outputs_forward(config: Config, inputs: Inputs) -> tuple[Outputs, Any
 
 def _token_outputs_reverse(config: Config, residuals: Any, d_outputs: Outputs) -> tuple[Inputs]:
     inputs, outputs, sums = residuals
-    d_outputs = tuple(selected(sharding.whole_cotangent(config.axis_name, d), inputs.live) for d in d_outputs)
+    d_outputs = tuple(selected(sharding.Devices(config.axis_name).sum(d), inputs.live) for d in d_outputs)
     # Cotangents of 0 mean that the user has replaced the outputs, and with them any NaN. Other tokens stay, since the
     # gradients have derivatives with respect to the cotangents even there.
     is_sound = functools.reduce(jnp.logical_and, map(jnp.isfinite, outputs))
@@ -205,7 +205,7 @@ def _weighted_sum_reverse(config: Config, residuals: Any, d_total: Array) -> tup
     inputs, weights, outputs, saved = residuals
     # Each device returns a part of the cotangents of the weights: they are the same on all devices.
     d_weights = tuple(None if x is None else _times(d_total, x) for x in outputs)
-    d_total = sharding.whole_cotangent(config.axis_name, d_total)
+    d_total = sharding.Devices(config.axis_name).sum(d_total)
     multiplied = _multiplied if saved.sums is None else _multiplied_or_computed
     return _cotangents_of(inputs, multiplied(config, inputs, weights, saved, d_total)), d_weights
 
@@ -306,7 +306,7 @@ def _plain_outputs(config: Config, inputs: Inputs) -> Outputs:
     else:
         outputs = lax.map(jax.checkpoint(of_tokens), rows, batch_size=config.on_cpu.unmasked.token_block)
     shape = inputs.layers[0].features.shape[:-1]
-    return cast(Outputs, vary_with(tuple(x[:, 0].reshape(shape) for x in outputs), inputs))
+    return vary_with(tuple(x[:, 0].reshape(shape) for x in outputs), inputs)
 
 
 def _outputs(config: Config, inputs: Inputs) -> Outputs:
@@ -331,7 +331,7 @@ def _outputs_and_sums(config: Config, inputs: Inputs) -> tuple[Outputs, Any]:
         flat = _flat(inputs)
         return _with_outputs(config, inputs, flat, _tiles.sums(config, config.formula, flat))
 
-    return cast(tuple[Outputs, Any], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs)
 
 
 def _run(
@@ -348,7 +348,7 @@ def _run(
 
 def _with_outputs(config: Config, inputs: Inputs, flat: Inputs, sums: Any) -> tuple[Outputs, Any]:
     outputs = config.formula.outputs(sums, flat.data, flat.classes(config).number)
-    return cast(tuple[Outputs, Any], vary_with((_per_token(inputs, outputs), sums), inputs))
+    return vary_with((_per_token(inputs, outputs), sums), inputs)
 
 
 def _no_sums(config: Config, inputs: Inputs) -> Any:
@@ -364,7 +364,7 @@ def _plain_outputs_and_gradients(
 
     def outputs_of(layers: tuple[Linear, ...]) -> Outputs:
         outputs = _plain_outputs(config, inputs._replace(layers=(*layers, *inputs.layers[number:])))
-        return tuple(sharding.same_on_all_devices(config.axis_name, x) for x in outputs)
+        return tuple(sharding.Devices(config.axis_name).shared(x) for x in outputs)
 
     layers = inputs.layers[:number]
     if _is_float16(layers):  # the scaled cotangents would overflow in float16
@@ -372,13 +372,13 @@ def _plain_outputs_and_gradients(
     outputs, reverse = jax.vjp(outputs_of, layers)
     # The product splits the cotangents over devices like the outputs.
     d_outputs = tuple(
-        sharding.part_of_cotangent(config.axis_name, d.astype(x.dtype)) * jnp.ones_like(x)
+        sharding.Devices(config.axis_name).part_of_cotangent(d.astype(x.dtype)) * jnp.ones_like(x)
         for d, x in zip(d_outputs, outputs, strict=True)
     )
     # In the dtype of sums, as in blocks, whatever dtypes the arguments have.
     (d_layers,) = jax.tree.map(lambda d: d.astype(dtype), reverse(d_outputs))
     gradients = tuple(Gradients(*d) for d in d_layers)
-    return cast(tuple[Outputs, tuple[Gradients, ...]], vary_with((outputs, gradients), (inputs, d_outputs)))
+    return vary_with((outputs, gradients), (inputs, d_outputs))
 
 
 def _without_unwanted_labels(config: Config, inputs: Inputs, d_outputs: Outputs) -> Inputs:
@@ -426,7 +426,7 @@ def _gradients(config: Config, inputs: Inputs, _: Array, sums: Any, d_outputs: O
         return _gradients_in_tiles(config, config.formula, inputs, sums, d_outputs, one, _is_wanted(d_outputs))
 
     on_cpu = functools.partial(in_blocks, config.on_cpu)
-    return cast(tuple[Gradients, ...], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, sums, d_outputs))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, sums, d_outputs)
 
 
 def _gradients_in_tiles(
@@ -470,13 +470,13 @@ def _outputs_and_saved(config: Config, inputs: Inputs, weights: Outputs) -> tupl
         return outputs, _Saved(_no_gradients(config, inputs), sums)
 
     on_cpu = functools.partial(in_blocks, config.on_cpu)
-    return cast(tuple[Outputs, _Saved], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, weights))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs, weights)
 
 
 def _no_gradients(config: Config, inputs: Inputs) -> tuple[Gradients, ...]:
     dtype, layers = inputs.sum_dtype, inputs.layers[: config.formula.gradients]
     zeros = tuple(Gradients(*jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), layer)) for layer in layers)
-    return cast(tuple[Gradients, ...], vary_with(zeros, inputs))
+    return vary_with(zeros, inputs)
 
 
 def _multiplied(
@@ -516,4 +516,4 @@ def _multiplied_or_computed(
 
     on_cpu = functools.partial(_multiplied, config)
     args = inputs, weights, saved, d_total
-    return cast(tuple[Gradients, ...], platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args))
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
