@@ -14,16 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe._report import _policies
 from masksafe._report._case import Case, Inputs, Ops
 from masksafe._report._verdict import Result, Run
 
-WRITTEN_OUT = ("trl-like", "tunix-like")  # formulas, which need no library
-PEERS = ("optax", "jax.nn", "flax", "equinox", "torch", *WRITTEN_OUT)
+PEERS = ("optax", "jax.nn", "flax", "equinox", "torch")
 
 
 def is_installed(library: str) -> bool:
-    return library in WRITTEN_OUT or importlib.util.find_spec(library.partition(".")[0]) is not None
+    return importlib.util.find_spec(library.partition(".")[0]) is not None
 
 
 def runner(library: str, case: Case) -> Run | None:
@@ -31,7 +29,7 @@ def runner(library: str, case: Case) -> Run | None:
     op = _ops(library).get(case.op)
     if op is None:
         return None
-    return functools.partial(_run_torch, op) if library == "torch" else _in_jax(op)
+    return functools.partial(_run_torch, op) if library == "torch" else in_jax(op)
 
 
 @functools.cache
@@ -43,13 +41,11 @@ def _ops(library: str) -> Ops:
         "flax": _flax_ops,
         "equinox": _equinox_ops,
         "torch": _torch_ops,
-        "trl-like": _policies.ops_like_trl,
-        "tunix-like": _policies.ops_like_tunix,
     }
     return tables[library]()
 
 
-def _in_jax(op: Callable[..., Any]) -> Run:
+def in_jax(op: Callable[..., Any]) -> Run:
     """One program of the output and its gradients, for all that may stand under the mask."""
 
     @jax.jit
@@ -73,21 +69,22 @@ def _in_jax(op: Callable[..., Any]) -> Run:
 
 def _masksafe_ops() -> Ops:
     ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
-    for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "standardize", "dot_product_attention"):
-        ops[name] = getattr(masksafe, name)
+    norms = ("layer_norm", "rms_norm", "standardize", "l2_normalize")
+    ops |= {name: getattr(masksafe, name) for name in ("softmax", "log_softmax", "dot_product_attention", *norms)}
     ops["batch_norm"] = lambda x, where=None: masksafe.batch_norm(x, where=where)[0]
-    ops["group_norm"] = lambda x, where=None: masksafe.group_norm(x, 1, where=where)
-    ops["l2_normalize"] = lambda x, where=None: masksafe.l2_normalize(x, where=where)
+    ops["group_norm"] = functools.partial(masksafe.group_norm, num_groups=1)
     reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
-    ops |= _policies.masksafe_ops()
     return ops | {name: _along_rows(getattr(masksafe, name)) for name in reductions}
 
 
 def _jax_ops() -> Ops:
     ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
-    reductions: Ops = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
-    reductions |= {
+    reductions: Ops = {
+        "logsumexp": jax.nn.logsumexp,
+        "sum": jnp.sum,
+        "mean": jnp.mean,
+        "var": jnp.var,
         "max": functools.partial(jnp.max, initial=-jnp.inf),
         "min": functools.partial(jnp.min, initial=jnp.inf),
     }
@@ -117,22 +114,7 @@ def _optax_ops() -> Ops:
             has_mask = "where" in inspect.signature(loss).parameters
             ops[name] = loss if has_mask else functools.partial(selected, loss)
 
-    def log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
-        return -ops["softmax_cross_entropy_with_integer_labels"](logits=logits, labels=labels, where=where)
-
-    def divergence(x: Any, t: Any, where: Any = None) -> Any:
-        losses = selected(
-            optax.losses.kl_divergence, log_predictions=jax.nn.log_softmax(x), targets=jax.nn.softmax(t), where=where
-        )
-        return losses.mean() if where is None else losses.sum() / jnp.maximum(where.sum(), 1)
-
-    return ops | {
-        "log_probs": log_probs,
-        "linear_log_probs": lambda features, kernel, **rest: log_probs(features @ kernel, **rest),
-        "linear_kl_divergence": lambda features, kernel, target_features, target_kernel, where=None: divergence(
-            features @ kernel, target_features @ target_kernel, where
-        ),
-    }
+    return ops
 
 
 def _flax_ops() -> Ops:
