@@ -20,8 +20,8 @@ import numpy as np
 import masksafe
 from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
+from masksafe.testing import _primitives
 from masksafe.testing._blame import Blame, blame
-from masksafe.testing._influence import ELEMENTWISE
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
@@ -222,7 +222,7 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
 def _describe_source(found: Blame) -> NonfiniteSource:
     step, result = found.step, np.asarray(found.step.outputs[found.k].array)
     index = first_index(found.mask)
-    is_elementwise = step.operation.name in ELEMENTWISE
+    is_elementwise = step.operation.name in _primitives.ELEMENTWISE
     inputs = [np.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise]
     kind = f"{result.dtype}{list(result.shape)}"
     value, count = result[index].item(), int(found.mask.sum())
