@@ -197,7 +197,7 @@ def _gradient(flat: _FlatFunction, rng: np.random.Generator) -> Derive:
     def combined(outputs: dict[str, Any]) -> Any:
         if not weights:
             weights.update(random_like(outputs, rng))
-        return weighted_sum(outputs, weights, dict.fromkeys(outputs, True))
+        return weighted_sum(outputs, weights)
 
     def derive(fn: Function) -> Function:
         def gradient(*arrays: Any) -> dict[str, Any]:

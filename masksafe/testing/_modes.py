@@ -75,7 +75,7 @@ def _second_of_batch(batch: dict[str, Any]) -> dict[str, Any]:
 def _value_and_grad(fn: Function, arrays: list[Any], derive: Derive) -> Results:
     def loss(chosen: list[Any]) -> tuple[Any, dict[str, Any]]:
         outputs = fn(*replace_floats(arrays, chosen))
-        return weighted_sum(outputs, *(dict.fromkeys(outputs, one) for one in (1.0, True))), outputs
+        return weighted_sum(outputs, dict.fromkeys(outputs, 1.0)), outputs
 
     floats = only_floats(arrays)
     if jax.tree.leaves(floats) and any(map(is_float, jax.eval_shape(fn, *arrays).values())):

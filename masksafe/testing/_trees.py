@@ -64,15 +64,15 @@ def random_like(tree: Tree, rng: np.random.Generator) -> Tree:
     return jax.tree.map(lambda leaf: rng.normal(size=np.shape(leaf)), tree)
 
 
-def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
-    """The sum of the float leaves times their weights, in float32 or float64."""
-    leaves = [
-        triple for triple in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True) if is_float(triple[0])
-    ]
-    dtype = jnp.float64 if any(value.dtype == jnp.float64 for value, _, _ in leaves) else jnp.float32
+def weighted_sum(values: Tree, weights: Tree, kept: Tree | None = None) -> Any:
+    """The sum of the float leaves times their weights, in float32 or float64, where they are `kept` if it is given."""
+    kept = jax.tree.map(lambda _: True, values) if kept is None else kept
+    is_wide = any(is_float(leaf) and leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(values))
+    dtype = jnp.float64 if is_wide else jnp.float32
     total = jnp.zeros((), dtype)
-    for value, weight, keep in leaves:
-        total = total + jnp.sum(jnp.where(keep, jnp.asarray(value, dtype) * jnp.asarray(weight, dtype), 0))
+    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
+        if is_float(value):
+            total = total + jnp.sum(jnp.where(keep, jnp.asarray(value, dtype) * jnp.asarray(weight, dtype), 0))
     return total
 
 
