@@ -55,6 +55,11 @@ def as_jax(leaf: Any) -> Any:
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
+def as_double(array: Any) -> np.ndarray:
+    """The array in NumPy, in double precision."""
+    return np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
+
+
 def generator(seed: int) -> np.random.Generator:
     """A generator that differs from a user's `default_rng(seed)`: weights that equal the data would hide bugs."""
     return np.random.default_rng((seed, 0x6D61736B))
@@ -85,5 +90,4 @@ def bits(array: np.ndarray) -> np.ndarray:
     if not is_float(array):
         return array
     array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
-    bits: np.ndarray = array.view(f"u{array.dtype.itemsize}")
-    return bits
+    return array.view(f"u{array.dtype.itemsize}")
