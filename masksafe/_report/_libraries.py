@@ -6,6 +6,7 @@ output is selected afterwards, `jnp.where(mask, loss, 0)`, which is what its use
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -98,23 +99,25 @@ def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
 # The peers.
 
 
-def _optax_ops() -> Ops:
-    import inspect
+def _selected(op: Callable[..., Any], select: Callable[..., Any] = jnp.where) -> Callable[..., Any]:
+    """An op that takes no mask, with a selection of its output."""
 
+    def call(*, where: Any = None, **inputs: Any) -> Any:
+        out = op(**inputs)
+        return out if where is None else select(where, out, 0)
+
+    return call
+
+
+def _optax_ops() -> Ops:
     import optax
 
-    def selected(loss: Callable[..., Any], *, where: Any = None, **inputs: Any) -> Any:
-        out = loss(**inputs)
-        return out if where is None else jnp.where(where, out, 0)
-
-    ops: Ops = {}
-    for name in dir(optax.losses):
-        loss = getattr(optax.losses, name)
-        if callable(loss) and not name.startswith("_"):
-            has_mask = "where" in inspect.signature(loss).parameters
-            ops[name] = loss if has_mask else functools.partial(selected, loss)
-
-    return ops
+    losses = {name: getattr(optax.losses, name) for name in dir(optax.losses) if not name.startswith("_")}
+    return {
+        name: loss if "where" in inspect.signature(loss).parameters else _selected(loss)
+        for name, loss in losses.items()
+        if callable(loss)
+    }
 
 
 def _flax_ops() -> Ops:
@@ -143,10 +146,8 @@ def _flax_ops() -> Ops:
 def _equinox_ops() -> Ops:
     import equinox
 
-    def layer_norm(x: Any, where: Any = None) -> Any:
-        layer = equinox.nn.LayerNorm(x.shape[-1], eps=1e-6)
-        out = jax.vmap(layer)(x)
-        return out if where is None else jnp.where(where, out, 0)
+    def layer_norm(x: Any) -> Any:
+        return jax.vmap(equinox.nn.LayerNorm(x.shape[-1], eps=1e-6))(x)
 
     def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
         width = query.shape[-1]
@@ -156,7 +157,7 @@ def _equinox_ops() -> Ops:
         layer = equinox.tree_at(weights, layer, [jnp.eye(width)] * len(parts))
         return layer(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
 
-    return {"layer_norm": layer_norm, "dot_product_attention": attention}
+    return {"layer_norm": _selected(layer_norm), "dot_product_attention": attention}
 
 
 def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
@@ -176,21 +177,16 @@ def _torch_ops() -> Ops:
     import torch
     from torch.nn import functional
 
-    def selected(loss: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*, where: Any = None, **inputs: Any) -> Any:
-            out = loss(**inputs)
-            return out if where is None else torch.where(where, out, 0)
+    selected = functools.partial(_selected, select=torch.where)
 
-        return call
+    def unreduced(loss: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss of two arguments, which the inputs of its cases are, in this order."""
+        return selected(lambda **inputs: loss(*inputs.values(), reduction="none"))
 
     def cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
         if where is not None and where.ndim == logits.ndim:
             logits, where = logits.masked_fill(~where, -torch.inf), None
-        labels = labels if where is None else torch.where(where, labels, -100)
-        return functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-
-    def soft_cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
-        logits = logits if where is None else logits.masked_fill(~where, -torch.inf)
+        labels = labels if where is None else torch.where(where, labels, -100)  # the index that it ignores
         return functional.cross_entropy(logits, labels, reduction="none")
 
     def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -205,27 +201,14 @@ def _torch_ops() -> Ops:
         lengths = (~logit_paddings).sum(1), (~label_paddings).sum(1)
         return functional.ctc_loss(log_probs, labels, *lengths, reduction="none")
 
-    def norm(x: Any) -> Any:
-        return functional.layer_norm(x, x.shape[-1:], eps=1e-6)
-
-    torch_names = {"predictions": "input", "targets": "target"}
-
-    def error_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-        return selected(lambda **inputs: loss(**{torch_names[name]: x for name, x in inputs.items()}, reduction="none"))
-
-    def divergence(log_predictions: Any, targets: Any, where: Any = None) -> Any:
-        terms = functional.kl_div(log_predictions, targets, reduction="none")
-        return (terms if where is None else torch.where(where, terms, 0)).sum(-1)
-
+    divergence_terms = unreduced(functional.kl_div)
     return {
-        "squared_error": error_loss(functional.mse_loss),
-        "huber_loss": error_loss(functional.huber_loss),
-        "sigmoid_binary_cross_entropy": selected(
-            lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        ),
+        "squared_error": unreduced(functional.mse_loss),
+        "huber_loss": unreduced(functional.huber_loss),
+        "sigmoid_binary_cross_entropy": unreduced(functional.binary_cross_entropy_with_logits),
         "softmax_cross_entropy_with_integer_labels": cross_entropy,
-        "softmax_cross_entropy": soft_cross_entropy,
-        "kl_divergence": divergence,
+        "softmax_cross_entropy": cross_entropy,
+        "kl_divergence": lambda **inputs: divergence_terms(**inputs).sum(-1),
         "ctc_loss": ctc,
         "dot_product_attention": attention,
         "batch_norm": selected(lambda x: functional.batch_norm(x, None, None, training=True)),
@@ -234,6 +217,6 @@ def _torch_ops() -> Ops:
         "softmax": filled(torch.softmax),
         "log_softmax": filled(torch.log_softmax),
         "logsumexp": filled(torch.logsumexp),
-        "layer_norm": selected(norm),
+        "layer_norm": selected(lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-6)),
         "rms_norm": selected(lambda x: functional.rms_norm(x, x.shape[-1:], eps=1e-6)),
     }

@@ -75,8 +75,7 @@ class _Way(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the end."""
-        shape: tuple[int, ...] = (self.result if self.is_ahead else self.operand).bad.shape
-        return shape
+        return (self.result if self.is_ahead else self.operand).bad.shape
 
     def broadcast(self, mask: np.ndarray) -> np.ndarray:
         """The mask at the shape of the end, if the operand was broadcast: back, True where any copy is True."""

@@ -168,19 +168,19 @@ class Replay:
 
     def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
         self.steps: list[Step] = []
-        self._operations: dict[int, Any] = {}
+        self._operations: dict[int, Operation] = {}
+        self._exchanges: dict[int, Exchange] = {}
         self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
 
     def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
         jaxpr, consts = _primitives.open_program(program)
         captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
+        values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, core.Literal):
                 return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
-            value: Value = values[atom]
-            return value
+            return values[atom]
 
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
@@ -210,8 +210,7 @@ class Replay:
                     "expected a function without them, which can be replayed."
                 )
             self._operations[id(equation)] = Operation(equation, _is_in_shard_map(callers))
-        operation: Operation = self._operations[id(equation)]
-        return operation
+        return self._operations[id(equation)]
 
     def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
         self.steps.append(Step(operation, inputs, callers))
@@ -319,7 +318,7 @@ class Replay:
         equation, callers, _ = sent[0]
         if any(other is not equation for other, _, _ in sent):
             raise NotImplementedError("Devices are at different places of the program.")
-        operation = self._operations.setdefault(id(equation), Exchange(equation, sizes))
+        operation = self._exchanges.setdefault(id(equation), Exchange(equation, sizes))
         operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
         received = [self._run(operation, list(values), callers) for values in operands]
         return [list(by_device) for by_device in zip(*received, strict=True)]
