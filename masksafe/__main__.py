@@ -110,12 +110,8 @@ def _versions(peers: list[str]) -> dict[str, str]:
 def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
     """Each device with its cases: all of them on the first device of a kind, one per op on the others."""
     one_each = list({case.op: case for case in reversed(cases)}.values())
-    seen: set[str] = set()
-    found = []
-    for device in jax.local_devices():
-        found.append((device, one_each if device.device_kind in seen else cases))
-        seen.add(device.device_kind)
-    return found
+    first_of_kind = {device.device_kind: device for device in reversed(jax.local_devices())}.values()
+    return [(device, cases if device in first_of_kind else one_each) for device in jax.local_devices()]
 
 
 def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:

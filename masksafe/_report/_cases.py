@@ -57,7 +57,8 @@ _BITS = (_RNG.random((_ROWS, _CLASSES)) < 0.5).astype(np.float32)
 def _garbage_cases() -> list[Case]:
     def cases(ops: str, masked: Inputs, where: np.ndarray = _ELEMENTS, **others: Any) -> list[Case]:
         """A case for each op, with garbage in the masked inputs."""
-        hidden = {name: ~np.broadcast_to(_at_rank(where, x), x.shape) for name, x in masked.items()}
+        at_rank = {name: np.expand_dims(where, tuple(range(where.ndim, x.ndim))) for name, x in masked.items()}
+        hidden = {name: ~np.broadcast_to(at_rank[name], x.shape) for name, x in masked.items()}
         inputs = {**masked, **others, "where": where}
         return [Case(op, "garbage under the mask", inputs, hidden, None) for op in ops.split()]
 
@@ -105,10 +106,6 @@ def _distillation(distance: float = 1.0) -> Inputs:
     target_kernel = kernel + distance * difference
     layers = {"features": _X, "kernel": kernel, "target_features": _X.copy(), "target_kernel": target_kernel}
     return {name: x.astype(np.float32) for name, x in layers.items()}
-
-
-def _at_rank(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
 # The edges.

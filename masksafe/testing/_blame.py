@@ -3,7 +3,6 @@
 Masks mark the elements that led there: bad ones, and finite ones that bad ones decided.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -24,8 +23,7 @@ class Blame(NamedTuple):
     is_constant: bool = False  # whether the step only took them from a constant of the program
 
 
-@dataclasses.dataclass(frozen=True)
-class Blamed:
+class Blamed(NamedTuple):
     """The steps to blame, in the order of the program."""
 
     sources: list[Blame]

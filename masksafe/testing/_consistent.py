@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
-from masksafe._core.sharding import is_random_key
 from masksafe.testing import _trees
 from masksafe.testing._modes import MODES, Function, Transform
 from masksafe.testing._trees import is_float, only_floats
@@ -128,15 +127,14 @@ def assert_consistent(
         gradient = _gradient(flat.names, _trees.generator(seed))
         runs["gradient"] = _run_modes(flat, gradient, [m for m in modes if not MODES[m].is_derived])
     errors = [error for run in runs.values() for error in run.errors.values()]
-    if errors and not runs["value"].results:
-        raise errors[0]
     if not runs["value"].results:
+        if errors:
+            raise errors[0]
         raise ValueError(message(_OP, "fn", "no output in these modes", "an array or a pytree of arrays"))
     lines = [line for derivative, run in runs.items() for line in _report(run, flat.arrays, derivative, rtol, atol)]
     if lines:
-        raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from next(
-            iter(errors), None
-        )
+        cause = errors[0] if errors else None
+        raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from cause
 
 
 # From a function of pytrees to a function of a flat list of arrays.
@@ -163,15 +161,11 @@ def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_key(leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and is_random_key(leaf)
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _trees.is_key(leaf)
 
 
 def _as_array(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if _trees.is_key(leaf) else jnp.asarray(leaf)
 
 
 def _output_name(path: tuple[Any, ...]) -> str:

@@ -9,7 +9,6 @@ import numpy as np
 from jax.test_util import check_grads
 
 from masksafe._core.arguments import message
-from masksafe._core.sharding import is_random_key
 from masksafe._core.switches import forward_mode
 from masksafe.testing import _trees
 from masksafe.testing._trees import only_floats, random_like
@@ -99,8 +98,7 @@ def assert_gradients(
 
 def _copied(leaf: Any) -> Any:
     """A copy of an array of JAX on the default device; a random key as it is."""
-    is_numeric = isinstance(leaf, jax.Array) and not is_random_key(leaf)
-    return jnp.asarray(np.asarray(leaf)) if is_numeric else leaf
+    return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) and not _trees.is_key(leaf) else leaf
 
 
 def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Generator) -> None:

@@ -222,7 +222,8 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
         "vmap": jax.jit(run_twice),
         "disable_jit": run_by_operation,
     }
-    return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(_trees.as_jax, args)))
+    as_jax = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
+    return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
 # Filling the masks.

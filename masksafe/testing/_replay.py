@@ -47,10 +47,9 @@ class Operation:
 
     def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
-        self.params: dict[str, Any] = equation.params
-        if in_shard_map:  # the types of arrays in a shard_map name a mesh that a replay does not have
-            is_sharding = lambda p: isinstance(p, jax.sharding.Sharding)  # noqa: E731
-            self.params = {name: None if is_sharding(p) else p for name, p in self.params.items()}
+        # The types of arrays in a shard_map name a mesh that a replay does not have.
+        left_out = (jax.sharding.Sharding,) if in_shard_map else ()
+        self.params = {name: None if isinstance(p, left_out) else p for name, p in equation.params.items()}
         self._primitive = equation.primitive
         self._derivatives: dict[tuple[int, int, bool], Callable[..., Any]] = {}
 

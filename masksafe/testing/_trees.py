@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
+from masksafe._core.sharding import is_random_key
 
 Tree = Any
 
@@ -51,8 +52,8 @@ def replace_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[An
     return tuple(new.get(i, arg) for i, arg in enumerate(args))
 
 
-def as_jax(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and is_random_key(leaf)
 
 
 def as_double(array: Any) -> np.ndarray:
