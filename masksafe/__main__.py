@@ -27,8 +27,8 @@ import jax
 
 from masksafe._report import _own_function, _show
 from masksafe._report._case import Case
-from masksafe._report._cases import all_cases, tables
-from masksafe._report._libraries import PEERS, WRITTEN_OUT, is_installed, runner
+from masksafe._report._cases import all_cases
+from masksafe._report._libraries import PEERS, is_installed, runner
 from masksafe._report._verdict import Verdict, judge, worst
 
 
@@ -44,21 +44,18 @@ def main(arguments: list[str] | None = None) -> int:
     versions = _versions(peers)
     _show.table("What runs here", ["", "version"], list(versions.items()))
 
-    verdicts: dict[str, list[Verdict]] = {}
+    of_devices = {}
     for device, chosen in _assign_cases(cases):
         name = f"masksafe on {device}"
         with jax.default_device(device):
-            verdicts[name] = _judge_cases("masksafe", cases, chosen, name)
-    for peer in peers:
-        verdicts[peer] = _judge_cases(peer, cases, cases, peer)
-    on_devices = [column for name, column in verdicts.items() if name not in peers]
-    columns = {"masksafe": list(map(worst, zip(*on_devices, strict=True)))} | {peer: verdicts[peer] for peer in peers}
-    for title, of_table in tables().items():
-        _show_table(title, {(case.op, case.what) for case in of_table}, cases, columns)
-    keeps = all(verdict == Verdict.RIGHT for verdict in columns["masksafe"])
-    _summarise(verdicts, keeps)
+            of_devices[name] = _judge_cases("masksafe", cases, chosen, name)
+    of_peers = {peer: _judge_cases(peer, cases, cases, peer) for peer in peers}
+    of_masksafe = [worst(verdicts) for verdicts in zip(*of_devices.values(), strict=True)]
+    _show.verdicts("Masked means gone", cases, {"masksafe": of_masksafe} | of_peers)
+    keeps = set(of_masksafe) == {Verdict.RIGHT}
+    _summarise(of_devices | of_peers, keeps)
     if options.json:
-        options.json.write_text(json.dumps(_as_json(versions, cases, verdicts, keeps), indent=1) + "\n")
+        options.json.write_text(json.dumps(_as_json(versions, cases, of_devices | of_peers, keeps), indent=1) + "\n")
     return 0 if keeps else 1
 
 
@@ -101,7 +98,7 @@ def _chosen_peers(text: str) -> list[str]:
 
 def _versions(peers: list[str]) -> dict[str, str]:
     versions = {"Python": platform.python_version()}
-    for package in ("masksafe", "jax", "jaxlib", *(peer for peer in peers if peer not in ("jax.nn", *WRITTEN_OUT))):
+    for package in ("masksafe", "jax", "jaxlib", *(peer for peer in peers if peer != "jax.nn")):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -113,12 +110,8 @@ def _versions(peers: list[str]) -> dict[str, str]:
 def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
     """Each device with its cases: all of them on the first device of a kind, one per op on the others."""
     one_each = list({case.op: case for case in reversed(cases)}.values())
-    seen: set[str] = set()
-    found = []
-    for device in jax.local_devices():
-        found.append((device, one_each if device.device_kind in seen else cases))
-        seen.add(device.device_kind)
-    return found
+    first_of_kind = {device.device_kind: device for device in reversed(jax.local_devices())}.values()
+    return [(device, cases if device in first_of_kind else one_each) for device in jax.local_devices()]
 
 
 def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
@@ -133,35 +126,11 @@ def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str)
     return [verdicts.get(id(case), Verdict.ABSENT) for case in cases]
 
 
-def _show_table(title: str, names: set[tuple[str, str]], cases: list[Case], verdicts: dict[str, list[Verdict]]) -> None:
-    """Prints the cases with one of the names, and the columns of the libraries that have any of them."""
-    chosen = [i for i, case in enumerate(cases) if (case.op, case.what) in names]
-    if not chosen:
-        return
-    columns = {name: [column[i] for i in chosen] for name, column in verdicts.items()}
-    columns = {name: column for name, column in columns.items() if set(column) != {Verdict.ABSENT}}
-    _show.table(title, ["op and case", *columns], _rows([cases[i] for i in chosen], columns))
-
-
-def _rows(cases: list[Case], verdicts: dict[str, list[Verdict]]) -> list[list[str]]:
-    """A line per op, followed by a line per case."""
-    rows = []
-    for op in dict.fromkeys(case.op for case in cases):
-        rows.append([op, *[""] * len(verdicts)])
-        rows += [
-            [f"  {case.what}", *(column[i] for column in verdicts.values())]
-            for i, case in enumerate(cases)
-            if case.op == op
-        ]
-    return rows
-
-
 def _summarise(verdicts: dict[str, list[Verdict]], keeps: bool) -> None:
     for name, column in verdicts.items():
         run = [verdict for verdict in column if verdict != Verdict.ABSENT]
-        if not run:
-            continue
-        print(f"{name}: {sum(verdict == Verdict.RIGHT for verdict in run)} of {len(run)} right")
+        if run:
+            print(f"{name}: {run.count(Verdict.RIGHT)} of {len(run)} right")
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
 
 

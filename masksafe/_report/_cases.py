@@ -8,20 +8,18 @@ from typing import Any
 import numpy as np
 
 from masksafe._report._case import Case, Inputs
-from masksafe._report._policies import policy_cases
-
-
-def tables() -> dict[str, list[Case]]:
-    """The cases by the titles of their tables."""
-    return {"Masked means gone": _op_cases(), "What fine-tuning averages": policy_cases()}
 
 
 def all_cases() -> list[Case]:
-    return [case for cases in tables().values() for case in cases]
-
-
-def _op_cases() -> list[Case]:
-    return [*_garbage_cases(), *_loss_cases(), *_attention_cases(), *_normalization_cases(), *_reduction_cases()]
+    return [
+        *_garbage_cases(),
+        *_integer_label_cases(),
+        *_soft_label_cases(),
+        *_other_loss_cases(),
+        *_attention_cases(),
+        *_normalization_cases(),
+        *_empty_cases(),
+    ]
 
 
 _RNG = np.random.default_rng(0)
@@ -57,77 +55,47 @@ _BITS = (_RNG.random((_ROWS, _CLASSES)) < 0.5).astype(np.float32)
 
 
 def _garbage_cases() -> list[Case]:
-    def case(op: str, hidden: tuple[str, ...], mask: np.ndarray = _ELEMENTS, **inputs: Any) -> Case:
-        masked = {name: ~np.broadcast_to(_at_rank(mask, inputs[name]), inputs[name].shape) for name in hidden}
-        return Case(op, "garbage under the mask", inputs | {"where": mask}, masked, None)
+    def cases(ops: str, masked: Inputs, where: np.ndarray = _ELEMENTS, **others: Any) -> list[Case]:
+        """A case for each op, with garbage in the masked inputs."""
+        at_rank = {name: np.expand_dims(where, tuple(range(where.ndim, x.ndim))) for name, x in masked.items()}
+        hidden = {name: ~np.broadcast_to(at_rank[name], x.shape) for name, x in masked.items()}
+        inputs = {**masked, **others, "where": where}
+        return [Case(op, "garbage under the mask", inputs, hidden, None) for op in ops.split()]
 
-    two = ("predictions", "targets")
-    elementwise = [
-        case(op, two, predictions=_X, targets=_Y) for op in ("squared_error", "l2_loss", "huber_loss", "log_cosh")
-    ]
-    signs = 2 * _BITS - 1
-    elementwise += [
-        case(op, ("predictor_outputs", "targets"), predictor_outputs=_X, targets=signs)
-        for op in ("hinge_loss", "perceptron_loss")
-    ]
-    elementwise += [
-        case(op, ("logits",), logits=_X, labels=_BITS)
-        for op in ("sigmoid_binary_cross_entropy", "sigmoid_focal_loss", "sparsemax_loss")
-    ]
-    soft = [
-        case(op, ("logits", "labels"), logits=_X, labels=_P)
-        for op in ("softmax_cross_entropy", "poly_loss_cross_entropy", "ranking_softmax_loss")
-    ]
-    divergences = [
-        case(op, ("log_predictions", "targets"), log_predictions=np.log(_P), targets=_P[::-1].copy())
-        for op in ("kl_divergence", "generalized_kl_divergence")
-    ]
-    log_targets = {"log_predictions": np.log(_P), "log_targets": np.log(_P[::-1])}
-    divergences += [case("kl_divergence_with_log_targets", tuple(log_targets), **log_targets)]
-    cosines = [case(op, two, predictions=_X, targets=_Y) for op in ("cosine_similarity", "cosine_distance")]
-    integer_labels = [
-        case(op, ("scores", "labels"), _SOME_ROWS, scores=_X, labels=_LABELS)
-        for op in ("multiclass_hinge_loss", "multiclass_perceptron_loss", "multiclass_sparsemax_loss")
-    ]
+    soft, pair = {"logits": _X, "labels": _P}, {"predictions": _X, "targets": _Y}
+    log_p, q = np.log(_P), _P[::-1].copy()
+    kernel = _floats(_CLASSES, 7)
+    kernels = {name: x for name, x in _distillation().items() if name in ("kernel", "target_kernel")}
+    top_k = {"target_log_probs": log_p[:, :2], "target_classes": np.array([[1, 4], [0, 3], [6, 2], [5, 1]])}
     pixels = np.broadcast_to(np.array([True, True, False])[:, None], (2, 3, 1))
     truth = np.eye(4, dtype=np.float32)[_RNG.integers(4, size=(2, 3))]
-    dice = [
-        case(op, two, pixels, predictions=_floats(2, 3, 4), targets=truth)
-        for op in ("dice_loss", "multiclass_generalized_dice_loss")
-    ]
-    embeddings = {"anchors": _X, "positives": _Y, "negatives": _P}
-    kernel = _floats(_CLASSES, 7)
+    images = {"predictions": _floats(2, 3, 4), "targets": truth}
+    multiclass = "multiclass_hinge_loss multiclass_perceptron_loss multiclass_sparsemax_loss"
     return [
-        *elementwise,
-        *soft,
-        case("softmax_cross_entropy_with_integer_labels", ("logits", "labels"), _SOME_ROWS, logits=_X, labels=_LABELS),
-        case("log_probs", ("logits", "labels"), _SOME_ROWS, logits=_X, labels=_LABELS),
-        *(
-            case(op, ("features", "labels"), _SOME_ROWS, features=_X, kernel=kernel, labels=_LABELS)
-            for op in ("linear_softmax_cross_entropy", "linear_log_probs")
-        ),
-        case("linear_kl_divergence", ("features", "target_features"), _SOME_ROWS, **_distillation()),
-        case(
-            "linear_kl_divergence_with_top_k_targets",
-            ("features", "target_log_probs", "target_classes"),
+        *cases("squared_error l2_loss huber_loss log_cosh", pair),
+        *cases("hinge_loss perceptron_loss", {"predictor_outputs": _X, "targets": 2 * _BITS - 1}),
+        *cases("sigmoid_binary_cross_entropy sigmoid_focal_loss sparsemax_loss", {"logits": _X}, labels=_BITS),
+        *cases("softmax_cross_entropy poly_loss_cross_entropy ranking_softmax_loss", soft),
+        *cases("softmax_cross_entropy_with_integer_labels log_probs", {"logits": _X, "labels": _LABELS}, _SOME_ROWS),
+        *cases(
+            "linear_softmax_cross_entropy linear_log_probs",
+            {"features": _X, "labels": _LABELS},
             _SOME_ROWS,
-            features=_X,
             kernel=kernel,
-            target_log_probs=np.log(_P[:, :2]),
-            target_classes=np.array([[1, 4], [0, 3], [6, 2], [5, 1]]),
         ),
-        *divergences,
-        *cosines,
-        *integer_labels,
-        *dice,
-        case("binary_dice_loss", ("predictions",), predictions=_X, targets=_BITS),
-        case("smooth_labels", ("labels",), labels=_P, alpha=0.1),
-        case("triplet_margin_loss", tuple(embeddings), **embeddings),
-        case("ntxent", ("embeddings",), _SOME_ROWS, embeddings=_X, labels=np.array([0, 1, 0, 1])),
-        *(case(op, ("x",), x=_X) for op in ("logsumexp", "softmax", "log_softmax")),
-        *(case(op, ("x",), x=_X) for op in ("layer_norm", "rms_norm", "standardize")),
-        *(case(op, ("x",), x=_X) for op in ("batch_norm", "group_norm", "l2_normalize")),
-        *(case(op, ("x",), x=_X) for op in ("sum", "mean", "var", "max", "min")),
+        *cases("linear_kl_divergence", {"features": _X, "target_features": _X}, _SOME_ROWS, **kernels),
+        *cases("linear_kl_divergence_with_top_k_targets", {"features": _X, **top_k}, _SOME_ROWS, kernel=kernel),
+        *cases("kl_divergence generalized_kl_divergence", {"log_predictions": log_p, "targets": q}),
+        *cases("kl_divergence_with_log_targets", {"log_predictions": log_p, "log_targets": np.log(q)}),
+        *cases("cosine_similarity cosine_distance", pair),
+        *cases(multiclass, {"scores": _X, "labels": _LABELS}, _SOME_ROWS),
+        *cases("dice_loss multiclass_generalized_dice_loss", images, pixels),
+        *cases("binary_dice_loss", {"predictions": _X}, targets=_BITS),
+        *cases("smooth_labels", {"labels": _P}, alpha=0.1),
+        *cases("triplet_margin_loss", {"anchors": _X, "positives": _Y, "negatives": _P}),
+        *cases("ntxent", {"embeddings": _X}, _SOME_ROWS, labels=np.array([0, 1, 0, 1])),
+        *cases("logsumexp softmax log_softmax layer_norm rms_norm standardize", {"x": _X}),
+        *cases("batch_norm group_norm l2_normalize sum mean var max min", {"x": _X}),
     ]
 
 
@@ -140,19 +108,11 @@ def _distillation(distance: float = 1.0) -> Inputs:
     return {name: x.astype(np.float32) for name, x in layers.items()}
 
 
-def _at_rank(mask: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
-
-
 # The edges.
 
 
 def _edge(op: str, what: str, expected: np.ndarray, hidden: dict[str, np.ndarray] | None = None, **inputs: Any) -> Case:
     return Case(op, what, inputs, hidden or {}, expected)
-
-
-def _loss_cases() -> list[Case]:
-    return [*_integer_label_cases(), *_soft_label_cases(), *_other_loss_cases()]
 
 
 def _integer_label_cases() -> list[Case]:
@@ -168,28 +128,26 @@ def _integer_label_cases() -> list[Case]:
     classes[0, _LABELS[0]] = False
     remaining = np.where(np.arange(_ROWS) == 0, np.inf, losses)
     whole = np.round(_X)
-    sure, zero = np.array([[15.0, 0.0]], np.float32), np.zeros(1, int)
     below, above = bad_label(-1), bad_label(_CLASSES)
-    linear: Inputs = {"features": sure, "kernel": np.eye(2, dtype=np.float32), "labels": zero}
-    policies = (("log_probs", {"logits": sure, "labels": zero}), ("linear_log_probs", linear))
-    too_large = f"label {_CLASSES} of {_CLASSES} classes"
+    too_small, too_large = (f"label {label} of {_CLASSES} classes" for label in (-1, _CLASSES))
+    sure, zero, kernel = np.array([[15.0, 0.0]], np.float32), np.zeros(1, int), np.eye(2, dtype=np.float32)
+    is_sure, loss_of_sure = "a sure model: logits 15, 0", np.log1p(np.exp([-15.0]))
     return [
-        _edge(op, f"label -1 of {_CLASSES} classes", losses + below[1], logits=_X, labels=below[0]),
+        _edge(op, too_small, losses + below[1], logits=_X, labels=below[0]),
         _edge(op, too_large, losses + above[1], logits=_X, labels=above[0]),
         _edge("multiclass_perceptron_loss", too_large, behind + above[1], scores=_X, labels=above[0]),
         _edge(op, "label at a masked class", remaining, {"logits": ~classes}, logits=_X, labels=_LABELS, where=classes),
         _edge(op, "offset of 1e5", _cross_entropy(whole, _LABELS), logits=whole + np.float32(1e5), labels=_LABELS),
-        _edge(op, "a sure model: logits 15, 0", np.log1p(np.exp([-15.0])), logits=sure, labels=zero),
-        _edge("log_probs", f"label -1 of {_CLASSES} classes", below[1] - losses, logits=_X, labels=below[0]),
-        *(_edge(name, "a sure model: logits 15, 0", -np.log1p(np.exp([-15.0])), **inputs) for name, inputs in policies),
+        _edge(op, is_sure, loss_of_sure, logits=sure, labels=zero),
+        _edge("log_probs", too_small, below[1] - losses, logits=_X, labels=below[0]),
+        _edge("log_probs", is_sure, -loss_of_sure, logits=sure, labels=zero),
+        _edge("linear_log_probs", is_sure, -loss_of_sure, features=sure, kernel=kernel, labels=zero),
     ]
 
 
 def _soft_label_cases() -> list[Case]:
-    logits, labels = (
-        _floats(4, 4),
-        _softmax(_floats(4, 4)).astype(np.float32),
-    )  # as many rows as classes, to catch a mask on the wrong axis
+    # As many rows as classes, to catch a mask on the wrong axis.
+    logits, labels = _floats(4, 4), _softmax(_floats(4, 4)).astype(np.float32)
     p = _softmax(logits)
     poly = np.where(_SOME_ROWS, np.sum(labels * (2 * (1 - p) - np.log(p)), 1), 0)
     masked_rows = {"logits": ~np.broadcast_to(_SOME_ROWS[:, None], (4, 4))}
@@ -258,24 +216,13 @@ def _attention_cases() -> list[Case]:
 
 def _normalization_cases() -> list[Case]:
     x = np.float32(1e4) + _floats(2, 64)
-    standard = _standardized(x, 1, 1e-6)
-    nothing = np.zeros(_X.shape, bool)
+    large, zero = np.array([[3e30, 4e30]], np.float32), np.zeros((1, 3), np.float32)
+    of_rows, of_columns = _standardized(x, 1, 1e-6), _standardized(x, 0, 1e-5)
     return [
-        *(Case(op, "mean 1e4, deviation 1", {"x": x}, {}, standard) for op in ("layer_norm", "standardize")),
-        *(
-            Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, np.zeros(_X.shape))
-            for op in ("layer_norm", "rms_norm", "standardize", "group_norm", "l2_normalize")
-        ),
-        Case(
-            "batch_norm",
-            "a feature with nothing left",
-            {"x": _X, "where": nothing},
-            {"x": ~nothing},
-            np.zeros(_X.shape),
-        ),
-        _edge("batch_norm", "mean 1e4, deviation 1", _standardized(x, 0, 1e-5), x=x),
-        _edge("l2_normalize", "squares that overflow", np.array([[0.6, 0.8]]), x=np.array([[3e30, 4e30]], np.float32)),
-        _edge("l2_normalize", "a vector of zeros", np.zeros((1, 3)), x=np.zeros((1, 3), np.float32)),
+        *(_edge(op, "mean 1e4, deviation 1", of_rows, x=x) for op in ("layer_norm", "standardize")),
+        _edge("batch_norm", "mean 1e4, deviation 1", of_columns, x=x),
+        _edge("l2_normalize", "squares that overflow", np.array([[0.6, 0.8]]), x=large),
+        _edge("l2_normalize", "a vector of zeros", np.zeros((1, 3)), x=zero),
     ]
 
 
@@ -284,12 +231,16 @@ def _standardized(x: np.ndarray, axis: int, epsilon: float) -> np.ndarray:
     return np.asarray((wide - wide.mean(axis, keepdims=True)) / np.sqrt(wide.var(axis, keepdims=True) + epsilon))
 
 
-def _reduction_cases() -> list[Case]:
-    nothing = np.zeros(_X.shape, bool)
-    zeros = np.zeros(_ROWS)
-    expected = {"mean": zeros, "var": zeros, "sum": zeros, "softmax": np.zeros(_X.shape), "logsumexp": zeros - np.inf}
-    expected |= {"max": zeros - np.inf, "min": zeros + np.inf}
+def _empty_cases() -> list[Case]:
+    inputs, hidden = {"x": _X, "where": np.zeros(_X.shape, bool)}, {"x": np.ones(_X.shape, bool)}
+
+    def cases(ops: str, expected: np.ndarray, what: str = "nothing left in a row") -> list[Case]:
+        return [Case(op, what, inputs, hidden, expected) for op in ops.split()]
+
     return [
-        Case(op, "nothing left in a row", {"x": _X, "where": nothing}, {"x": ~nothing}, value)
-        for op, value in expected.items()
+        *cases("layer_norm rms_norm standardize group_norm l2_normalize softmax", np.zeros(_X.shape)),
+        *cases("batch_norm", np.zeros(_X.shape), "a feature with nothing left"),
+        *cases("sum mean var", np.zeros(_ROWS)),
+        *cases("logsumexp max", np.full(_ROWS, -np.inf)),
+        *cases("min", np.full(_ROWS, np.inf)),
     ]

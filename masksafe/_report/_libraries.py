@@ -6,6 +6,7 @@ output is selected afterwards, `jnp.where(mask, loss, 0)`, which is what its use
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -14,16 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe._report import _policies
 from masksafe._report._case import Case, Inputs, Ops
 from masksafe._report._verdict import Result, Run
 
-WRITTEN_OUT = ("trl-like", "tunix-like")  # formulas, which need no library
-PEERS = ("optax", "jax.nn", "flax", "equinox", "torch", *WRITTEN_OUT)
+PEERS = ("optax", "jax.nn", "flax", "equinox", "torch")
 
 
 def is_installed(library: str) -> bool:
-    return library in WRITTEN_OUT or importlib.util.find_spec(library.partition(".")[0]) is not None
+    return importlib.util.find_spec(library.partition(".")[0]) is not None
 
 
 def runner(library: str, case: Case) -> Run | None:
@@ -31,7 +30,7 @@ def runner(library: str, case: Case) -> Run | None:
     op = _ops(library).get(case.op)
     if op is None:
         return None
-    return functools.partial(_run_torch, op) if library == "torch" else _in_jax(op)
+    return functools.partial(_run_torch, op) if library == "torch" else in_jax(op)
 
 
 @functools.cache
@@ -43,13 +42,11 @@ def _ops(library: str) -> Ops:
         "flax": _flax_ops,
         "equinox": _equinox_ops,
         "torch": _torch_ops,
-        "trl-like": _policies.ops_like_trl,
-        "tunix-like": _policies.ops_like_tunix,
     }
     return tables[library]()
 
 
-def _in_jax(op: Callable[..., Any]) -> Run:
+def in_jax(op: Callable[..., Any]) -> Run:
     """One program of the output and its gradients, for all that may stand under the mask."""
 
     @jax.jit
@@ -73,21 +70,22 @@ def _in_jax(op: Callable[..., Any]) -> Run:
 
 def _masksafe_ops() -> Ops:
     ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
-    for name in ("softmax", "log_softmax", "layer_norm", "rms_norm", "standardize", "dot_product_attention"):
-        ops[name] = getattr(masksafe, name)
+    norms = ("layer_norm", "rms_norm", "standardize", "l2_normalize")
+    ops |= {name: getattr(masksafe, name) for name in ("softmax", "log_softmax", "dot_product_attention", *norms)}
     ops["batch_norm"] = lambda x, where=None: masksafe.batch_norm(x, where=where)[0]
-    ops["group_norm"] = lambda x, where=None: masksafe.group_norm(x, 1, where=where)
-    ops["l2_normalize"] = lambda x, where=None: masksafe.l2_normalize(x, where=where)
+    ops["group_norm"] = functools.partial(masksafe.group_norm, num_groups=1)
     reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
-    ops |= _policies.masksafe_ops()
     return ops | {name: _along_rows(getattr(masksafe, name)) for name in reductions}
 
 
 def _jax_ops() -> Ops:
     ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
-    reductions: Ops = {"logsumexp": jax.nn.logsumexp, "sum": jnp.sum, "mean": jnp.mean, "var": jnp.var}
-    reductions |= {
+    reductions: Ops = {
+        "logsumexp": jax.nn.logsumexp,
+        "sum": jnp.sum,
+        "mean": jnp.mean,
+        "var": jnp.var,
         "max": functools.partial(jnp.max, initial=-jnp.inf),
         "min": functools.partial(jnp.min, initial=jnp.inf),
     }
@@ -101,37 +99,24 @@ def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
 # The peers.
 
 
-def _optax_ops() -> Ops:
-    import inspect
+def _selected(op: Callable[..., Any], select: Callable[..., Any] = jnp.where) -> Callable[..., Any]:
+    """An op that takes no mask, with a selection of its output."""
 
+    def call(*, where: Any = None, **inputs: Any) -> Any:
+        out = op(**inputs)
+        return out if where is None else select(where, out, 0)
+
+    return call
+
+
+def _optax_ops() -> Ops:
     import optax
 
-    def selected(loss: Callable[..., Any], *, where: Any = None, **inputs: Any) -> Any:
-        out = loss(**inputs)
-        return out if where is None else jnp.where(where, out, 0)
-
-    ops: Ops = {}
-    for name in dir(optax.losses):
-        loss = getattr(optax.losses, name)
-        if callable(loss) and not name.startswith("_"):
-            has_mask = "where" in inspect.signature(loss).parameters
-            ops[name] = loss if has_mask else functools.partial(selected, loss)
-
-    def log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
-        return -ops["softmax_cross_entropy_with_integer_labels"](logits=logits, labels=labels, where=where)
-
-    def divergence(x: Any, t: Any, where: Any = None) -> Any:
-        losses = selected(
-            optax.losses.kl_divergence, log_predictions=jax.nn.log_softmax(x), targets=jax.nn.softmax(t), where=where
-        )
-        return losses.mean() if where is None else losses.sum() / jnp.maximum(where.sum(), 1)
-
-    return ops | {
-        "log_probs": log_probs,
-        "linear_log_probs": lambda features, kernel, **rest: log_probs(features @ kernel, **rest),
-        "linear_kl_divergence": lambda features, kernel, target_features, target_kernel, where=None: divergence(
-            features @ kernel, target_features @ target_kernel, where
-        ),
+    losses = {name: getattr(optax.losses, name) for name in dir(optax.losses) if not name.startswith("_")}
+    return {
+        name: loss if "where" in inspect.signature(loss).parameters else _selected(loss)
+        for name, loss in losses.items()
+        if callable(loss)
     }
 
 
@@ -161,10 +146,8 @@ def _flax_ops() -> Ops:
 def _equinox_ops() -> Ops:
     import equinox
 
-    def layer_norm(x: Any, where: Any = None) -> Any:
-        layer = equinox.nn.LayerNorm(x.shape[-1], eps=1e-6)
-        out = jax.vmap(layer)(x)
-        return out if where is None else jnp.where(where, out, 0)
+    def layer_norm(x: Any) -> Any:
+        return jax.vmap(equinox.nn.LayerNorm(x.shape[-1], eps=1e-6))(x)
 
     def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
         width = query.shape[-1]
@@ -174,7 +157,7 @@ def _equinox_ops() -> Ops:
         layer = equinox.tree_at(weights, layer, [jnp.eye(width)] * len(parts))
         return layer(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
 
-    return {"layer_norm": layer_norm, "dot_product_attention": attention}
+    return {"layer_norm": _selected(layer_norm), "dot_product_attention": attention}
 
 
 def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
@@ -194,21 +177,16 @@ def _torch_ops() -> Ops:
     import torch
     from torch.nn import functional
 
-    def selected(loss: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*, where: Any = None, **inputs: Any) -> Any:
-            out = loss(**inputs)
-            return out if where is None else torch.where(where, out, 0)
+    selected = functools.partial(_selected, select=torch.where)
 
-        return call
+    def unreduced(loss: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss of two arguments, which the inputs of its cases are, in this order."""
+        return selected(lambda **inputs: loss(*inputs.values(), reduction="none"))
 
     def cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
         if where is not None and where.ndim == logits.ndim:
             logits, where = logits.masked_fill(~where, -torch.inf), None
-        labels = labels if where is None else torch.where(where, labels, -100)
-        return functional.cross_entropy(logits, labels, reduction="none", ignore_index=-100)
-
-    def soft_cross_entropy(logits: Any, labels: Any, where: Any = None) -> Any:
-        logits = logits if where is None else logits.masked_fill(~where, -torch.inf)
+        labels = labels if where is None else torch.where(where, labels, -100)  # the index that it ignores
         return functional.cross_entropy(logits, labels, reduction="none")
 
     def attention(query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -223,27 +201,14 @@ def _torch_ops() -> Ops:
         lengths = (~logit_paddings).sum(1), (~label_paddings).sum(1)
         return functional.ctc_loss(log_probs, labels, *lengths, reduction="none")
 
-    def norm(x: Any) -> Any:
-        return functional.layer_norm(x, x.shape[-1:], eps=1e-6)
-
-    torch_names = {"predictions": "input", "targets": "target"}
-
-    def error_loss(loss: Callable[..., Any]) -> Callable[..., Any]:
-        return selected(lambda **inputs: loss(**{torch_names[name]: x for name, x in inputs.items()}, reduction="none"))
-
-    def divergence(log_predictions: Any, targets: Any, where: Any = None) -> Any:
-        terms = functional.kl_div(log_predictions, targets, reduction="none")
-        return (terms if where is None else torch.where(where, terms, 0)).sum(-1)
-
+    divergence_terms = unreduced(functional.kl_div)
     return {
-        "squared_error": error_loss(functional.mse_loss),
-        "huber_loss": error_loss(functional.huber_loss),
-        "sigmoid_binary_cross_entropy": selected(
-            lambda logits, labels: functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
-        ),
+        "squared_error": unreduced(functional.mse_loss),
+        "huber_loss": unreduced(functional.huber_loss),
+        "sigmoid_binary_cross_entropy": unreduced(functional.binary_cross_entropy_with_logits),
         "softmax_cross_entropy_with_integer_labels": cross_entropy,
-        "softmax_cross_entropy": soft_cross_entropy,
-        "kl_divergence": divergence,
+        "softmax_cross_entropy": cross_entropy,
+        "kl_divergence": lambda **inputs: divergence_terms(**inputs).sum(-1),
         "ctc_loss": ctc,
         "dot_product_attention": attention,
         "batch_norm": selected(lambda x: functional.batch_norm(x, None, None, training=True)),
@@ -252,6 +217,6 @@ def _torch_ops() -> Ops:
         "softmax": filled(torch.softmax),
         "log_softmax": filled(torch.log_softmax),
         "logsumexp": filled(torch.logsumexp),
-        "layer_norm": selected(norm),
+        "layer_norm": selected(lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-6)),
         "rms_norm": selected(lambda x: functional.rms_norm(x, x.shape[-1:], eps=1e-6)),
     }

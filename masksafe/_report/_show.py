@@ -2,12 +2,24 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+from masksafe._report._case import Case
+from masksafe._report._verdict import Verdict
 
 Row = Sequence[str]
 
 _BAD = "bold red"
 _STYLES = {"right": "green", "NaN": _BAD, "leaks": _BAD, "wrong": _BAD, "refused": "yellow", "-": "dim"}
+
+
+def verdicts(title: str, cases: Sequence[Case], columns: Mapping[str, Sequence[Verdict]]) -> None:
+    """Prints a table with a line per op, followed by a line per case, and the columns that have any of the cases."""
+    columns = {name: column for name, column in columns.items() if set(column) != {Verdict.ABSENT}}
+    rows: dict[str, list[Row]] = {}
+    for case, *of_case in zip(cases, *columns.values(), strict=True):
+        rows.setdefault(case.op, [[case.op, *[""] * len(columns)]]).append([f"  {case.what}", *of_case])
+    table(title, ["op and case", *columns], [row for of_op in rows.values() for row in of_op])
 
 
 def table(title: str, header: Row, rows: Sequence[Row]) -> None:

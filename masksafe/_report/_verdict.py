@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 Run = Callable[[Inputs], Result]
 
-_GARBAGE = {"f": (np.nan, np.inf, -3e4), "i": (-100, 2**31 - 1), "b": (True,)}
+_GARBAGE = {"f": (np.nan, np.inf, -3e4), "i": (-100, 2**31 - 1, -100), "b": (True, True, True)}
 _TOLERANCE = 2e-3
 
 
@@ -54,16 +54,12 @@ def judge(case: Case, run: Run) -> Verdict:
 
 def _filled(case: Case) -> list[Inputs]:
     """The inputs with 0 under the mask, and with each kind of garbage."""
-
-    def fill(number: int | None) -> Inputs:
-        inputs = dict(case.inputs)
-        for name, hidden in case.hidden.items():
-            kinds = _GARBAGE[inputs[name].dtype.kind]
-            value = 0 if number is None else kinds[number % len(kinds)]
-            inputs[name] = np.where(hidden, np.asarray(value, inputs[name].dtype), inputs[name])
-        return inputs
-
-    return [fill(None), *(fill(i) for i in range(3 if case.hidden else 0))]
+    fillings = [dict(case.inputs) for _ in range(4 if case.hidden else 1)]
+    for name, hidden in case.hidden.items():
+        x = case.inputs[name]
+        for inputs, value in zip(fillings, (0, *_GARBAGE[x.dtype.kind]), strict=True):
+            inputs[name] = np.where(hidden, np.asarray(value, x.dtype), x)
+    return fillings
 
 
 def _has_stray_nan(result: Result, expected: np.ndarray) -> bool:

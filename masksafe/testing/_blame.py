@@ -3,14 +3,14 @@
 Masks mark the elements that led there: bad ones, and finite ones that bad ones decided.
 """
 
-import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from masksafe.testing._decisions import Masks, find_decided
-from masksafe.testing._influence import ELEMENTWISE, ahead, behind, behind_decision, is_selection
+from masksafe.testing import _primitives
+from masksafe.testing._decisions import NOTHING, Masks, find_decided
+from masksafe.testing._influence import any_ahead, behind, behind_decision, is_selection
 from masksafe.testing._replay import Replay, Step, Value
 
 
@@ -23,8 +23,7 @@ class Blame(NamedTuple):
     is_constant: bool = False  # whether the step only took them from a constant of the program
 
 
-@dataclasses.dataclass(frozen=True)
-class Blamed:
+class Blamed(NamedTuple):
     """The steps to blame, in the order of the program."""
 
     sources: list[Blame]
@@ -88,79 +87,76 @@ class _Walk:
             part.reverse()
 
     def _decided(self, value: Value) -> np.ndarray:
-        return self._decisions.get(value, np.asarray(False))
+        return self._decisions.get(value, NOTHING)
 
     def _reach(self, value: Value, mask: np.ndarray) -> None:
         if mask.any():
-            self.reached[value] = self.reached[value] | mask if value in self.reached else mask
+            self.reached[value] = self.reached.get(value, NOTHING) | mask
 
     def _trace_back(self, step: Step, k: int, mask: np.ndarray) -> None:
         """Goes from elements of output k to the elements that they came from."""
-        value = step.outputs[k]
-        bad = mask & value.bad
-        nans = [v.nan & behind(step, k, i, bad & value.nan) if v.is_bad else v.bad for i, v in _operands(step)]
-        unexplained = bad & ~_any_ahead(step, k, nans)
-        bads = [v.bad & behind(step, k, i, unexplained) if v.is_bad else v.bad for i, v in _operands(step)]
-        made = unexplained & ~_any_ahead(step, k, bads)
-        nan_taken = bad & _any_ahead(step, k, _masks_of_constants(step, k, nans))
-        if step.operation.name in ELEMENTWISE:  # in a sum, another element may be at fault as well
-            nan_taken = nan_taken & ~_any_ahead(step, k, _masks_of_others(step, k, nans))
-        infinity_taken = unexplained & _any_ahead(step, k, _masks_of_constants(step, k, bads)) & ~nan_taken
-        # A NaN that the program wrote and computed with counts as chosen if a bad value chose it.
-        nan_chosen = bad & self._decided(value) & _any_ahead(step, k, _masks_of_written_nans(step, nans))
+        value, inputs = step.outputs[k], step.inputs
+        bad, decided = mask & value.bad, self._decided(value)
+        nans = [v.nan & behind(step, k, i, bad & value.nan) if v.is_bad else v.bad for i, v in enumerate(inputs)]
+        unexplained = bad & ~any_ahead(step, k, nans)
+        bads = [v.bad & behind(step, k, i, unexplained) if v.is_bad else v.bad for i, v in enumerate(inputs)]
+        made = unexplained & ~any_ahead(step, k, bads)
+        ends = [_is_end(step, k, v) for v in inputs]
+        nan_taken = bad & _ahead_of(ends, step, k, nans)
+        if step.operation.name in _primitives.ELEMENTWISE:  # in a sum, another element may be at fault as well
+            nan_taken = nan_taken & ~_ahead_of([not is_end for is_end in ends], step, k, nans)
+        infinity_taken = unexplained & _ahead_of(ends, step, k, bads) & ~nan_taken
+        # A NaN that the program wrote and selected counts as chosen if a bad value chose it.
+        written_nans = [v.is_written_nan and is_selection(step.operation) for v in inputs]
+        nan_chosen = bad & decided & _ahead_of(written_nans, step, k, nans)
         self._follow_bad(step, k, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
 
-        taken = nan_taken | nan_chosen | (infinity_taken if self._counts_infinities(value) else False)
-        by_decision = (mask & ~value.bad | made | taken) & self._decided(value)
+        taken = nan_taken | nan_chosen | (infinity_taken & self._counts_infinities(value))
+        by_decision = (mask & ~value.bad | made | taken) & decided
         from_captured = self._follow_decisions(step, k, by_decision)
 
-        undecided = _any_ahead(step, k, [m & ~self._decided(v) for m, v in zip(bads, step.inputs, strict=True)])
-        _append_if_any(self.sources, Blame(step, k, made & ~by_decision | from_captured))
-        _append_if_any(self.sources, Blame(step, k, nan_taken & ~by_decision, is_constant=True))
-        _append_if_any(self.from_infinities, Blame(step, k, unexplained & undecided & value.nan))
-        _append_if_any(self.written, Blame(step, k, infinity_taken & ~by_decision, is_constant=True))
+        undecided = any_ahead(step, k, [m & ~self._decided(v) for m, v in zip(bads, inputs, strict=True)])
+        for part, elements, is_constant in (
+            (self.sources, made & ~by_decision | from_captured, False),
+            (self.sources, nan_taken & ~by_decision, True),
+            (self.from_infinities, unexplained & undecided & value.nan, False),
+            (self.written, infinity_taken & ~by_decision, True),
+        ):
+            if elements.any():
+                part.append(Blame(step, k, elements, is_constant))
 
     def _counts_infinities(self, value: Value) -> bool:
         """Whether to ask who chose an infinity that the program wrote; not beside a NaN."""
         return self._reached_before is None or value in self._reached_before
 
     def _follow_bad(
-        self, step: Step, k: int, masks: list[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray
+        self, step: Step, k: int, masks: Sequence[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray
     ) -> None:
-        for i, v in _operands(step):
-            if not _is_end(step, k, v):
-                leaves = nan_chosen.any() and v.is_written_nan
-                self._reach(v, masks[i] & ~behind(step, k, i, nan_chosen) if leaves else masks[i])
-                beside = v.bad & ~v.nan & ~masks[i]
-                if v.is_bad and explained.any() and beside.any():
-                    beside = beside & behind(step, k, i, explained)
-                    if self._reached_before is not None:
-                        self._reach(v, beside)
-                    self.has_left_infinities |= bool(beside.any())
+        for i, v in enumerate(step.inputs):
+            if _is_end(step, k, v):
+                continue
+            leaves = v.is_written_nan and nan_chosen.any()
+            self._reach(v, masks[i] & ~behind(step, k, i, nan_chosen) if leaves else masks[i])
+            infinite = v.bad & ~v.nan & ~masks[i]
+            if infinite.any() and explained.any():
+                beside = infinite & behind(step, k, i, explained)
+                if self._reached_before is not None:
+                    self._reach(v, beside)
+                self.has_left_infinities |= bool(beside.any())
 
     def _follow_decisions(self, step: Step, k: int, mask: np.ndarray) -> np.ndarray:
         """Follows decisions, and returns the elements that an array from the function's closure decided."""
         from_captured = np.zeros(mask.shape, bool)
-        if mask.any():
-            for i, v in _operands(step):
-                deciding = self._decided(v) if v.is_written_nan else v.bad | self._decided(v)
-                if v.is_constant or not deciding.any():
-                    continue
-                deciding = deciding & behind_decision(step, k, i, mask)
-                if v.is_captured:
-                    from_captured = from_captured | (mask & deciding.any())
-                else:
-                    self._reach(v, deciding)
+        for i, v in enumerate(step.inputs):
+            deciding = self._decided(v) if v.is_written_nan else v.bad | self._decided(v)
+            if v.is_constant or not (mask.any() and deciding.any()):
+                continue
+            deciding = deciding & behind_decision(step, k, i, mask)
+            if v.is_captured:
+                from_captured = from_captured | (mask & deciding.any())
+            else:
+                self._reach(v, deciding)
         return from_captured
-
-
-def _operands(step: Step) -> Iterator[tuple[int, Value]]:
-    return enumerate(step.inputs)
-
-
-def _append_if_any(part: list[Blame], new: Blame) -> None:
-    if new.mask.any():
-        part.append(new)
 
 
 def _is_end(step: Step, k: int, operand: Value) -> bool:
@@ -168,25 +164,6 @@ def _is_end(step: Step, k: int, operand: Value) -> bool:
     return operand.is_written or (operand.is_constant and not step.outputs[k].is_constant)
 
 
-def _masks_of_constants(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
-    return [mask & _is_end(step, k, v) for v, mask in zip(step.inputs, masks, strict=True)]
-
-
-def _masks_of_written_nans(step: Step, masks: list[np.ndarray]) -> list[np.ndarray]:
-    """The masks of the NaNs written in the program, if the step is a selection."""
-    return [
-        mask & (v.is_written_nan and is_selection(step.operation)) for v, mask in zip(step.inputs, masks, strict=True)
-    ]
-
-
-def _masks_of_others(step: Step, k: int, masks: list[np.ndarray]) -> list[np.ndarray]:
-    return [mask & (not _is_end(step, k, v)) for v, mask in zip(step.inputs, masks, strict=True)]
-
-
-def _any_ahead(step: Step, k: int, masks: list[np.ndarray]) -> np.ndarray:
-    """The elements of output k that depend on a masked element of any operand."""
-    found = np.zeros(step.outputs[k].bad.shape, bool)
-    for i, mask in enumerate(masks):
-        if mask.any():
-            found = found | ahead(step, k, i, mask)
-    return found
+def _ahead_of(counts: Sequence[bool], step: Step, k: int, masks: Sequence[np.ndarray]) -> np.ndarray:
+    """The elements of output k that are ahead of a masked element of one of the operands that count."""
+    return any_ahead(step, k, [mask & count for mask, count in zip(masks, counts, strict=True)])

@@ -9,17 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
-from masksafe._core.sharding import is_random_key
-from masksafe.testing._modes import MODES, Derive, Function
-from masksafe.testing._trees import (
-    bits,
-    check_addressable,
-    check_tolerances,
-    generator,
-    is_float,
-    random_like,
-    weighted_sum,
-)
+from masksafe.testing import _trees
+from masksafe.testing._modes import MODES, Function, Transform
+from masksafe.testing._trees import is_float, only_floats
 
 _OP = "assert_consistent"
 
@@ -127,23 +119,22 @@ def assert_consistent(
         raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {CONSISTENCY_MODES}"))
     if len(set(modes)) < 2 and not any(MODES[m].has_many_ways for m in modes):
         raise ValueError(message(_OP, "modes", f"{list(modes)}", "two or more, which can be compared"))
-    check_tolerances(_OP, rtol=rtol, atol=atol)
-    check_addressable(_OP, args=args)
+    _trees.check_tolerances(_OP, rtol=rtol, atol=atol)
+    _trees.check_addressable(_OP, args=args)
     flat = _flatten(fn, args)
     runs = {"value": _run_modes(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
-    if grad and flat.floats:
-        derive = _gradient(flat, generator(seed))
-        runs["gradient"] = _run_modes(flat, derive, [m for m in modes if not MODES[m].is_derived])
+    if grad and any(map(is_float, flat.arrays)):
+        gradient = _gradient(flat.names, _trees.generator(seed))
+        runs["gradient"] = _run_modes(flat, gradient, [m for m in modes if not MODES[m].is_derived])
     errors = [error for run in runs.values() for error in run.errors.values()]
-    if errors and not runs["value"].results:
-        raise errors[0]
     if not runs["value"].results:
+        if errors:
+            raise errors[0]
         raise ValueError(message(_OP, "fn", "no output in these modes", "an array or a pytree of arrays"))
-    lines = [line for derivative, run in runs.items() for line in _report(run, flat, derivative, rtol, atol)]
+    lines = [line for derivative, run in runs.items() for line in _report(run, flat.arrays, derivative, rtol, atol)]
     if lines:
-        raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from next(
-            iter(errors), None
-        )
+        cause = errors[0] if errors else None
+        raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from cause
 
 
 # From a function of pytrees to a function of a flat list of arrays.
@@ -152,8 +143,7 @@ def assert_consistent(
 class _FlatFunction(NamedTuple):
     fn: Function
     arrays: list[Any]
-    names: list[str]
-    floats: list[int]
+    names: list[str]  # such as "argument 0['w']"
 
 
 def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
@@ -164,53 +154,43 @@ def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
     def flat_fn(*arrays: Any) -> dict[str, Any]:
         new = dict(zip(positions, arrays, strict=True))
         outputs = fn(*jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        return {_name("output", path): _as_array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+        return {_output_name(path): _as_array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
 
-    arrays = [jnp.asarray(np.asarray(leaves[i])) for i in positions]
-    names = [_name("argument ", paths[i][0]) for i in positions]
-    return _FlatFunction(flat_fn, arrays, names, [i for i, a in enumerate(arrays) if is_float(a)])
+    names = [f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}" for path, _ in (paths[i] for i in positions)]
+    return _FlatFunction(flat_fn, [jnp.asarray(np.asarray(leaves[i])) for i in positions], names)
 
 
 def _is_numeric(leaf: Any) -> bool:
-    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _is_key(leaf)
-
-
-def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and is_random_key(leaf)
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic)) and not _trees.is_key(leaf)
 
 
 def _as_array(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+    return jax.random.key_data(leaf) if _trees.is_key(leaf) else jnp.asarray(leaf)
 
 
-def _name(what: str, path: tuple[Any, ...]) -> str:
-    """A name such as "argument 0['w']"; empty for a sole output."""
-    if what == "output":
-        return f"output{jax.tree_util.keystr(path)}" if path else ""
-    return f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}"
+def _output_name(path: tuple[Any, ...]) -> str:
+    """A name such as "output['x']"; empty for a sole output."""
+    return f"output{jax.tree_util.keystr(path)}" if path else ""
 
 
-def _gradient(flat: _FlatFunction, rng: np.random.Generator) -> Derive:
-    """From a function to the gradients of a random linear combination of its outputs."""
+def _gradient(names: list[str], rng: np.random.Generator) -> Transform:
+    """From a function to the gradients of a random linear combination of its outputs, by the names of its arrays."""
     weights: dict[str, Any] = {}  # drawn on the first call, when the outputs are known
 
-    def combined(outputs: dict[str, Any]) -> Any:
-        if not weights:
-            weights.update(random_like(outputs, rng))
-        return weighted_sum(outputs, weights, dict.fromkeys(outputs, True))
+    def transform(fn: Function) -> Function:
+        def combination(floats: list[Any], arrays: list[Any]) -> Any:
+            outputs = fn(*_trees.replace_floats(arrays, floats))
+            if not weights:
+                weights.update(_trees.random_like(outputs, rng))
+            return _trees.weighted_sum(outputs, weights)
 
-    def derive(fn: Function) -> Function:
         def gradient(*arrays: Any) -> dict[str, Any]:
-            def combination(chosen: list[Any]) -> Any:
-                new = dict(zip(flat.floats, chosen, strict=True))
-                return combined(fn(*(new.get(i, a) for i, a in enumerate(arrays))))
-
-            gradients = jax.grad(combination)([arrays[i] for i in flat.floats])
-            return {flat.names[i]: g for i, g in zip(flat.floats, gradients, strict=True)}
+            gradients = jax.grad(combination)(only_floats(list(arrays)), list(arrays))
+            return {name: g for name, g in zip(names, gradients, strict=True) if g is not None}
 
         return gradient
 
-    return derive
+    return transform
 
 
 # Running and comparing. A mode stands for one or several ways to run; results are NumPy arrays by output and way.
@@ -222,23 +202,24 @@ class _Run(NamedTuple):
     errors: dict[str, Exception]
 
 
-def _run_modes(flat: _FlatFunction, derive: Derive, modes: Sequence[str]) -> _Run:
+def _run_modes(flat: _FlatFunction, derivative: Transform, modes: Sequence[str]) -> _Run:
     run = _Run({}, {}, {})
-    for mode in modes:
+    for name in modes:
+        mode = MODES[name]
         try:
-            for way, results in MODES[mode].run(flat.fn, flat.arrays, derive):
-                run.ways.setdefault(mode, []).append(way)
+            for way, results in mode.run(derivative(mode.before_gradient(flat.fn)), flat.arrays):
+                run.ways.setdefault(name, []).append(way or name)
                 for output, result in results.items():
-                    run.results.setdefault(output, {})[way] = np.asarray(result)
+                    run.results.setdefault(output, {})[way or name] = np.asarray(result)
         except Exception as error:  # any error counts: another mode may not raise it
             if "incompatible devices" not in str(error):
-                run.errors[mode] = error
+                run.errors[name] = error
     return run
 
 
-def _report(run: _Run, flat: _FlatFunction, derivative: str, rtol: float | None, atol: float | None) -> list[str]:
+def _report(run: _Run, arrays: list[Any], derivative: str, rtol: float | None, atol: float | None) -> list[str]:
     lines = [f"  {derivative}: {mode} raises {_first_lines(error)}" for mode, error in run.errors.items()]
-    tolerance = _tolerance(flat, run, rtol, atol)
+    tolerance = _tolerance(arrays, run, rtol, atol)
     for output, results in run.results.items():
         pairs = itertools.combinations(_group_by_bits(results, run.ways), 2)
         differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, tolerance))]
@@ -272,7 +253,7 @@ class _Group(NamedTuple):
 def _group_by_bits(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> list[_Group]:
     ways: dict[Any, list[str]] = {}
     for way, result in results.items():
-        ways.setdefault((result.dtype, result.shape, bits(result).tobytes()), []).append(way)
+        ways.setdefault((result.dtype, result.shape, _trees.bits(result).tobytes()), []).append(way)
     return [_Group(_name_ways(group, modes), results[group[0]]) for group in ways.values()]
 
 
@@ -289,8 +270,8 @@ class _Tolerance(NamedTuple):
     noise: float  # allowed on top
 
 
-def _tolerance(flat: _FlatFunction, run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
-    arrays = [np.asarray(a) for a in flat.arrays] + [r for results in run.results.values() for r in results.values()]
+def _tolerance(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
+    arrays = [np.asarray(a) for a in arrays] + [r for results in run.results.values() for r in results.values()]
     dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
     widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
     relative = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
@@ -300,8 +281,8 @@ def _tolerance(flat: _FlatFunction, run: _Run, rtol: float | None, atol: float |
 
 def _largest(array: np.ndarray) -> float:
     """The magnitude of the largest finite element."""
-    wide = np.abs(array.astype(np.complex128 if np.iscomplexobj(array) else np.float64))
-    return float(wide[np.isfinite(wide)].max(initial=0))
+    sizes = np.abs(_trees.as_double(array))
+    return float(sizes[np.isfinite(sizes)].max(initial=0))
 
 
 def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None:
@@ -329,10 +310,8 @@ def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None
 
 def _distance_and_size(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The distance of the elements, infinite where only one of them is NaN or infinite; and the size of the larger."""
-    wide = np.complex128 if np.iscomplexobj(a) else np.float64
-    a, b = a.astype(wide), b.astype(wide)
+    a, b = _trees.as_double(a), _trees.as_double(b)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     finite = np.isfinite(a) & np.isfinite(b)
-    distance = np.abs(np.where(finite, a, 0) - np.where(finite, b, 0))
-    size = np.maximum(np.abs(np.where(finite, a, 0)), np.abs(np.where(finite, b, 0)))
-    return np.where(same, 0.0, np.where(finite, distance, np.inf)), size
+    a, b = np.where(finite, a, 0), np.where(finite, b, 0)
+    return np.where(same, 0.0, np.where(finite, np.abs(a - b), np.inf)), np.maximum(np.abs(a), np.abs(b))

@@ -10,14 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-_SUMS = frozenset(("psum", "psum_invariant"))
-# Here each element that a device receives comes from elements at the same index.
-_ELEMENTWISE = _SUMS | {"pmax", "pmin", "ppermute"}
-_OTHERS = frozenset(
-    """all_gather all_gather_invariant all_gather_reduced all_to_all axis_index reduce_scatter
-    unreduced_psum unreduced_reduce_scatter""".split()  # noqa: SIM905
-)
-EXCHANGES = _ELEMENTWISE | _OTHERS
+from masksafe.testing import _primitives
 
 
 class Device:
@@ -41,20 +34,6 @@ class Device:
 def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
     """The sizes of the axes over which a shard_map splits."""
     return {name: size for name, size in params["mesh"].shape.items() if name in params["newly_manual_axes"]}
-
-
-class Part:
-    """Taking one device's part of an array on many devices."""
-
-    name = "shard_map"
-
-    def __init__(self, at: tuple[slice, ...]) -> None:
-        self.at = at
-
-    def __call__(self, array: Any) -> list[Any]:
-        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # random keys, which NumPy does not know
-            return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
-        return [jnp.asarray(np.asarray(array)[self.at])]
 
 
 class Exchange:
@@ -81,7 +60,7 @@ class Exchange:
 
     @property
     def is_elementwise(self) -> bool:
-        return self.name in _ELEMENTWISE
+        return self.name in _primitives.ELEMENTWISE_EXCHANGES
 
     @functools.cached_property
     def _connections(self) -> np.ndarray:
@@ -101,7 +80,9 @@ class Exchange:
         return fn
 
     def _exchange_one(self, *operand: Any) -> Any:
-        if self.name in _SUMS:  # the primitive requires types that only arrays in a shard_map have
+        if (
+            self.name in _primitives.SUMS_OVER_DEVICES
+        ):  # the primitive requires types that only arrays in a shard_map have
             groups = self._params.get("axis_index_groups")
             return lax.psum(operand[0], self._params["axes"], axis_index_groups=groups)
         results = self._primitive.bind(*operand, **self._params)

@@ -10,14 +10,8 @@ from jax.test_util import check_grads
 
 from masksafe._core.arguments import message
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import (
-    check_addressable,
-    check_tolerances,
-    generator,
-    only_floats,
-    random_like,
-    replace_floats,
-)
+from masksafe.testing import _trees
+from masksafe.testing._trees import only_floats, random_like
 
 _OP = "assert_gradients"
 _MODES = ("fwd", "rev")
@@ -80,16 +74,16 @@ def assert_gradients(
         raise ValueError(message(_OP, "modes", f"{list(modes)}", f"some of {_MODES}"))
     if order < 1:
         raise ValueError(message(_OP, "order", f"value {order}", "1 or more"))
-    check_tolerances(_OP, rtol=rtol, atol=atol)
+    _trees.check_tolerances(_OP, rtol=rtol, atol=atol)
     if not jax.tree.leaves(only_floats(args)):
         raise ValueError(message(_OP, "args", "no floats", "an array to differentiate with respect to"))
-    check_addressable(_OP, args=args)
+    _trees.check_addressable(_OP, args=args)
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         args = jax.tree.map(_copied, args)
-        wide = jax.tree.map(lambda leaf: jnp.asarray(_widened(leaf)), only_floats(args))
+        wide = jax.tree.map(lambda leaf: jnp.asarray(_trees.as_double(leaf)), only_floats(args))
 
         def differentiable(floats: Any) -> Any:
-            return only_floats(fn(*replace_floats(args, floats)))
+            return only_floats(fn(*_trees.replace_floats(args, floats)))
 
         if not jax.tree.leaves(jax.eval_shape(differentiable, wide)):
             raise ValueError(message(_OP, "fn", "no output of floats", "one to differentiate"))
@@ -99,17 +93,12 @@ def assert_gradients(
             with forward_mode():
                 check_grads(differentiable, (wide,), order, ("fwd",), atol=atol, rtol=rtol)
         if set(modes) == set(_MODES):
-            _assert_modes_agree(differentiable, wide, generator(seed))
+            _assert_modes_agree(differentiable, wide, _trees.generator(seed))
 
 
 def _copied(leaf: Any) -> Any:
     """A copy of an array of JAX on the default device; a random key as it is."""
-    is_array = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    return jnp.asarray(np.asarray(leaf)) if is_array else leaf
-
-
-def _widened(leaf: Any) -> np.ndarray:
-    return np.asarray(leaf).astype(np.float64)
+    return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, jax.Array) and not _trees.is_key(leaf) else leaf
 
 
 def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Generator) -> None:
@@ -119,24 +108,18 @@ def _assert_modes_agree(fn: Callable[[Any], Any], primal: Any, rng: np.random.Ge
         outputs, forward = jax.jvp(fn, (primal,), (tangent,))
     cotangent = jax.tree.map(lambda leaf, w: w.astype(leaf.dtype), outputs, random_like(outputs, rng))
     (reverse,) = jax.vjp(fn, primal)[1](cotangent)
-    along, back = _dot(cotangent, forward), _dot(reverse, tangent)
+    along, back = _products(cotangent, forward), _products(reverse, tangent)
     # A derivative of 0 is a difference of larger values, and has their rounding error.
-    scale = sum(_size_of_dot(*pair) for pair in ((reverse, tangent), (cotangent, forward), (cotangent, outputs)))
-    if not abs(along - back) <= 1e-9 * scale:
+    scale = sum(np.abs(products).sum() for products in (along, back, _products(cotangent, outputs)))
+    if not abs(along.sum() - back.sum()) <= 1e-9 * scale:
         raise AssertionError(
             "The two modes of autodiff disagree.\n"
-            f"  forward: the cotangent times the output's tangent is {along}\n"
-            f"  reverse: the input's cotangent times the tangent is {back}"
+            f"  forward: the cotangent times the output's tangent is {along.sum()}\n"
+            f"  reverse: the input's cotangent times the tangent is {back.sum()}"
         )
 
 
-def _dot(one: Any, other: Any) -> float:
-    return sum(float((np.asarray(a) * np.asarray(b)).sum()) for a, b in _pairs(one, other))
-
-
-def _size_of_dot(one: Any, other: Any) -> float:
-    return sum(float(np.abs(np.asarray(a) * np.asarray(b)).sum()) for a, b in _pairs(one, other))
-
-
-def _pairs(one: Any, other: Any) -> Any:
-    return zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+def _products(one: Any, other: Any) -> np.ndarray:
+    """The products of all elements of two trees, in one vector."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return np.concatenate([np.ravel(np.asarray(a) * np.asarray(b)) for a, b in pairs])

@@ -6,218 +6,188 @@ and `ahead` from elements of an operand to the elements of a result in which the
 an `or` that is True by the operands that are True, a count other than 0 by the elements that were counted.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe.testing._devices import Exchange, Part
-from masksafe.testing._replay import Choice, Gathered, Operation, Slice, Stack, Step, Value
+from masksafe._core.sharding import is_random_key
+from masksafe.testing import _primitives
+from masksafe.testing._devices import Exchange
+from masksafe.testing._replay import Choice, Gathered, Part, Step, Value
 from masksafe.testing._trees import is_float
-
-# Each element of the result depends only on the elements of the operands at the same index.
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type
-    copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to
-    lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or population_count pow real reduce_precision
-    rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
-    tan tanh xor
-    """.split()  # noqa: SIM905
-)
-# Each element of the result is an element of an operand.
-_MOVES = frozenset(
-    """broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev scatter slice
-    split squeeze stack tile transpose
-    """.split()  # noqa: SIM905
-)
-# Each element of the result is a sum of elements of the operands, or of their products.
-_LINEAR = _MOVES | {"conv_general_dilated", "dot_general", "ragged_dot_general", "reduce_window_sum", "scatter-add"}
-# Where among the operands the indices start.
-_INDICES = {
-    "gather": 1,
-    "scatter": 1,
-    "scatter-add": 1,
-    "dynamic_slice": 1,
-    "dynamic_update_slice": 2,
-    "ragged_dot_general": 2,
-}
-_RESHAPES = frozenset(("reshape", "squeeze"))
-_REDUCTIONS = frozenset(
-    "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor".split()  # noqa: SIM905
-)
-_CUMULATIVE = frozenset("cumlogsumexp cummax cummin cumprod cumsum".split())  # noqa: SIM905
-_MATRIX_OPS = frozenset(
-    """cholesky eig eigh householder_product lu qr schur svd triangular_solve tridiagonal_solve""".split()  # noqa: SIM905
-)
-# Operations in which not every operand decides: an extreme is decided by the operands equal to it, a product of 0 by
-# the operands that are 0, and a sum other than 0 by the operands that are not 0.
-_EXTREMES = frozenset("and max min or reduce_and reduce_max reduce_min reduce_or".split())  # noqa: SIM905
-_PRODUCTS = frozenset(("mul", "reduce_prod"))
 
 
 def behind(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     """The elements of operand i that take part in the masked elements of output k."""
-    operation, shape = step.operation, step.inputs[i].bad.shape
-    if is_selection(operation):
-        return _unbroadcast(mask & _is_chosen(step, i, mask.shape), shape) if i else np.zeros(shape, bool)
-    if isinstance(operation, (Slice, Part)):
-        taken = np.zeros(shape, bool)
-        taken[operation.at] = mask
-        return taken
-    if isinstance(operation, Stack):
-        return np.asarray(mask[i])
-    if isinstance(operation, Gathered):
-        return np.asarray(mask[operation.places[i]])
-    if isinstance(operation, Exchange):
-        return _mask_across_devices(operation, i, k, mask, shape)
-    if operation.name in ELEMENTWISE:
-        return _unbroadcast(mask, shape)
-    if operation.name in _REDUCTIONS:
-        return np.broadcast_to(_at_rank_of_operand(operation, mask) if shape else np.asarray(mask.any()), shape)
-    if operation.name in _CUMULATIVE:
-        return _accumulated(mask, operation.params["axis"], not operation.params["reverse"])
-    if operation.name in _LINEAR:
-        return _behind_linear(step, k, i, mask, _as_ones(step))
-    return _spread_along_mixed_axes(operation, mask, shape)
+    return _spread(_Way(step, k, i, is_ahead=False), mask)
 
 
 def ahead(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     """The elements of output k in which the masked elements of operand i take part."""
-    operation, shape = step.operation, step.outputs[k].bad.shape
-    if is_selection(operation):
-        return np.broadcast_to(mask, shape) & _is_chosen(step, i, shape) if i else np.zeros(shape, bool)
-    if isinstance(operation, (Slice, Part)):
-        return np.asarray(mask[operation.at])
-    if isinstance(operation, Stack):
-        stacked = np.zeros(shape, bool)
-        stacked[i] = mask
-        return stacked
-    if isinstance(operation, Gathered):
-        gathered = np.zeros(shape, bool)
-        gathered[operation.places[i]] = mask
-        return gathered
-    if isinstance(operation, Exchange):
-        return _mask_across_devices(operation, i, k, mask, shape)
-    if operation.name in ELEMENTWISE:
-        return np.broadcast_to(mask, shape)
-    if operation.name in _REDUCTIONS:
-        return np.asarray(mask.any(_axes(operation)) if mask.ndim else np.broadcast_to(mask, shape))
-    if operation.name in _CUMULATIVE:
-        return _accumulated(mask, operation.params["axis"], operation.params["reverse"])
-    if operation.name in _LINEAR:
-        return _ahead_linear(step, k, i, mask, _as_ones(step))
-    return _spread_along_mixed_axes(operation, mask, shape)
+    return _spread(_Way(step, k, i, is_ahead=True), mask)
 
 
 def behind_decision(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     """The elements of operand i that decided the masked elements of output k."""
-    operation, shape = step.operation, step.inputs[i].bad.shape
-    if is_selection(operation) and i == 0:
-        return _unbroadcast(mask, shape)
-    if operation.name in _LINEAR and not _is_key(step.inputs[i]):
-        is_zero, counts = _is_zero(step.outputs[k]), ~_is_zero(step.inputs[i])
-        added = _behind_linear(step, k, i, mask & ~is_zero, _as_floats(step)) & counts
-        return np.asarray(added | _behind_linear(step, k, i, mask & is_zero, _as_ones(step)))
-    if operation.name in _REDUCTIONS:
-        return np.asarray(behind(step, k, i, mask) & _takes_part_in_decision(step, k, i))
-    return behind(step, k, i, mask & _takes_part_in_decision(step, k, i))
+    return _spread_decision(_Way(step, k, i, is_ahead=False), mask)
 
 
 def ahead_decision(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
     """The elements of output k that the masked elements of operand i decided."""
-    operation, shape = step.operation, step.outputs[k].bad.shape
-    if is_selection(operation) and i == 0:
-        return np.broadcast_to(mask, shape)
-    if operation.name in _LINEAR and not _is_key(step.inputs[i]):
-        is_zero, counts = _is_zero(step.outputs[k]), ~_is_zero(step.inputs[i])
-        added = _ahead_linear(step, k, i, mask & counts, _as_floats(step)) & ~is_zero
-        return np.asarray(added | (_ahead_linear(step, k, i, mask, _as_ones(step)) & is_zero))
-    if operation.name in _REDUCTIONS:
-        return ahead(step, k, i, mask & _takes_part_in_decision(step, k, i))
-    return np.asarray(ahead(step, k, i, mask) & _takes_part_in_decision(step, k, i))
+    return _spread_decision(_Way(step, k, i, is_ahead=True), mask)
+
+
+def any_ahead(step: Step, k: int, masks: Sequence[np.ndarray], ahead: Callable[..., np.ndarray] = ahead) -> np.ndarray:
+    """The elements of output k that are ahead of a masked element of any of the first operands."""
+    found = np.zeros(step.outputs[k].bad.shape, bool)
+    for i, mask in enumerate(masks):
+        found = found | ahead(step, k, i, mask)
+    return found
 
 
 def is_selection(operation: Any) -> bool:
     """Whether the first operand selects the result from the others."""
-    return isinstance(operation, Choice) or operation.name == "select_n"
+    return isinstance(operation, Choice) or operation.name in _primitives.SELECTIONS
 
 
 def is_move(operation: Any) -> bool:
-    return isinstance(operation, (Slice, Part, Stack, Gathered)) or operation.name in _MOVES
+    return isinstance(operation, (Part, Gathered)) or operation.name in _primitives.MOVES
 
 
-def _takes_part_in_decision(step: Step, k: int, i: int) -> np.ndarray:
-    """Where operand i took part in the decision about output k, at the rank of the larger of the two."""
+class _Way(NamedTuple):
+    """From operand i of a step ahead to its output k, or from the output back."""
+
+    step: Step
+    k: int
+    i: int
+    is_ahead: bool
+
+    @property
+    def operand(self) -> Value:
+        return self.step.inputs[self.i]
+
+    @property
+    def result(self) -> Value:
+        return self.step.outputs[self.k]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the end."""
+        return (self.result if self.is_ahead else self.operand).bad.shape
+
+    def broadcast(self, mask: np.ndarray) -> np.ndarray:
+        """The mask at the shape of the end, if the operand was broadcast: back, True where any copy is True."""
+        if self.is_ahead:
+            return np.broadcast_to(mask, self.shape)
+        kept = np.asarray(mask.any(tuple(range(mask.ndim - len(self.shape)))))
+        return np.asarray(kept.any(tuple(a for a, n in enumerate(self.shape) if n == 1), keepdims=True))
+
+
+def _spread(way: _Way, mask: np.ndarray) -> np.ndarray:
+    """Where the elements are, at the end of the way, that take part in the masked ones or in which those take part."""
+    step, k, i, is_ahead = way
+    operation, shape = step.operation, way.shape
+    if not mask.any() or (is_selection(operation) and i == 0):
+        return np.zeros(shape, bool)
+    if isinstance(operation, Choice):
+        return mask
+    if is_selection(operation):
+        return way.broadcast(mask & (_array(step.inputs[0]).astype(int) == i - 1))
+    if isinstance(operation, Part):
+        return np.asarray(mask[operation.at]) if is_ahead else _placed(mask, operation.at, shape)
+    if isinstance(operation, Gathered):
+        at = operation.places[i]
+        return _placed(mask, at, shape) if is_ahead else np.asarray(mask[at])
+    if isinstance(operation, Exchange):
+        return mask & operation.connects(i, k) if operation.is_elementwise else np.full(shape, True)
+    if operation.name in _primitives.ELEMENTWISE:
+        return way.broadcast(mask)
+    if operation.name in _primitives.REDUCTIONS:
+        if is_ahead:
+            return np.broadcast_to(mask.any(_axes(operation)) if mask.ndim else mask, shape)
+        return np.broadcast_to(np.expand_dims(mask, _axes(operation)) if shape else mask.any(), shape)
+    if operation.name in _primitives.CUMULATIVE:
+        return _accumulated(mask, operation.params["axis"], from_the_end=operation.params["reverse"] == is_ahead)
+    if operation.name in _primitives.LINEAR:
+        return _spread_linear(way, mask, _as_ones(step))
+    return _spread_along_mixed_axes(operation, mask, shape)
+
+
+def _spread_decision(way: _Way, mask: np.ndarray) -> np.ndarray:
+    """As `_spread`, of elements that decide."""
+    step, _, i, is_ahead = way
     name = step.operation.name
-    if name not in _EXTREMES | _PRODUCTS | {"reduce_sum"}:
+    if not mask.any():
+        return np.zeros(way.shape, bool)
+    if is_selection(step.operation) and i == 0:
+        return way.broadcast(mask)
+    if name in _primitives.LINEAR and not is_random_key(way.operand.array):
+        # All elements decide a sum that is 0, and those other than 0 one that is not.
+        counts, result = _array(way.operand) != 0, _array(way.result) != 0
+        first, last = (counts, result) if is_ahead else (result, counts)
+        in_sum = _spread_linear(way, mask & first, _as_floats(step)) & last
+        first, last = (np.True_, ~result) if is_ahead else (~result, np.True_)
+        return np.asarray(in_sum | (_spread_linear(way, mask & first, _as_ones(step)) & last))
+    decides = _decides(way)
+    if (name in _primitives.REDUCTIONS) == is_ahead:  # the way begins where the rank is the larger one
+        return _spread(way, mask & decides)
+    return np.asarray(_spread(way, mask) & decides)
+
+
+def _decides(way: _Way) -> np.ndarray:
+    """Where the operand took part in the decision about the result, at the rank of the larger of the two.
+
+    An extreme is decided by the operands equal to it, a product of 0 by the operands that are 0, and a sum other than 0
+    by the operands that are not 0.
+    """
+    operation = way.step.operation
+    is_extreme, is_product = operation.name in _primitives.EXTREMES, operation.name in _primitives.PRODUCTS
+    if not (is_extreme or is_product or operation.name == "reduce_sum"):
         return np.asarray(True)
-    x, result = _array(step.inputs[i]), _array(step.outputs[k])
-    if name in _REDUCTIONS:
-        result = _at_rank_of_operand(step.operation, result)
-    if name in _EXTREMES:
+    x, result = _array(way.operand), _array(way.result)
+    if operation.name in _primitives.REDUCTIONS:
+        result = np.expand_dims(result, _axes(operation))
+    if is_extreme:
         return np.asarray(x == result)
-    return np.asarray((x == 0) | (result != 0) if name in _PRODUCTS else (x != 0) | (result == 0))
+    return np.asarray((x == 0) | (result != 0) if is_product else (x != 0) | (result == 0))
 
 
 def _array(value: Value) -> Any:
     return np.asarray(value.array)
 
 
-def _is_zero(value: Value) -> np.ndarray:
-    return np.asarray(_array(value) == 0)
-
-
-def _behind_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any]) -> np.ndarray:
-    operation, shape = step.operation, step.inputs[i].bad.shape
-    known = _same_both_ways(step, i, mask, shape)
-    if known is not None:
-        return known
-    if operation.name == "transpose":
-        return mask.transpose(np.argsort(operation.params["permutation"]))
-    if operation.name == "broadcast_in_dim":
-        kept = operation.params["broadcast_dimensions"]
-        return _unbroadcast(np.asarray(mask.any(tuple(a for a in range(mask.ndim) if a not in kept))), shape)
-    weights = operation.pull_back(k, i)(mask.astype(_float_dtype(step.outputs[k].array)), *arrays)
-    return np.asarray(np.asarray(weights) != 0)
-
-
-def _ahead_linear(step: Step, k: int, i: int, mask: np.ndarray, arrays: list[Any]) -> np.ndarray:
-    operation, shape = step.operation, step.outputs[k].bad.shape
-    known = _same_both_ways(step, i, mask, shape)
-    if known is not None:
-        return known
-    if operation.name == "transpose":
-        return mask.transpose(operation.params["permutation"])
-    if operation.name == "broadcast_in_dim":
-        kept = operation.params["broadcast_dimensions"]
-        return np.broadcast_to(np.expand_dims(mask, [a for a in range(len(shape)) if a not in kept]), shape)
-    tangent = operation.push_forward(k, i)(mask.astype(arrays[i].dtype), *arrays)
-    return np.asarray(np.asarray(tangent) != 0)
-
-
-def _same_both_ways(step: Step, i: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The result, of `shape`, of both `_behind_linear` and `_ahead_linear`, or None if the direction matters."""
+def _spread_linear(way: _Way, mask: np.ndarray, arrays: Sequence[Any]) -> np.ndarray:
+    """As `_spread`, through a linear operation of `arrays`: where its derivative is not 0."""
+    step, k, i, is_ahead = way
+    name, params = step.operation.name, step.operation.params
     if not mask.any():
-        return np.zeros(shape, bool)
-    if _is_index(step.operation, i) or _is_key(step.inputs[i]):
-        return np.full(shape, True)
-    return mask.reshape(shape) if step.operation.name in _RESHAPES else None
+        return np.zeros(way.shape, bool)
+    if _is_index(name, i) or is_random_key(way.operand.array):
+        return np.full(way.shape, True)
+    if name in _primitives.RESHAPES:
+        return mask.reshape(way.shape)
+    if name == "transpose":
+        permutation = params["permutation"]
+        return mask.transpose(permutation if is_ahead else np.argsort(permutation))
+    if name == "broadcast_in_dim":
+        added = tuple(a for a in range(len(params["shape"])) if a not in params["broadcast_dimensions"])
+        return way.broadcast(np.expand_dims(mask, added) if is_ahead else np.asarray(mask.any(added)))
+    start = (way.operand if is_ahead else way.result).array
+    derivative = step.operation.derivative(k, i, is_ahead=is_ahead)
+    return np.asarray(np.asarray(derivative(mask.astype(_float_dtype(start)), *arrays)) != 0)
 
 
-def _is_index(operation: Any, i: int) -> bool:
-    return i >= _INDICES.get(operation.name, i + 1)
-
-
-def _is_key(value: Value) -> bool:
-    return bool(jnp.issubdtype(value.array.dtype, jax.dtypes.extended))
+def _is_index(name: str, i: int) -> bool:
+    return i >= _primitives.FIRST_INDEX.get(name, i + 1)
 
 
 def _as_floats(step: Step) -> list[Any]:
     """The operands with booleans and integers, which have no derivatives, as floats; indices stay as they are."""
     return [
-        v.array if _is_index(step.operation, i) or _is_key(v) else v.array.astype(_float_dtype(v.array))
-        for i, v in enumerate(step.inputs)
+        x if _is_index(step.operation.name, i) or is_random_key(x) else x.astype(_float_dtype(x))
+        for i, x in enumerate(value.array for value in step.inputs)
     ]
 
 
@@ -230,32 +200,15 @@ def _float_dtype(array: Any) -> Any:
     return array.dtype if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.float32
 
 
-def _is_chosen(step: Step, i: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Where a selection takes its operand i."""
-    if isinstance(step.operation, Choice):
-        return np.full(shape, True)
-    return np.broadcast_to(_array(step.inputs[0]).astype(int) == i - 1, shape)
-
-
-def _mask_across_devices(operation: Exchange, i: int, k: int, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The mask at the other end of an exchange: by element if the exchange is elementwise, else all or nothing."""
-    if not operation.is_elementwise:
-        return np.full(shape, mask.any())
-    return mask & operation.connects(i, k)
-
-
 def _axes(operation: Any) -> tuple[int, ...]:
     return tuple(operation.params["dimensions" if operation.name == "reduce" else "axes"])
 
 
-def _at_rank_of_operand(operation: Any, result: np.ndarray) -> np.ndarray:
-    return np.expand_dims(result, _axes(operation))
-
-
-def _unbroadcast(mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The mask reduced to `shape`, which broadcasts to it: True where any copy is True."""
-    kept = np.asarray(mask.any(tuple(range(mask.ndim - len(shape)))))
-    return np.asarray(kept.any(tuple(a for a, n in enumerate(shape) if n == 1), keepdims=True))
+def _placed(mask: np.ndarray, at: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """The mask at a place of an array that is False elsewhere."""
+    placed = np.zeros(shape, bool)
+    placed[at] = mask
+    return placed
 
 
 def _accumulated(mask: np.ndarray, axis: int, from_the_end: bool) -> np.ndarray:
@@ -265,18 +218,13 @@ def _accumulated(mask: np.ndarray, axis: int, from_the_end: bool) -> np.ndarray:
     return np.flip(np.logical_or.accumulate(np.flip(mask, axis), axis), axis)
 
 
-def _spread_along_mixed_axes(operation: Operation, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _spread_along_mixed_axes(operation: Any, mask: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """The masked elements, spread along all axes along which the operation mixes elements."""
-    if operation.name == "sort":
-        mixed: tuple[int, ...] = (operation.params["dimension"],)
-    elif operation.name == "top_k":
-        mixed = (operation.params.get("axis", -1) % mask.ndim,)
-    elif operation.name == "fft":
-        mixed = tuple(range(mask.ndim - len(operation.params["fft_lengths"]), mask.ndim))
-    elif operation.name in _MATRIX_OPS:
+    if operation.name in _primitives.MATRIX_OPS:
         batch = max(mask.ndim, len(shape)) - 2  # a matrix's counterpart may be a vector
         any_of_matrix = np.asarray(mask.any(tuple(range(batch, mask.ndim))))
         return np.broadcast_to(np.expand_dims(any_of_matrix, tuple(range(batch, len(shape)))), shape)
-    else:
-        return np.full(shape, mask.any())
-    return np.broadcast_to(mask.any(mixed, keepdims=True), shape)
+    if operation.name in _primitives.MIXED_AXES:
+        mixed = _primitives.MIXED_AXES[operation.name](operation.params, mask.ndim)
+        return np.broadcast_to(mask.any(mixed, keepdims=True), shape)
+    return np.full(shape, mask.any())

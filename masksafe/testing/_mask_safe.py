@@ -1,7 +1,6 @@
 """Whether the masked elements of a function's arguments are gone."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,26 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
-from masksafe.testing._trees import (
-    Tree,
-    as_jax,
-    bits,
-    check_addressable,
-    first_index,
-    generator,
-    is_float,
-    only_floats,
-    random_like,
-    replace_arguments,
-    replace_floats,
-    weighted_sum,
-)
+from masksafe.testing import _trees
+from masksafe.testing._trees import Tree, is_float, only_floats, random_like
 
 _OP = "assert_mask_safe"
 _TRANSFORMS = ("eager", "jit", "vmap", "disable_jit")
-_PRODUCT = "Hessian-vector product"
 _RANDOM = "random numbers"
 _MIXTURE = "a mixture of all kinds"
+_FIRST = "the first kind that an array can hold"
 
 
 def assert_mask_safe(
@@ -131,25 +118,25 @@ def assert_mask_safe(
     """
     __tracebackhide__ = True
     _check_arguments(args, masked, order, transforms, empty)
-    check_addressable(_OP, args=args, masked=dict(masked), empty=empty)
-    rng = generator(seed)
-    masks = {i: jax.tree.map(_mask_of_leaf, args[i], masked[i]) for i in masked}
+    _trees.check_addressable(_OP, args=args, masked=dict(masked), empty=empty)
+    rng = _trees.generator(seed)
+    masks = {i: jax.tree.map(lambda x, m: _expanded(m, np.shape(x), "masked"), args[i], masked[i]) for i in masked}
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
-    harmless = replace_arguments(args, {i: jax.tree.map(_fill_harmless(rng), args[i], masks[i]) for i in masks})
-    _check_garbage(harmless, masks, garbage)
-    probe = _probe(fn, harmless, output_mask, order, rng)
-    short_probe = _probe(fn, harmless, output_mask, min(order, 1), rng)
+    call = _Call(args, masks, garbage, rng)
+    call = call._replace(args=call.fill(masks, lambda x, mask: _harmless(x, mask, rng)))
+    _check_garbage(call)
+    probe = _probe(fn, call.args, output_mask, order, rng)
+    short_probe = _probe(fn, call.args, output_mask, min(order, 1), rng)
 
     for transform in transforms:
         by_operation = transform == "disable_jit"
         run = _transformed(short_probe if by_operation else probe, transform)
-        expected = run(harmless)
-        fillings = _fillings(harmless, masks, garbage, rng)
-        for i, name, filled in [_worst_filling(harmless, masks, garbage)] if by_operation else fillings:
-            _assert_gone(run(filled), expected, _Case(harmless, masks, i, name, transform))
+        expected = run(call.args)
+        for filling in [_worst_filling(call)] if by_operation else _fillings(call):
+            _assert_gone(run(filling.args), expected, call, filling, transform)
     if empty is not None:
-        _assert_nothing_is_left(fn, empty, masks, output_mask, min(order, 1), garbage, rng)
+        _assert_nothing_is_left(_probe(fn, empty, output_mask, min(order, 1), rng), call, empty)
 
 
 # The quantities to compare: the value, and each derivative with respect to each argument.
@@ -183,23 +170,25 @@ def _probe(
 
     def probe(*args: Any) -> Quantities:
         def combination(chosen: list[Tree]) -> Any:
-            new = {i: replace_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
-            return weighted_sum(fn(*replace_arguments(args, new)), weights, kept)
+            new = {i: _trees.replace_floats(args[i], tree) for i, tree in zip(floats, chosen, strict=True)}
+            return _trees.weighted_sum(fn(*_trees.replace_arguments(args, new)), weights, kept)
 
         def slope(chosen: list[Tree]) -> Any:
-            gradient = jax.grad(combination)(chosen)
-            return weighted_sum(gradient, directions, jax.tree.map(lambda _: True, gradient))
+            return _trees.weighted_sum(jax.grad(combination)(chosen), directions)
 
         values = jax.tree.map(lambda out, keep: jnp.where(keep, out, jnp.zeros_like(out)), fn(*args), kept)
         quantities: Quantities = {_Quantity(0, "value", None): values}
         chosen = [jax.tree.map(jnp.asarray, only_floats(args[i])) for i in floats]
+        derivatives: dict[tuple[int, str], list[Tree]] = {}
         if order >= 1:
-            quantities |= _by_argument(1, "gradient", floats, jax.grad(combination)(chosen))
+            derivatives[1, "gradient"] = jax.grad(combination)(chosen)
         if order >= 2:
             tangents = jax.tree.map(lambda x, v: jnp.asarray(v, x.dtype), chosen, directions)
             forward = jax.jvp(jax.grad(combination), (chosen,), (tangents,))[1]
-            quantities |= _by_argument(2, f"{_PRODUCT} (forward over reverse)", floats, forward)
-            quantities |= _by_argument(2, f"{_PRODUCT} (reverse over reverse)", floats, jax.grad(slope)(chosen))
+            derivatives[2, "Hessian-vector product (forward over reverse)"] = forward
+            derivatives[2, "Hessian-vector product (reverse over reverse)"] = jax.grad(slope)(chosen)
+        for (n, name), trees in derivatives.items():
+            quantities |= {_Quantity(n, name, i): tree for i, tree in zip(floats, trees, strict=True)}
         return quantities
 
     return probe
@@ -215,10 +204,6 @@ def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
     if all(mask.size and not mask.any() for mask in jax.tree.leaves(kept)):
         raise ValueError(message(_OP, "output_mask", "nothing that is False", "False where the output is compared"))
     return kept
-
-
-def _by_argument(order: int, derivative: str, arguments: list[int], trees: list[Tree]) -> Quantities:
-    return {_Quantity(order, derivative, i): tree for i, tree in zip(arguments, trees, strict=True)}
 
 
 def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
@@ -237,14 +222,33 @@ def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[
         "vmap": jax.jit(run_twice),
         "disable_jit": run_by_operation,
     }
+    as_jax = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
     return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
 # Filling the masks.
 
 
-def _mask_of_leaf(leaf: Any, mask: Any) -> np.ndarray:
-    return _expanded(mask, np.shape(leaf), "masked")
+class _Call(NamedTuple):
+    """A call with harmless values under its masks, and what to put there instead."""
+
+    args: tuple[Any, ...]
+    masks: Mapping[int, Tree]
+    garbage: Sequence[float] | None
+    rng: np.random.Generator
+
+    def fill(self, arguments: Iterable[int], fill: Callable[[Any, np.ndarray], Any]) -> tuple[Any, ...]:
+        """All arguments, with `fill` applied to the leaves of some of them and their masks."""
+        new = {i: jax.tree.map(fill, self.args[i], self.masks[i]) for i in arguments}
+        return _trees.replace_arguments(self.args, new)
+
+
+class _Filling(NamedTuple):
+    """Arguments with garbage under their masks."""
+
+    argument: int | None  # the one that is filled; None means all masked arguments at once
+    garbage: str
+    args: tuple[Any, ...]
 
 
 def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
@@ -252,60 +256,55 @@ def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
     if mask.dtype != np.bool_:
         raise ValueError(message(_OP, argument, f"dtype {mask.dtype}", "bool, True where masked"))
     try:
-        expanded: np.ndarray = np.broadcast_to(mask, shape)
-        return expanded
+        return np.broadcast_to(mask, shape)
     except ValueError as error:
         expected = f"a shape that broadcasts to {shape}"
         raise ValueError(message(_OP, argument, f"shape {mask.shape}", expected)) from error
 
 
-def _fill_harmless(rng: np.random.Generator) -> Callable[[Any, np.ndarray], np.ndarray]:
-    """Fills with unmasked values of the same array, for which the function is well defined."""
-
-    def fill(leaf: Any, mask: np.ndarray) -> np.ndarray:
-        filled: np.ndarray = np.array(leaf)
-        unmasked = filled[~mask]
-        filled[mask] = rng.choice(unmasked, int(mask.sum())) if unmasked.size else np.zeros((), filled.dtype)
-        return filled
-
-    return fill
+def _harmless(leaf: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """`leaf` with unmasked values, for which the function is well defined, under its mask."""
+    filled = np.array(leaf)
+    unmasked = filled[~mask]
+    filled[mask] = rng.choice(unmasked, int(mask.sum())) if unmasked.size else np.zeros((), filled.dtype)
+    return filled
 
 
-def _fillings(
-    args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None, rng: np.random.Generator
-) -> Iterator[tuple[int | None, str, tuple[Any, ...]]]:
-    """Every way to fill the masks: the argument filled (None for all), the name of the garbage, all arguments."""
-    for i, mask in masks.items():
-        for name in _garbage_names(args[i], garbage):
-            filled = jax.tree.map(functools.partial(_fill, name=name, garbage=garbage, rng=rng), args[i], mask)
-            yield i, name, replace_arguments(args, {i: filled})
-    fill = functools.partial(_fill, name=_MIXTURE, garbage=garbage, rng=rng)
-    yield None, _MIXTURE, replace_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
+def _fillings(call: _Call) -> Iterator[_Filling]:
+    """Every way to fill the masks: with each garbage in one argument at a time, with a mixture in all at once."""
+    for i in call.masks:
+        leaves = jax.tree.leaves(call.args[i])
+        for name in dict.fromkeys(name for leaf in leaves for name in _kinds(leaf, call.garbage)):
+            yield _Filling(i, name, _filled(call, [i], name))
+    yield _Filling(None, _MIXTURE, _filled(call, call.masks, _MIXTURE))
 
 
-def _worst_filling(
-    args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None
-) -> tuple[None, str, tuple[Any, ...]]:
-    """As one of `_fillings`: all masks filled with the first garbage of each dtype."""
-    names: dict[str, None] = {}
+def _worst_filling(call: _Call) -> _Filling:
+    """All masks filled with the first garbage of each dtype."""
+    names = dict.fromkeys(next(iter(_kinds(leaf, call.garbage)), "") for leaf in _masked_leaves(call))
+    return _Filling(None, ", ".join(filter(None, names)), _filled(call, call.masks, _FIRST))
 
-    def fill(leaf: Any, mask: np.ndarray) -> Any:
-        kinds = _garbage_of(leaf, garbage)
-        if not kinds or not mask.any():
+
+def _filled(call: _Call, arguments: Iterable[int], kind: str) -> tuple[Any, ...]:
+    """The arguments with a kind of garbage; where a dtype has no such garbage, as they are."""
+
+    def fill(leaf: np.ndarray, mask: np.ndarray, name: str = kind) -> np.ndarray:
+        kinds = _kinds(leaf, call.garbage)
+        if name == _MIXTURE and kinds:
+            drawn = call.rng.integers(len(kinds), size=leaf.shape)
+            for n, other in enumerate(kinds):
+                leaf = fill(leaf, mask & (drawn == n), other)
             return leaf
-        name, value = next(iter(kinds.items()))
-        names[name] = None
-        return np.where(mask, value, leaf)
+        if name == _FIRST:
+            name = next(iter(kinds), "")
+        if name not in kinds:
+            return leaf
+        return np.where(mask, _random(leaf, call.rng) if name == _RANDOM else kinds[name], leaf)
 
-    filled = replace_arguments(args, {i: jax.tree.map(fill, args[i], masks[i]) for i in masks})
-    return None, ", ".join(names), filled
-
-
-def _garbage_names(arg: Tree, garbage: Sequence[float] | None) -> list[str]:
-    return list(dict.fromkeys(name for leaf in jax.tree.leaves(arg) for name in _garbage_of(leaf, garbage)))
+    return call.fill(arguments, fill)
 
 
-def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
+def _kinds(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
     """The garbage that an array of this dtype can hold, by name."""
     if leaf.dtype == np.bool_:
         candidates: Sequence[float] = (False, True)
@@ -321,21 +320,6 @@ def _garbage_of(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
     return named | {_RANDOM: None} if garbage is None else named
 
 
-def _fill(
-    leaf: np.ndarray, mask: np.ndarray, *, name: str, garbage: Sequence[float] | None, rng: np.random.Generator
-) -> np.ndarray:
-    """`leaf` with the named garbage under its mask; unchanged if its dtype has no such garbage."""
-    kinds = _garbage_of(leaf, garbage)
-    if name == _MIXTURE and kinds:
-        drawn = rng.integers(len(kinds), size=leaf.shape)
-        for k, kind in enumerate(kinds):
-            leaf = _fill(leaf, mask & (drawn == k), name=kind, garbage=garbage, rng=rng)
-        return leaf
-    if name not in kinds:
-        return leaf
-    return np.where(mask, _random(leaf, rng) if name == _RANDOM else kinds[name], leaf)
-
-
 def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if leaf.dtype == np.bool_:
         return rng.integers(2, size=leaf.shape).astype(bool)
@@ -345,78 +329,80 @@ def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
 
 
+def _masked_leaves(call: _Call) -> list[Any]:
+    masks, leaves = (jax.tree.leaves({i: trees[i] for i in call.masks}) for trees in (call.masks, call.args))
+    return [leaf for leaf, mask in zip(leaves, masks, strict=True) if mask.any()]
+
+
 # The assertions.
 
 
-class _Case(NamedTuple):
-    """A filling of the masks, and the transform under which the function was run."""
-
-    args: tuple[Any, ...]
-    masks: Mapping[int, Tree]
-    argument: int | None  # None means all masked arguments at once
-    garbage: str
-    transform: str
-
-
-def _assert_gone(actual: Quantities, expected: Quantities, case: _Case) -> None:
+def _assert_gone(actual: Quantities, expected: Quantities, call: _Call, filling: _Filling, transform: str) -> None:
     __tracebackhide__ = True
     for quantity, tree in actual.items():
-        _assert_zero_under_mask(quantity, tree, case)
-        _assert_same_bits(quantity, tree, expected[quantity], case)
+        for leak in (*_gradients_under_mask(quantity, tree, call), *_changes(tree, expected[quantity])):
+            filled = call.masks if filling.argument is None else [filling.argument]
+            arguments = "; ".join(_describe(i, call.args[i], call.masks[i]) for i in filled)
+            raise AssertionError(
+                "A masked element is not gone.\n"
+                f"  argument:   {arguments}\n"
+                f"  garbage:    {filling.garbage}\n"
+                f"  transform:  {transform}\n"
+                f"  derivative: {quantity}\n"
+                f"  {leak}"
+            )
 
 
-def _assert_nothing_is_left(
-    fn: Callable[..., Tree],
-    empty: tuple[Any, ...],
-    masks: Mapping[int, Tree],
-    output_mask: Tree,
-    order: int,
-    garbage: Sequence[float] | None,
-    rng: np.random.Generator,
-) -> None:
-    """Of `empty`, where every element is masked of those arrays that have masked elements elsewhere."""
-    __tracebackhide__ = True
-    run = _transformed(_probe(fn, empty, output_mask, order, rng), "jit")
-    expected = run(empty)
-    _assert_finite(expected)
-    everything = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], masks[i]) for i in masks}
-    arrays = replace_arguments(empty, {i: jax.tree.map(np.asarray, empty[i]) for i in masks})
-    _, name, filled = _worst_filling(arrays, everything, garbage)
-    try:
-        _assert_gone(run(filled), expected, _Case(arrays, everything, None, name, "jit"))
-    except AssertionError as error:
-        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
-
-
-def _assert_zero_under_mask(quantity: _Quantity, actual: Tree, case: _Case) -> None:
-    __tracebackhide__ = True
-    if quantity.argument is None or quantity.argument not in case.masks:
+def _gradients_under_mask(quantity: _Quantity, actual: Tree, call: _Call) -> Iterator[str]:
+    """A text for each array of derivatives with respect to a masked argument that are not 0 under the mask."""
+    if quantity.argument is None or quantity.argument not in call.masks:
         return
-    arg, masks = case.args[quantity.argument], case.masks[quantity.argument]
+    arg, masks = call.args[quantity.argument], call.masks[quantity.argument]
     masks = jax.tree.map(lambda leaf, mask: mask if is_float(leaf) else None, arg, masks)
     for array, leaf_mask in zip(jax.tree.leaves(actual), jax.tree.leaves(masks), strict=True):
         mask = np.broadcast_to(leaf_mask, array.shape)
         wrong = mask & (array != 0)
         if wrong.any():
-            index = first_index(wrong)
-            text = (
-                f"{wrong.sum()} of {mask.sum()} masked elements have a {_derivative_name(quantity)} that is not 0, "
+            index, name = _trees.first_index(wrong), quantity.derivative.split(" (")[0]
+            yield (
+                f"{wrong.sum()} of {mask.sum()} masked elements have a {name} that is not 0, "
                 f"the first at index {index}: {array[index]}"
             )
-            raise AssertionError(_report(case, quantity, text))
 
 
-def _assert_same_bits(quantity: _Quantity, actual: Tree, expected: Tree, case: _Case) -> None:
-    __tracebackhide__ = True
+def _changes(actual: Tree, expected: Tree) -> Iterator[str]:
+    """A text for each array that has other bits than the expected one."""
     for array, reference in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        wrong = bits(array) != bits(reference)
+        wrong = _trees.bits(array) != _trees.bits(reference)
         if wrong.any():
-            index = first_index(wrong)
-            text = (
+            index = _trees.first_index(wrong)
+            yield (
                 f"{wrong.sum()} of {wrong.size} elements changed, the first at index {index}:\n"
                 f"    {reference[index]} with harmless values under the mask, {array[index]} with garbage"
             )
-            raise AssertionError(_report(case, quantity, text))
+
+
+def _describe(i: int, arg: Tree, mask: Tree) -> str:
+    leaves = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(np.asarray, jax.tree.leaves(arg)))
+    masks = jax.tree.leaves(mask)
+    masked, total = sum(int(m.sum()) for m in masks), sum(m.size for m in masks)
+    return f"{i}, {leaves}, {masked} of {total} elements masked"
+
+
+def _assert_nothing_is_left(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:
+    """Of `empty`, where every element is masked of those arrays that have masked elements in the call."""
+    __tracebackhide__ = True
+    run = _transformed(probe, "jit")
+    expected = run(empty)
+    _assert_finite(expected)
+    masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
+    everything = call._replace(args=empty, masks=masks)
+    everything = everything._replace(args=everything.fill(masks, lambda x, _: np.asarray(x)))
+    filling = _worst_filling(everything)
+    try:
+        _assert_gone(run(filling.args), expected, everything, filling, "jit")
+    except AssertionError as error:
+        raise AssertionError(f"In the call of `empty`, which should mask everything: {error}") from None
 
 
 def _assert_finite(quantities: Quantities) -> None:
@@ -425,36 +411,12 @@ def _assert_finite(quantities: Quantities) -> None:
         for array in jax.tree.leaves(tree):
             wrong = ~np.isfinite(np.asarray(array, np.float64))
             if wrong.any():
-                index = first_index(wrong)
+                index = _trees.first_index(wrong)
                 raise AssertionError(
                     "With everything masked, a result is not finite.\n"
                     f"  derivative: {quantity}\n"
                     f"  {wrong.sum()} of {wrong.size} elements, the first at index {index}: {array[index]}"
                 )
-
-
-def _derivative_name(quantity: _Quantity) -> str:
-    return quantity.derivative.split(" (")[0]
-
-
-def _report(case: _Case, quantity: _Quantity, text: str) -> str:
-    filled = case.masks if case.argument is None else {case.argument: case.masks[case.argument]}
-    arguments = "; ".join(_describe(i, case.args[i], mask) for i, mask in filled.items())
-    return (
-        "A masked element is not gone.\n"
-        f"  argument:   {arguments}\n"
-        f"  garbage:    {case.garbage}\n"
-        f"  transform:  {case.transform}\n"
-        f"  derivative: {quantity}\n"
-        f"  {text}"
-    )
-
-
-def _describe(i: int, arg: Tree, mask: Tree) -> str:
-    leaves = ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in map(np.asarray, jax.tree.leaves(arg)))
-    masks = jax.tree.leaves(mask)
-    masked, total = sum(int(m.sum()) for m in masks), sum(m.size for m in masks)
-    return f"{i}, {leaves}, {masked} of {total} elements masked"
 
 
 def _check_arguments(
@@ -478,9 +440,8 @@ def _check_arguments(
         raise ValueError(message(_OP, "empty", f"{len(empty)} arguments", f"{len(args)}, those of a call"))
 
 
-def _check_garbage(args: tuple[Any, ...], masks: Mapping[int, Tree], garbage: Sequence[float] | None) -> None:
-    leaves = jax.tree.leaves({i: args[i] for i in masks})
-    masked = [leaf for leaf, mask in zip(leaves, jax.tree.leaves(dict(masks)), strict=True) if mask.any()]
-    if not any(_garbage_of(leaf, garbage) for leaf in masked):
+def _check_garbage(call: _Call) -> None:
+    masked = _masked_leaves(call)
+    if not any(_kinds(leaf, call.garbage) for leaf in masked):
         dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in masked))
-        raise ValueError(message(_OP, "garbage", f"{list(garbage or ())}", f"numbers that {dtypes} can hold"))
+        raise ValueError(message(_OP, "garbage", f"{list(call.garbage or ())}", f"numbers that {dtypes} can hold"))

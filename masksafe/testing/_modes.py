@@ -1,10 +1,12 @@
 """The modes in which a function must give one answer.
 
-A mode takes a function of a flat list of arrays, those arrays, and `derive`, which returns the function or its
-gradient. It yields named results: none if it does not apply here, several if it stands for several ways to run.
+A mode takes a function of a flat list of arrays, and those arrays. It yields named results: none if it does not apply
+here, several if it stands for several ways to run.
 """
 
 import contextlib
+import functools
+import itertools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,73 +18,55 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from masksafe._core.switches import forward_mode
-from masksafe.testing._trees import is_float, only_floats, replace_floats, weighted_sum
+from masksafe.testing._trees import as_double, is_float, only_floats, replace_floats, weighted_sum
 
 Function = Callable[..., dict[str, Any]]
-Derive = Callable[[Function], Function]
-Results = Iterator[tuple[str, dict[str, Any]]]
+Transform = Callable[[Function], Function]
+Results = Iterator[tuple[str, dict[str, Any]]]  # by the name of the way, "" if it is that of the mode
 
 
 class Mode(NamedTuple):
-    run: Callable[[Function, list[Any], Derive], Results]
+    run: Callable[[Function, list[Any]], Results]
     is_derived: bool = False  # whether it differentiates the function
     has_many_ways: bool = False  # whether one mode alone may yield results to compare
+    before_gradient: Transform = lambda fn: fn  # what it does to a function before that is differentiated
 
 
-def _op_by_op(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    yield "op by op", derive(fn)(*arrays)
+def _op_by_op(fn: Function, arrays: list[Any]) -> Results:
+    yield "", fn(*arrays)
 
 
-def _eager(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _eager(fn: Function, arrays: list[Any]) -> Results:
     with jax.disable_jit():
-        yield "eager", derive(fn)(*arrays)
+        yield "", fn(*arrays)
 
 
-def _jit(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    yield "jit", jax.jit(derive(fn))(*arrays)
+def _jit(fn: Function, arrays: list[Any]) -> Results:
+    yield "", jax.jit(fn)(*arrays)
 
 
-def _vmap(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _in_batch(transform: Transform, axis: int, fn: Function, arrays: list[Any]) -> Results:
+    """The arrays as the second of a batch, after others in the same range, whose results are ignored."""
     if arrays:
-        batch = [jnp.stack([_reversed(a), a]) for a in arrays]
-        yield "vmap", _second_of_batch(jax.jit(jax.vmap(derive(fn)))(*batch))
+        batch = [jnp.stack([jnp.flip(a), a], axis) for a in arrays]
+        yield "", {name: leaf[1] for name, leaf in jax.jit(transform(fn))(*batch).items()}
 
 
-def _vmap_last_axis(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    if arrays:
-        batch = [jnp.stack([_reversed(a), a], -1) for a in arrays]
-        yield "vmap, last axis", _second_of_batch(jax.jit(jax.vmap(derive(fn), in_axes=-1))(*batch))
+def _scanned(fn: Function) -> Function:
+    return lambda *batch: jax.lax.scan(lambda carry, arrays: (carry, fn(*arrays)), None, batch)[1]
 
 
-def _scan(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    def step(carry: None, arrays: list[Any]) -> tuple[None, dict[str, Any]]:
-        return None, derive(fn)(*arrays)
-
-    if arrays:
-        batch = [jnp.stack([_reversed(a), a]) for a in arrays]
-        yield "scan", _second_of_batch(jax.jit(lambda batch: jax.lax.scan(step, None, batch)[1])(batch))
-
-
-def _reversed(array: Any) -> Any:
-    """Other values in the same range, for the example whose results are ignored."""
-    return jnp.flip(array)
-
-
-def _second_of_batch(batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: leaf[1] for name, leaf in batch.items()}
-
-
-def _value_and_grad(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _value_and_grad(fn: Function, arrays: list[Any]) -> Results:
     def loss(chosen: list[Any]) -> tuple[Any, dict[str, Any]]:
         outputs = fn(*replace_floats(arrays, chosen))
-        return weighted_sum(outputs, *(dict.fromkeys(outputs, one) for one in (1.0, True))), outputs
+        return weighted_sum(outputs, dict.fromkeys(outputs, 1.0)), outputs
 
     floats = only_floats(arrays)
     if jax.tree.leaves(floats) and any(map(is_float, jax.eval_shape(fn, *arrays).values())):
-        yield "value_and_grad", jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)[0][1]
+        yield "", jax.jit(jax.value_and_grad(loss, has_aux=True))(floats)[0][1]
 
 
-def _jvp(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _jvp(fn: Function, arrays: list[Any]) -> Results:
     def value_and_tangent(floats: list[Any]) -> tuple[Any, Any]:
         return jax.jvp(lambda chosen: fn(*replace_floats(arrays, chosen)), (floats,), (floats,))
 
@@ -94,20 +78,16 @@ def _jvp(fn: Function, arrays: list[Any], derive: Derive) -> Results:
         if "custom_vjp" not in str(error):
             raise
         return
-    yield "jvp", outputs
+    yield "", outputs
 
 
-def _checkpoint(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    yield "checkpoint", jax.jit(derive(jax.checkpoint(fn)))(*arrays)
+def _transposed(fn: Function, arrays: list[Any]) -> Results:
+    run_transposed = jax.jit(lambda *transposed: fn(*(a.T for a in transposed)))
+    yield "", run_transposed(*(a.T for a in arrays))
 
 
-def _transposed(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    run_transposed = jax.jit(lambda *transposed: derive(fn)(*(a.T for a in transposed)))
-    yield "transposed", run_transposed(*(a.T for a in arrays))
-
-
-def _strided(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    yield "strided", jax.jit(derive(fn))(*(_strided_copy(np.asarray(a)) for a in arrays))
+def _strided(fn: Function, arrays: list[Any]) -> Results:
+    yield "", jax.jit(fn)(*(_strided_copy(np.asarray(a)) for a in arrays))
 
 
 def _strided_copy(array: np.ndarray) -> np.ndarray:
@@ -115,48 +95,47 @@ def _strided_copy(array: np.ndarray) -> np.ndarray:
     every_other = tuple(slice(None, None, 2) for _ in array.shape)
     larger = np.zeros([2 * n for n in array.shape], array.dtype, order="F")
     larger[every_other] = array
-    copy: np.ndarray = larger[every_other]
-    return copy
+    return larger[every_other]
 
 
-def _donated(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _donated(fn: Function, arrays: list[Any]) -> Results:
     copies = [jnp.array(a, copy=True) for a in arrays]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        yield "donated", jax.jit(derive(fn), donate_argnums=tuple(range(len(copies))))(*copies)
+        yield "", jax.jit(fn, donate_argnums=tuple(range(len(copies))))(*copies)
 
 
-def _disk(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _disk(fn: Function, arrays: list[Any]) -> Results:
     with tempfile.TemporaryFile() as file:
         # Bytes are saved, since NumPy's format does not know bfloat16 nor JAX's other float types.
         np.savez(file, *(np.frombuffer(np.asarray(a).tobytes(), np.uint8) for a in arrays))
         file.seek(0)
         with np.load(file) as saved:
             loaded = [saved[f"arr_{i}"].view(a.dtype).reshape(a.shape) for i, a in enumerate(arrays)]
-    yield "disk", jax.jit(derive(fn))(*loaded)
+    yield "", jax.jit(fn)(*loaded)
 
 
-def _devices(fn: Function, arrays: list[Any], derive: Derive) -> Results:
-    for device in (device for devices in _platforms() for device in devices):
+def _devices(fn: Function, arrays: list[Any]) -> Results:
+    for device in itertools.chain(*_platforms()):
         with jax.default_device(device):
-            yield str(device), jax.jit(derive(fn))(*jax.device_put(_on_host(arrays), device))
+            yield str(device), jax.jit(fn)(*jax.device_put(_on_host(arrays), device))
 
 
-def _sharded(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _sharded(fn: Function, arrays: list[Any]) -> Results:
     for devices in _platforms():
         if len(devices) > 1:
             mesh = Mesh(np.array(devices), ("devices",))
             for axis, name in ((0, "first"), (-1, "last")):
                 split = [jax.device_put(a, _split(mesh, a, axis)) for a in _on_host(arrays)]
                 label = f"sharded along the {name} axis over {len(devices)} {devices[0].platform} devices"
-                yield label, jax.jit(derive(fn))(*split)
+                yield label, jax.jit(fn)(*split)
 
 
 def _split(mesh: Mesh, array: np.ndarray, axis: int) -> NamedSharding:
     if array.ndim == 0 or array.shape[axis] % mesh.size:
         return NamedSharding(mesh, PartitionSpec())
-    spec = [None] * array.ndim
-    spec[axis] = "devices"  # type: ignore[call-overload]
+    spec: list[str | None] = [None] * array.ndim
+    spec[axis] = "devices"
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -171,29 +150,23 @@ def _on_host(arrays: list[Any]) -> list[np.ndarray]:
     return [np.asarray(a) for a in arrays]
 
 
-def _float64(fn: Function, arrays: list[Any], derive: Derive) -> Results:
+def _float64(fn: Function, arrays: list[Any]) -> Results:
     cpu = jax.local_devices(backend="cpu")[0]
     with jax.enable_x64(True), jax.default_device(cpu):
-        wide = [_widened(a) for a in _on_host(arrays)]
-        yield "float64", jax.jit(derive(fn))(*jax.device_put(wide, cpu))
-
-
-def _widened(array: np.ndarray) -> np.ndarray:
-    if np.iscomplexobj(array):
-        return array.astype(np.complex128)
-    return array.astype(np.float64) if is_float(array) else array
+        wide = [as_double(a) if jnp.issubdtype(a.dtype, jnp.inexact) else np.asarray(a) for a in arrays]
+        yield "", jax.jit(fn)(*jax.device_put(wide, cpu))
 
 
 MODES = {
     "op by op": Mode(_op_by_op),
     "eager": Mode(_eager),
     "jit": Mode(_jit),
-    "vmap": Mode(_vmap),
-    "vmap, last axis": Mode(_vmap_last_axis),
-    "scan": Mode(_scan),
+    "vmap": Mode(functools.partial(_in_batch, jax.vmap, 0)),
+    "vmap, last axis": Mode(functools.partial(_in_batch, functools.partial(jax.vmap, in_axes=-1), -1)),
+    "scan": Mode(functools.partial(_in_batch, _scanned, 0)),
     "value_and_grad": Mode(_value_and_grad, is_derived=True),
     "jvp": Mode(_jvp, is_derived=True),
-    "checkpoint": Mode(_checkpoint),
+    "checkpoint": Mode(_jit, before_gradient=jax.checkpoint),
     "transposed": Mode(_transposed),
     "strided": Mode(_strided),
     "donated": Mode(_donated),

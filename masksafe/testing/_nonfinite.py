@@ -20,8 +20,8 @@ import numpy as np
 import masksafe
 from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
+from masksafe.testing import _primitives
 from masksafe.testing._blame import Blame, blame
-from masksafe.testing._influence import ELEMENTWISE
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
@@ -188,11 +188,11 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     outputs = zip(_names(shapes), replay.outputs, strict=True)
     named_arguments = zip(_names(args), arguments, strict=True)
     return NonfiniteReport(
-        tuple(_describe_bad(f"output{name}", value) for name, value in outputs if value.is_bad),
-        tuple(map(_describe_source, blamed.sources)),
-        tuple(map(_describe_source, blamed.from_infinities)),
-        tuple(_describe_bad(f"argument {name}", value) for name, value in named_arguments if value in blamed.reached),
-        tuple(map(_describe_source, blamed.harmless)),
+        outputs=tuple(_describe_bad(f"output{name}", x) for name, x in outputs if x.is_bad),
+        sources=tuple(map(_describe_source, blamed.sources)),
+        from_infinities=tuple(map(_describe_source, blamed.from_infinities)),
+        arguments=tuple(_describe_bad(f"argument {name}", x) for name, x in named_arguments if x in blamed.reached),
+        harmless=tuple(map(_describe_source, blamed.harmless)),
     )
 
 
@@ -201,8 +201,7 @@ def _mesh_context(arguments: Sequence[Value]) -> contextlib.AbstractContextManag
     for value in arguments:
         mesh = getattr(value.array.sharding, "mesh", None)
         if mesh is not None and mesh.explicit_axes and jax.sharding.get_abstract_mesh().empty:
-            context: contextlib.AbstractContextManager[Any] = jax.set_mesh(mesh)
-            return context
+            return jax.set_mesh(mesh)
     return contextlib.nullcontext()
 
 
@@ -221,45 +220,32 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
 
 def _describe_source(found: Blame) -> NonfiniteSource:
     step, result = found.step, np.asarray(found.step.outputs[found.k].array)
-    index = first_index(found.mask)
-    is_elementwise = step.operation.name in ELEMENTWISE
-    inputs = [np.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise]
-    kind = f"{result.dtype}{list(result.shape)}"
-    value, count = result[index].item(), int(found.mask.sum())
+    index, op = first_index(found.mask), _op_of(step)
+    is_elementwise = step.operation.name in _primitives.ELEMENTWISE
     return NonfiniteSource(
-        step.operation.name,
-        place_of(step.callers),
-        kind,
-        count,
-        index,
-        value,
-        tuple(inputs),
-        _note(found),
-        _inside_of(step),
+        primitive=step.operation.name,
+        place=place_of(step.callers),
+        result=_kind(result),
+        count=int(found.mask.sum()),
+        index=index,
+        value=result[index].item(),
+        inputs=tuple(np.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise),
+        note=_note(found, op),
+        inside_of=f"masksafe.{'losses.' if hasattr(masksafe.losses, op.__name__) else ''}{op.__name__}" if op else "",
     )
 
 
-def _inside_of(step: Step) -> str:
-    op = _op_of(step)
-    if op is None:
-        return ""
-    return f"masksafe.{'losses.' if hasattr(masksafe.losses, op.__name__) else ''}{op.__name__}"
-
-
-def _note(found: Blame) -> str:
+def _note(found: Blame, op: Callable[..., Any] | None) -> str:
     if isinstance(found.step.operation, Operation) and found.step.operation.hides_a_program:
         return "what is inside of it was not looked into"
     is_written = found.is_constant and any(v.is_constant and v.is_bad for v in found.step.inputs)
-    op = _op_of(found.step) if is_written else None
-    if op is None:
+    if op is None or not is_written:
         return ""
+    written = f"{op.__name__} writes it on purpose"
     checks_labels = hasattr(inspect.getmodule(op), "check_integer_labels")
     if not checks_labels or "labels" not in inspect.signature(op).parameters:
-        return f"{op.__name__} writes it on purpose"
-    return (
-        f"{op.__name__} writes it on purpose, for a label out of range or at a masked class: "
-        'masksafe.label_checks("raise") tells which'
-    )
+        return written
+    return f'{written}, for a label out of range or at a masked class: masksafe.label_checks("raise") tells which'
 
 
 def _op_of(step: Step) -> Callable[..., Any] | None:
@@ -276,8 +262,11 @@ def _op_of(step: Step) -> Callable[..., Any] | None:
 
 def _describe_bad(name: str, value: Value) -> str:
     index = first_index(value.bad)
-    kind = f"{value.array.dtype}{list(value.array.shape)}"
-    return f"{name}, {kind}: {value.bad.sum()} of {value.bad.size} elements, the first at index {index}"
+    return f"{name}, {_kind(value.array)}: {value.bad.sum()} of {value.bad.size} elements, the first at index {index}"
+
+
+def _kind(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}"
 
 
 def _names(tree: Any) -> list[str]:

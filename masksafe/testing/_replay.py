@@ -7,7 +7,7 @@ scan or a while, the solver of a custom_linear_solve, every device of a shard_ma
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,20 +15,11 @@ import numpy as np
 from jax.extend import core
 
 from masksafe._core.call_site import is_of_user
-from masksafe.testing._devices import EXCHANGES, Device, Exchange, Part, mesh_axes
+from masksafe._core.sharding import is_random_key
+from masksafe.testing import _primitives
+from masksafe.testing._devices import Device, Exchange, mesh_axes
 
 UNKNOWN_PLACE = "an unknown line"
-# Primitives that only run the program in one of their parameters.
-_CALLS = frozenset(
-    "call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2".split()  # noqa: SIM905
-)
-_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
-# Primitives that only change the mesh axes over which an array in a shard_map is said to vary.
-_RETYPINGS = frozenset("pbroadcast pvary reduced_vary_cast vary_unreduced_cast".split())  # noqa: SIM905
-# Primitives that move an array between devices.
-_PLACEMENTS = frozenset("device_put reshard sharding_constraint".split())  # noqa: SIM905
-# Primitives whose program only combines two numbers.
-_WITH_COMBINERS = ("reduce", "scatter", "select_and_")
 
 
 class Value:
@@ -56,13 +47,11 @@ class Operation:
 
     def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
-        self.params: dict[str, Any] = equation.params
-        if in_shard_map:  # the types of arrays in a shard_map name a mesh that a replay does not have
-            is_sharding = lambda p: isinstance(p, jax.sharding.Sharding)  # noqa: E731
-            self.params = {name: None if is_sharding(p) else p for name, p in self.params.items()}
+        # The types of arrays in a shard_map name a mesh that a replay does not have.
+        left_out = (jax.sharding.Sharding,) if in_shard_map else ()
+        self.params = {name: None if isinstance(p, left_out) else p for name, p in equation.params.items()}
         self._primitive = equation.primitive
-        self._pull_backs: dict[tuple[int, int], Callable[..., Any]] = {}
-        self._push_forwards: dict[tuple[int, int], Callable[..., Any]] = {}
+        self._derivatives: dict[tuple[int, int, bool], Callable[..., Any]] = {}
 
     def __call__(self, *arrays: Any, **params: Any) -> list[Any]:
         results = self._primitive.bind(*arrays, **self._primitive.get_bind_params(self.params | params))
@@ -71,71 +60,52 @@ class Operation:
     @property
     def hides_a_program(self) -> bool:
         """Whether the equation runs a program that is not replayed."""
-        is_program = lambda p: isinstance(p, (core.Jaxpr, core.ClosedJaxpr))  # noqa: E731
-        programs = any(map(is_program, jax.tree.leaves(list(self.params.values()), is_leaf=is_program)))
-        return programs and not self.name.startswith(_WITH_COMBINERS)
+        return _primitives.has_program(self.params) and not self.name.startswith(_primitives.COMBINING)
 
-    def pull_back(self, k: int, i: int) -> Callable[..., Any]:
-        """The function from a cotangent of output k to that of operand i, at `arrays`."""
-
-        def cotangent(d_out: Any, *arrays: Any) -> Any:
-            return jax.vjp(self._function_of_operand(k, i, arrays), arrays[i])[1](d_out)[0]
-
-        return self._pull_backs.setdefault((k, i), jax.jit(cotangent))
-
-    def push_forward(self, k: int, i: int) -> Callable[..., Any]:
-        """The function from a tangent of operand i to that of output k, at `arrays`."""
-
-        def tangent(d_in: Any, *arrays: Any) -> Any:
-            return jax.jvp(self._function_of_operand(k, i, arrays), (arrays[i],), (d_in,))[1]
-
-        return self._push_forwards.setdefault((k, i), jax.jit(tangent))
-
-    def _function_of_operand(self, k: int, i: int, arrays: Sequence[Any]) -> Callable[[Any], Any]:
+    def derivative(self, k: int, i: int, *, is_ahead: bool) -> Callable[..., Any]:
+        """The function from a tangent of operand i to that of output k, at `arrays`; back, of a cotangent."""
         # The operands may be floats instead of integers.
-        params = {"preferred_element_type": None} if "preferred_element_type" in self.params else {}
-        return lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]
+        of_integers = not jnp.issubdtype(self.params.get("preferred_element_type") or jnp.float32, jnp.inexact)
+        params = {"preferred_element_type": None} if of_integers else {}
+
+        def derivative(along: Any, *arrays: Any) -> Any:
+            fn = lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]  # noqa: E731
+            if is_ahead:
+                return jax.jvp(fn, (arrays[i],), (along,))[1]
+            return jax.vjp(fn, arrays[i])[1](along)[0]
+
+        return self._derivatives.setdefault((k, i, is_ahead), jax.jit(derivative))
 
 
-class Slice:
-    """Taking element `at` of the first axis, as a scan does with its inputs."""
+class Part(NamedTuple):
+    """Taking a part of an array: a slice, as a scan does with its inputs, or what a device of a shard_map holds."""
 
-    name = "scan"
-
-    def __init__(self, at: int) -> None:
-        self.at = at
+    name: str
+    at: Any
 
     def __call__(self, array: Any) -> list[Any]:
-        return [array[self.at]]
+        if self.name == "scan":
+            return [array[self.at]]
+        if is_random_key(array):  # NumPy does not know them
+            return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
+        return [jnp.asarray(np.asarray(array)[self.at])]
 
 
-class Stack:
-    """Stacking along a new first axis, as a scan does with the outputs of its steps."""
+class Gathered(NamedTuple):
+    """Gathering an array of parts at `places`: the slices of a scan's output, or the parts that devices hold."""
 
-    name = "scan"
-
-    def __call__(self, *arrays: Any) -> list[Any]:
-        return [jnp.stack(arrays)]
-
-
-class Gathered:
-    """Gathering the output `array` of a shard_map, in which `places` are the slices of the devices' parts."""
-
-    name = "shard_map"
-
-    def __init__(self, array: Any, places: Sequence[Any]) -> None:
-        self.array = array
-        self.places = places
+    name: str
+    array: Any
+    places: Sequence[Any]
 
     def __call__(self, *parts: Any) -> list[Any]:
         return [self.array]
 
 
-class Choice:
+class Choice(NamedTuple):
     """Choosing a value because of the first operand: the branch of a cond, or the end of a while."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __call__(self, predicate: Any, array: Any) -> list[Any]:
         return [array]
@@ -162,7 +132,7 @@ class Step:
         return value.is_bad and not any(v.is_bad for v in self.inputs)
 
     def _is_written_nan(self, value: Value) -> bool:
-        if len(self.inputs) > 1 and self.operation.name in ("add", "div", "mul", "sub"):
+        if len(self.inputs) > 1 and self.operation.name in _primitives.ARITHMETIC:
             return any(v.is_written_nan for v in self.inputs)
         return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
 
@@ -195,21 +165,21 @@ _Exchanging = Generator[_Sent, list[Value], list[Value]]
 class Replay:
     """The steps of a program with their values, and its outputs."""
 
-    def __init__(self, program: core.ClosedJaxpr, arguments: Sequence[Value]) -> None:
+    def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
         self.steps: list[Step] = []
-        self._operations: dict[int, Any] = {}
+        self._operations: dict[int, Operation] = {}
+        self._exchanges: dict[int, Exchange] = {}
         self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
 
     def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        consts = [Value(jnp.asarray(c), is_written=True) for c in getattr(program, "consts", ())]
-        jaxpr = getattr(program, "jaxpr", program)
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+        jaxpr, consts = _primitives.open_program(program)
+        captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
+        values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
 
         def read(atom: Any) -> Value:
             if isinstance(atom, core.Literal):
                 return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
-            value: Value = values[atom]
-            return value
+            return values[atom]
 
         for equation in jaxpr.eqns:
             inputs = [read(atom) for atom in equation.invars]
@@ -221,12 +191,12 @@ class Replay:
         name, params = equation.primitive.name, equation.params
         if name in _STRUCTURES:
             return (yield from _STRUCTURES[name](self, equation, inputs, callers))
-        if name in _CALLS:
-            program = next(params[key] for key in _PROGRAMS if key in params)
+        if name in _primitives.CALLS:
+            program = next(params[key] for key in _primitives.PROGRAMS if key in params)
             return (yield from self._replay_program(program, inputs, callers))
-        if name in _RETYPINGS or (name in _PLACEMENTS and _is_in_shard_map(callers)):
+        if name in _primitives.RETYPINGS or (name in _primitives.PLACEMENTS and _is_in_shard_map(callers)):
             return inputs
-        if name in EXCHANGES:
+        if name in _primitives.EXCHANGES:
             return (yield equation, callers, inputs)
         return self._run(self._operation(equation, callers), inputs, callers)
 
@@ -239,8 +209,7 @@ class Replay:
                     "expected a function without them, which can be replayed."
                 )
             self._operations[id(equation)] = Operation(equation, _is_in_shard_map(callers))
-        operation: Operation = self._operations[id(equation)]
-        return operation
+        return self._operations[id(equation)]
 
     def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
         self.steps.append(Step(operation, inputs, callers))
@@ -256,12 +225,10 @@ class Replay:
 
     def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         params = equation.params
-        num_condition_consts, num_body_consts = params["cond_nconsts"], params["body_nconsts"]
-        condition_consts, body_consts = (
-            inputs[:num_condition_consts],
-            inputs[num_condition_consts : num_condition_consts + num_body_consts],
-        )
-        carry = inputs[num_condition_consts + num_body_consts :]
+        first_body_const = params["cond_nconsts"]
+        first_carry = first_body_const + params["body_nconsts"]
+        condition_consts, body_consts = inputs[:first_body_const], inputs[first_body_const:first_carry]
+        carry = inputs[first_carry:]
         while True:
             (goes_on,) = yield from self._replay_program(params["cond_jaxpr"], condition_consts + carry, callers)
             if not bool(goes_on.array):
@@ -272,23 +239,26 @@ class Replay:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
         # The last inputs and outputs are stacked over the steps. They are counted by their ranks, one more outside than
         # inside, since the names of the parameters that count them differ between versions of JAX.
-        num_xs = _count_stacked(equation.invars, program.jaxpr.invars)
-        num_ys = _count_stacked(equation.outvars, program.jaxpr.outvars)
+        step, _ = _primitives.open_program(program)
+        num_xs = _count_stacked(equation.invars, step.invars)
+        num_ys = _count_stacked(equation.outvars, step.outvars)
         num_carry = len(equation.outvars) - num_ys
         first_carry = len(inputs) - num_xs - num_carry
         consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
-        ys: list[list[Value]] = [[] for _ in range(num_ys)]
+        ys: list[list[Value]] = []
         for at in reversed(range(length)) if is_reversed else range(length):
-            slices = [self._run(Slice(at), [x], callers)[0] for x in xs]
+            slices = [self._run(Part("scan", at), [x], callers)[0] for x in xs]
             results = yield from self._replay_program(program, [*consts, *carry, *slices], callers)
             carry = results[:num_carry]
-            for column, y in zip(ys, results[num_carry:], strict=True):
-                column.append(y)
-        if length == 0:
-            stacked = [Value(jnp.zeros(var.aval.shape, var.aval.dtype)) for var in equation.outvars[num_carry:]]
-        else:
-            in_order = [column[::-1] if is_reversed else column for column in ys]
-            stacked = [self._run(Stack(), column, callers)[0] for column in in_order]
+            ys.append(results[num_carry:])
+        stacked = []
+        for n, var in enumerate(equation.outvars[num_carry:]):
+            column = [y[n] for y in (reversed(ys) if is_reversed else ys)]
+            if column:
+                array = jnp.stack([value.array for value in column])
+                stacked += self._run(Gathered("scan", array, range(length)), column, callers)
+            else:
+                stacked.append(Value(jnp.zeros(var.aval.shape, var.aval.dtype)))
         return [*carry, *stacked]
 
     def _linear_solve(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
@@ -313,7 +283,7 @@ class Replay:
         gathered = []
         for array, spec, parts in zip(arrays, equation.params["out_specs"], zip(*outputs, strict=True), strict=True):
             places = [device.part(array.shape, spec) for device in devices]
-            gathered += self._run(Gathered(array, places), list(parts), callers)
+            gathered += self._run(Gathered("shard_map", array, places), list(parts), callers)
         return gathered
 
     def _run_devices(
@@ -322,7 +292,9 @@ class Replay:
         """The outputs of each device, all of which are replayed in step from exchange to exchange."""
         in_specs, running = equation.params["in_specs"], []
         for device in devices:
-            parts = [Part(device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)]
+            parts = [
+                Part("shard_map", device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)
+            ]
             operands = [self._run(part, [v], callers)[0] for part, v in zip(parts, inputs, strict=True)]
             running.append(self._replay_program(equation.params["jaxpr"], operands, callers))
         outputs: list[list[Value]] = []
@@ -345,7 +317,7 @@ class Replay:
         equation, callers, _ = sent[0]
         if any(other is not equation for other, _, _ in sent):
             raise NotImplementedError("Devices are at different places of the program.")
-        operation = self._operations.setdefault(id(equation), Exchange(equation, sizes))
+        operation = self._exchanges.setdefault(id(equation), Exchange(equation, sizes))
         operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
         received = [self._run(operation, list(values), callers) for values in operands]
         return [list(by_device) for by_device in zip(*received, strict=True)]

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from masksafe._core.arguments import message
+from masksafe._core.sharding import is_random_key
 
 Tree = Any
 
@@ -51,8 +52,13 @@ def replace_arguments(args: tuple[Any, ...], new: Mapping[int, Any]) -> tuple[An
     return tuple(new.get(i, arg) for i, arg in enumerate(args))
 
 
-def as_jax(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+def is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and is_random_key(leaf)
+
+
+def as_double(array: Any) -> np.ndarray:
+    """The array in NumPy, in double precision."""
+    return np.asarray(array, np.complex128 if np.iscomplexobj(array) else np.float64)
 
 
 def generator(seed: int) -> np.random.Generator:
@@ -64,15 +70,15 @@ def random_like(tree: Tree, rng: np.random.Generator) -> Tree:
     return jax.tree.map(lambda leaf: rng.normal(size=np.shape(leaf)), tree)
 
 
-def weighted_sum(values: Tree, weights: Tree, kept: Tree) -> Any:
-    """The sum of the float leaves times their weights, in float32 or float64."""
-    leaves = [
-        triple for triple in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True) if is_float(triple[0])
-    ]
-    dtype = jnp.float64 if any(value.dtype == jnp.float64 for value, _, _ in leaves) else jnp.float32
+def weighted_sum(values: Tree, weights: Tree, kept: Tree | None = None) -> Any:
+    """The sum of the float leaves times their weights, in float32 or float64, where they are `kept` if it is given."""
+    kept = jax.tree.map(lambda _: True, values) if kept is None else kept
+    is_wide = any(is_float(leaf) and leaf.dtype == jnp.float64 for leaf in jax.tree.leaves(values))
+    dtype = jnp.float64 if is_wide else jnp.float32
     total = jnp.zeros((), dtype)
-    for value, weight, keep in leaves:
-        total = total + jnp.sum(jnp.where(keep, jnp.asarray(value, dtype) * jnp.asarray(weight, dtype), 0))
+    for value, weight, keep in zip(*map(jax.tree.leaves, (values, weights, kept)), strict=True):
+        if is_float(value):
+            total = total + jnp.sum(jnp.where(keep, jnp.asarray(value, dtype) * jnp.asarray(weight, dtype), 0))
     return total
 
 
@@ -85,5 +91,4 @@ def bits(array: np.ndarray) -> np.ndarray:
     if not is_float(array):
         return array
     array = np.where(np.isnan(array), np.asarray(np.nan, array.dtype), array)
-    bits: np.ndarray = array.view(f"u{array.dtype.itemsize}")
-    return bits
+    return array.view(f"u{array.dtype.itemsize}")

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 
-from masksafe.testing import _devices, _influence, _replay, nonfinite_report
+from masksafe.testing import _primitives, _replay, nonfinite_report
 
 IS_NEW = jax.__version_info__ >= (0, 12)
 NAMES_OF_OTHER_VERSIONS = {"call", "closed_call"} if IS_NEW else {"reduced_vary_cast", "vary_unreduced_cast"}
 
 
 def test_every_name_is_that_of_a_primitive():
-    tables = [value for module in (_devices, _influence, _replay) for value in vars(module).values()]
-    names = set().union(*(table for table in tables if isinstance(table, frozenset)), _influence._INDICES)
-    assert len(names) > 140
+    sets = [value for value in vars(_primitives).values() if isinstance(value, frozenset)]
+    names = set().union(*sets, _primitives.FIRST_INDEX, _primitives.MIXED_AXES, _replay._STRUCTURES)
+    assert len(names) > 150
     known = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
     assert names - known == NAMES_OF_OTHER_VERSIONS
 
@@ -32,3 +32,11 @@ def test_a_ragged_product_passes_a_nan_on_from_its_row(row, blamed):
 
     report = nonfinite_report(total, x.at[blamed].set(-1.0).at[1, 0].set(-1.0))
     assert [(source.primitive, source.index) for source in report.sources] == [("log", blamed)]
+
+
+def test_a_product_that_is_wider_than_its_operands_passes_a_nan_on_from_its_row():
+    def product(x):
+        return jnp.dot(jnp.log(x).astype(jnp.bfloat16), jnp.ones((2, 2), jnp.bfloat16), preferred_element_type=x.dtype)
+
+    report = nonfinite_report(product, jnp.array([[1.0, 2.0], [3.0, -1.0]]))
+    assert [(source.primitive, source.index) for source in report.sources] == [("log", (1, 1))]

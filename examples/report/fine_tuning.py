@@ -1,0 +1,252 @@
+"""What fine-tuning averages: policy losses, divergences from a reference, advantages, and what padding does to them.
+
+The cases get the verdicts of `python -m masksafe`, written with masksafe, as trl and tunix write them, and some with
+optax. The formulas of trl and tunix are written out in JAX, in this project's words; neither has to be installed. Both
+compute everywhere and multiply by a mask of floats.
+
+    python examples/report/fine_tuning.py    # 6 seconds
+
+The exit status is 0 if masksafe is right everywhere, 1 if it is not. The guide "Policies" explains the rows.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import masksafe
+from masksafe._report import _cases, _show
+from masksafe._report._case import Case, Ops
+from masksafe._report._libraries import in_jax
+from masksafe._report._verdict import Verdict, judge
+
+RNG = np.random.default_rng(1)
+LENGTHS = np.array([4, 2, 0, 3])
+WHERE = np.arange(4) < LENGTHS[:, None]
+NEW, OLD, REF, ADVANTAGES = (RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(4))
+CLIP, EPSILON = 0.2, 1e-4
+
+
+def main() -> int:
+    cases = all_cases()
+    columns = {library: judge_cases(cases, ops) for library, ops in LIBRARIES.items()}
+    _show.verdicts("What fine-tuning averages", cases, columns)
+    return 0 if set(columns["masksafe"]) == {Verdict.RIGHT} else 1
+
+
+def judge_cases(cases: list[Case], ops: Ops) -> list[Verdict]:
+    return [judge(case, in_jax(ops[case.op])) if case.op in ops else Verdict.ABSENT for case in cases]
+
+
+def all_cases() -> list[Case]:
+    """Those of recipes, and those of masksafe's own ops that stand in such a recipe."""
+    return [*policy_cases(), *(case for case in _cases.all_cases() if case.op in OWN_OPS)]
+
+
+def policy_cases() -> list[Case]:
+    def garbage(op: str, **inputs: np.ndarray) -> Case:
+        hidden = dict.fromkeys(inputs, ~WHERE)
+        return Case(op, "garbage under the mask", inputs | {"where": WHERE}, hidden, None)
+
+    rewards = np.array([[1, 0, 1, 0], [2, 1, 0, 0], [0, 0, 0, 0], [7, 7, 7, 7]], np.float32)
+    sizes = np.arange(4) < np.array([4, 2, 0, 4])[:, None]
+    groups = {"rewards": rewards, "where": sizes}
+    sure = np.array([[20.0, 0.0, 0.0]], np.float32)
+    near = {"new": NEW, "ref": NEW + np.float32(2e-4)}
+    one_is_empty = {"loss": NEW, "where": WHERE}
+    return [
+        Case("policy entropy", "a sure policy: logits 20, 0, 0", {"logits": sure}, {}, right_entropy(sure)),
+        garbage("clipped policy loss", new=NEW, old=OLD, advantages=ADVANTAGES),
+        garbage("k3 divergence", new=NEW, ref=REF),
+        Case("k3 divergence", "a policy near its reference", near | {"where": WHERE}, {}, right_k3(**near)),
+        garbage("mean of sequence means", loss=NEW),
+        Case("mean of sequence means", "a sequence without tokens", one_is_empty, {}, right_mean_of_means(NEW)),
+        garbage("whitened advantages", advantages=ADVANTAGES),
+        Case("group-relative advantages", "garbage under the mask", groups, {"rewards": ~sizes}, None),
+        Case("group-relative advantages", "empty, and equal rewards", groups, {}, right_advantages(rewards, sizes)),
+    ]
+
+
+# The right results, in float64.
+
+
+def right_entropy(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    below = x.max(-1, keepdims=True) - x
+    total = np.exp(-below).sum(-1)
+    return np.asarray(np.log1p(total - 1) + (np.exp(-below) * below).sum(-1) / total)
+
+
+def right_k3(new: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    d = (ref.astype(np.float64) - new.astype(np.float64))[WHERE]
+    return np.asarray((np.expm1(d) - d).mean())
+
+
+def right_mean_of_means(loss: np.ndarray) -> np.ndarray:
+    return np.asarray(np.mean([np.float64(row[:n]).mean() for row, n in zip(loss, LENGTHS, strict=True) if n]))
+
+
+def right_advantages(rewards: np.ndarray, where: np.ndarray) -> np.ndarray:
+    found = np.zeros(rewards.shape)
+    for row, group, mask in zip(found, rewards.astype(np.float64), where, strict=True):
+        if mask.any():
+            row[mask] = (group[mask] - group[mask].mean()) / (group[mask].std(ddof=1) + EPSILON)
+    return found
+
+
+# With masksafe.
+
+
+def log_ratio(new: Any, old: Any, where: Any) -> Any:
+    return masksafe.mask_where(~where, new - old, 0.0)
+
+
+def clipped_loss(new: Any, old: Any, advantages: Any, where: Any) -> Any:
+    ratio = jnp.exp(log_ratio(new, old, where))
+    clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+    return masksafe.mean(-jnp.minimum(ratio * advantages, clipped * advantages), where=where)
+
+
+def k3(new: Any, ref: Any, where: Any) -> Any:
+    d = log_ratio(ref, new, where)
+    return masksafe.mean(jnp.expm1(d) - d, where=where)
+
+
+def mean_of_means(loss: Any, where: Any) -> Any:
+    return masksafe.mean(masksafe.mean(loss, axis=1, where=where), where=where.any(1))
+
+
+def whitened(advantages: Any, where: Any) -> Any:
+    return masksafe.standardize(advantages, axis=None, where=where, epsilon=1e-8)
+
+
+def group_relative(rewards: Any, where: Any) -> Any:
+    centred = rewards - masksafe.mean(rewards, axis=1, where=where, keepdims=True)
+    std = jnp.sqrt(masksafe.var(rewards, axis=1, where=where, correction=1, keepdims=True))
+    return jax.lax.stop_gradient(masksafe.mask_where(~where, centred / (std + EPSILON), 0.0))
+
+
+def entropy(logits: Any) -> Any:
+    return masksafe.losses.log_probs(logits, jnp.zeros(logits.shape[:-1], jnp.int32), with_entropy=True)[1]
+
+
+OWN_OPS: Ops = {
+    "log_probs": masksafe.losses.log_probs,
+    "linear_log_probs": masksafe.losses.linear_log_probs,
+    "linear_kl_divergence": masksafe.losses.linear_kl_divergence,
+}
+WITH_MASKSAFE: Ops = OWN_OPS | {
+    "policy entropy": entropy,
+    "clipped policy loss": clipped_loss,
+    "k3 divergence": k3,
+    "mean of sequence means": mean_of_means,
+    "whitened advantages": whitened,
+    "group-relative advantages": group_relative,
+}
+
+
+# As trl and tunix write it.
+
+
+def mean_of_products(x: Any, where: Any, axis: int | None = None) -> Any:
+    weights = where.astype(x.dtype)
+    return jnp.sum(x * weights, axis) / jnp.maximum(jnp.sum(weights, axis), 1)
+
+
+def plain_clipped_loss(new: Any, old: Any, advantages: Any, where: Any, *, largest_log_ratio: float = np.inf) -> Any:
+    ratio = jnp.exp(jnp.clip(new - old, -largest_log_ratio, largest_log_ratio))
+    clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+    return mean_of_products(-jnp.minimum(ratio * advantages, clipped * advantages), where)
+
+
+def k3_by_exp(new: Any, ref: Any, where: Any) -> Any:
+    d = ref - new
+    return mean_of_products(jnp.exp(d) - d - 1, where)
+
+
+def plain_mean_of_means(loss: Any, where: Any) -> Any:
+    return jnp.mean(mean_of_products(loss, where, 1))
+
+
+def plain_whitened(advantages: Any, where: Any) -> Any:
+    centred = advantages - mean_of_products(advantages, where)
+    white = centred * jax.lax.rsqrt(mean_of_products(centred**2, where) + 1e-8)
+    return white * where.astype(white.dtype)
+
+
+def plain_group_relative(rewards: Any, where: Any, *, epsilon: float) -> Any:
+    centred = rewards - rewards.mean(1, keepdims=True)
+    relative = centred / (rewards.std(1, ddof=1, keepdims=True) + epsilon)
+    return jax.lax.stop_gradient(relative * where.astype(relative.dtype))
+
+
+def plain_entropy(logits: Any) -> Any:
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+
+def plain_log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
+    taken = jnp.take_along_axis(logits, jnp.asarray(labels)[..., None], -1)[..., 0]
+    log_probs = taken - jax.nn.logsumexp(logits, -1)
+    return log_probs if where is None else jnp.where(where, log_probs, 0)
+
+
+def plain_linear_log_probs(features: Any, kernel: Any, labels: Any, where: Any = None) -> Any:
+    return plain_log_probs(features @ kernel, labels, where)
+
+
+def plain_divergence(features: Any, kernel: Any, target_features: Any, target_kernel: Any, where: Any = None) -> Any:
+    log_q, log_p = jax.nn.log_softmax(features @ kernel), jax.nn.log_softmax(target_features @ target_kernel)
+    losses = jnp.sum(jnp.exp(log_p) * (log_p - log_q), -1)
+    return losses.mean() if where is None else mean_of_products(losses, where)
+
+
+LIKE_TRL: Ops = {
+    "log_probs": plain_log_probs,
+    "linear_log_probs": plain_linear_log_probs,
+    "linear_kl_divergence": plain_divergence,
+    "policy entropy": plain_entropy,
+    "clipped policy loss": plain_clipped_loss,
+    "k3 divergence": k3_by_exp,
+    "mean of sequence means": plain_mean_of_means,
+    "whitened advantages": plain_whitened,
+    "group-relative advantages": functools.partial(plain_group_relative, epsilon=1e-4),
+}
+LIKE_TUNIX: Ops = LIKE_TRL | {
+    "clipped policy loss": functools.partial(plain_clipped_loss, largest_log_ratio=20.0),
+    "group-relative advantages": functools.partial(plain_group_relative, epsilon=1e-6),
+}
+
+
+# With optax.
+
+
+def optax_log_probs(logits: Any, labels: Any, where: Any = None) -> Any:
+    return -optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=where)
+
+
+def optax_linear_log_probs(features: Any, kernel: Any, labels: Any, where: Any = None) -> Any:
+    return optax_log_probs(features @ kernel, labels, where)
+
+
+def optax_divergence(features: Any, kernel: Any, target_features: Any, target_kernel: Any, where: Any = None) -> Any:
+    log_q, p = jax.nn.log_softmax(features @ kernel), jax.nn.softmax(target_features @ target_kernel)
+    losses = optax.losses.kl_divergence(log_q, p)
+    return losses.mean() if where is None else jnp.where(where, losses, 0).sum() / jnp.maximum(where.sum(), 1)
+
+
+WITH_OPTAX: Ops = {
+    "log_probs": optax_log_probs,
+    "linear_log_probs": optax_linear_log_probs,
+    "linear_kl_divergence": optax_divergence,
+}
+
+LIBRARIES = {"masksafe": WITH_MASKSAFE, "optax": WITH_OPTAX, "trl-like": LIKE_TRL, "tunix-like": LIKE_TUNIX}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
