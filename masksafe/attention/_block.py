@@ -60,6 +60,8 @@ class Plan(NamedTuple):
     scale: float
     soft_cap: float | None
     dropout_rate: float
+    is_causal: bool
+    window: tuple[int, int] | None
     sizes: AttentionSizes
     band: Band | None  # what is known of the mask before the program runs
     rounds: bool  # whether the output is rounded to the dtype of the queries

@@ -34,9 +34,10 @@ from masksafe.attention._mods import KEYS_FIRST
 from masksafe.attention._pairs import Pairs, block_of, live_blocks
 
 
-def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pairs) -> tuple[Tiles, Tiles]:
-    """The tiles of queries and of keys; `group` query heads share a key head."""
-    sizes = plan.sizes
+def tiles_of(plan: Plan, q: Array, k: Array, pairs: Pairs) -> tuple[Tiles, Tiles]:
+    """The tiles of the queries `[B, T, N, H]` and of the keys `[B, S, K, H]`."""
+    sizes, (_, num_queries, heads, _), (_, num_keys, key_heads, _) = plan.sizes, q.shape, k.shape
+    group = heads // key_heads
     of_queries = divide(num_queries, max(sizes.fewest_queries, sizes.query_tile // max(1, group)))
     if pairs.mask_any():
         return of_queries, divide(num_keys, sizes.key_tile)
@@ -45,16 +46,15 @@ def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pai
     return of_queries, divide(num_keys, sizes.key_tile_if_nothing_is_skipped)
 
 
+def is_one_block(tiles: tuple[Tiles, Tiles]) -> bool:
+    return tiles[0].number == tiles[1].number == 1
+
+
 def attend_in_blocks(
-    plan: Plan,
-    queries: Queries,
-    keys_of: Callable[[Tile], Keys],
-    pairs: Pairs,
-    width: int,
-    of_queries: Tiles,
-    of_keys: Tiles,
+    plan: Plan, queries: Queries, keys_of: Callable[[Tile], Keys], pairs: Pairs, width: int, tiles: tuple[Tiles, Tiles]
 ) -> Partial:
     """The results of all keys, of which `keys_of` gives those of a tile; a query that sees no key has the sum 1."""
+    of_queries, of_keys = tiles
     live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
 
     def one_tile(i: Any) -> Partial:
@@ -77,9 +77,10 @@ def attend_in_blocks(
 
 
 def pull_back_in_blocks(
-    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, of_queries: Tiles, of_keys: Tiles
+    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, tiles: tuple[Tiles, Tiles]
 ) -> Gradients:
     """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
+    of_queries, of_keys = tiles
     live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
 
     def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:

@@ -48,8 +48,6 @@ class Config(NamedTuple):
     """The static parameters."""
 
     plan: Plan
-    is_causal: bool
-    window: tuple[int, int] | None
     inner: Callable[..., tuple[Array, Array]]  # of the plan and the arrays: attention that keeps the contract
     otherwise: str | None  # the error where the program is lowered for another platform; None runs `inner` there
 
@@ -103,7 +101,7 @@ def reason_against(
         return f"the dtype is {q.dtype}, not float16 or bfloat16"
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
     arrays, is_unnamed = jax.tree.leaves((operands, mask)), config.otherwise is None
-    has_window, (left, right) = config.window is not None, config.window or (0, 0)
+    has_window, (left, right) = config.plan.window is not None, config.plan.window or (0, 0)
     reasons = {
         "the value's width is not the query's": v.shape[-1] != width,
         f"the width {width} is not a multiple of 8": width % 8 != 0,
@@ -121,7 +119,7 @@ def reason_against(
         "it has no logit_soft_cap": config.plan.soft_cap is not None,
         "its dropout takes no key": "dropout_key" in given,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
-        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.is_causal),
+        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.plan.is_causal),
         "its window takes no mask, bias or lengths": has_window and not given.isdisjoint({"bias", *Masks._fields}),
         "its window takes no more queries than keys": has_window and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
@@ -179,7 +177,8 @@ def attention(config: Config, operands: Operands, masks: Masks) -> Array:
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     """The output and the logsumexp `[B, T, N]`, with the contract kept."""
     q, k, v, bias = operands
-    return config.inner(config.plan, q, k, v, None, bias, masks.mask, _intervals(config, operands, masks))
+    pairs = _intervals(config, operands, masks)._replace(bias=bias, allowed=masks.mask)
+    return config.inner(config.plan, q, k, v, pairs)
 
 
 def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
@@ -369,10 +368,10 @@ def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Arra
         *operands,
         masks.mask,
         scale=config.plan.scale,
-        is_causal=config.is_causal or config.window is not None,
+        is_causal=config.plan.is_causal or config.plan.window is not None,
         query_seq_lengths=masks.query_lengths,
         key_value_seq_lengths=masks.key_lengths,
-        local_window_size=config.window and (config.window[0], 0),
+        local_window_size=config.plan.window and (config.plan.window[0], 0),
         implementation="cudnn",
         return_residual=True,
     )
@@ -451,7 +450,7 @@ def _intervals(config: Config, operands: Operands, masks: Masks) -> Pairs:
     """The structural masks; made again where they are needed, so that no loop has to carry them."""
     num_queries, num_keys = operands.query.shape[-3], operands.key.shape[-3]
     index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (operands.query.ndim - 3) + (num_queries,))
-    bounds = seen_positions(index, config.is_causal, config.window)
+    bounds = seen_positions(index, config.plan.is_causal, config.plan.window)
     lengths = [None if x is None else x[..., None] for x in masks[1:]]
     return Pairs(*seen_keys(num_queries, num_keys, *bounds, *lengths))
 
@@ -504,7 +503,7 @@ def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Arr
 def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradients: Operands) -> Operands:
     sees_any, is_seen = _queries_that_see_any(config, operands, masks), _keys_that_are_seen(config, operands, masks)
     d_q, d_k, d_v, d_bias = gradients
-    if d_bias is not None and (config.is_causal or masks.key_lengths is not None):
+    if d_bias is not None and (config.plan.is_causal or masks.key_lengths is not None):
         pairs = _unmasked_pairs(config, operands, masks)
         d_bias = _unmasked_bias(d_bias, pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:]))
     return Operands(selected(d_q, sees_any), selected(d_k, is_seen), selected(d_v, is_seen), d_bias)

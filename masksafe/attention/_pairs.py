@@ -33,10 +33,10 @@ from masksafe.attention._mods import Indices, Mod, mask_of
 class Problems:
     """The problems of some samples and key heads, from the given ones on."""
 
-    sample: Array
+    sample: Array | int
     head: Array | int
-    samples: int = dataclasses.field(default=1, metadata={"static": True})
-    heads: int = dataclasses.field(default=1, metadata={"static": True})
+    samples: int = dataclasses.field(metadata={"static": True})
+    heads: int = dataclasses.field(metadata={"static": True})
 
 
 class Pairs(NamedTuple):
@@ -112,8 +112,10 @@ def _of_array(x: Array, axes: str, places: PlacesByName) -> Places:
     return {i: places[axis] for i, axis in enumerate(axes) if axis in places and x.shape[i] != 1}
 
 
-def grouped_heads(x: Array, num_key_heads: int) -> Array:
+def grouped_heads(x: Array | None, num_key_heads: int) -> Array | None:
     """An array over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
+    if x is None:
+        return None
     heads = (1, 1) if x.shape[-3] == 1 else (num_key_heads, x.shape[-3] // num_key_heads)
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 

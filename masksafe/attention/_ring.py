@@ -70,10 +70,11 @@ class _Moving(NamedTuple):
         return cls(inputs.k, inputs.v, *varying_over(ring.axis_name, of_keys))
 
 
-def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
-    """`inner(plan, inputs)` for the keys of all devices."""
+def run_forward(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
+    """`inner(plan, inputs)`; in a ring for the keys of all devices."""
     ring = plan.ring
-    assert ring is not None
+    if ring is None:
+        return inner(plan, inputs)
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
     q, k, v, adjustments = vary_with(inputs[:-1], inputs)
     inputs = Inputs(q, k, v, adjustments, inputs.pairs)
@@ -94,12 +95,13 @@ def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, in
     return state.divided()
 
 
-def run_reverse_in_ring(
+def run_reverse(
     inner: Callable[[Plan, Cotangents, Inputs], Gradients], plan: Plan, queries: Cotangents, inputs: Inputs
 ) -> Gradients:
-    """`inner(plan, queries, inputs)` for the keys of all devices."""
+    """`inner(plan, queries, inputs)`; in a ring for the keys of all devices."""
     ring = plan.ring
-    assert ring is not None
+    if ring is None:
+        return inner(plan, queries, inputs)
     queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
     inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
