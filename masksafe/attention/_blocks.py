@@ -14,21 +14,8 @@ from jax import lax
 
 from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles
 from masksafe._core.typing import Array
-from masksafe.attention._block import (
-    Adjustments,
-    Cotangents,
-    Gradients,
-    Keys,
-    Plan,
-    Queries,
-    attend_to_block,
-    dot_pairs_with_keys,
-    dot_pairs_with_queries,
-    pull_back_block,
-    queries_first,
-    split_scale,
-    times,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import KEYS_FIRST
 from masksafe.attention._pairs import Pairs, block_of, live_blocks
@@ -64,7 +51,7 @@ def attend_in_blocks(
         def add_keys(j: Any, state: Partial) -> Partial:
             key_tile = of_keys.tile(j)
             block = block_of(pairs, query_tile, key_tile, plan.dropout_rate)
-            return state.plus(attend_to_block(plan, tile_queries, keys_of(key_tile), block))
+            return state.plus(_block.attend_to_block(plan, tile_queries, keys_of(key_tile), block))
 
         nothing = Partial.nothing(tile_queries.q[..., :1], width)
         live_tiles = None if live is None else element(live, i)
@@ -91,14 +78,13 @@ def pull_back_in_blocks(
             query_tile = of_queries.tile(i)
             block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), queries.take(query_tile)
             # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
-            d = pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
+            d = _block.pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
+            d_q = _block.dot_pairs_with_keys(d.d_dots, tile_keys.k)
             return Gradients(
-                add_to_part(
-                    state.query, dot_pairs_with_keys(d.d_dots, tile_keys.k), {3: (query_tile.start, query_tile.size)}
-                ),
-                state.key + dot_pairs_with_queries(d.d_dots, part.q),
-                state.value + dot_pairs_with_queries(d.weights, part.d_out),
-                state.adjustments.plus(queries_first(d.d_biased), d.d_captured, block),
+                add_to_part(state.query, d_q, {3: (query_tile.start, query_tile.size)}),
+                state.key + _block.dot_pairs_with_queries(d.d_dots, part.q),
+                state.value + _block.dot_pairs_with_queries(d.weights, part.d_out),
+                state.adjustments.plus(_block.queries_first(d.d_biased, KEYS_FIRST), d.d_captured, block),
             )
 
         no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
@@ -112,4 +98,5 @@ def pull_back_in_blocks(
     else:
         (d_q, sums), of_tiles = lax.scan(one_tile, carry, jnp.arange(of_keys.number, dtype=jnp.int32))
         d_k, d_v = map(of_keys.join, of_tiles)
-    return Gradients(times(d_q, plan.scale), times(d_k, split_scale(plan, queries.q)[1]), d_v, sums)
+    d_k = _block.times(d_k, _block.split_scale(plan, queries.q)[1])
+    return Gradients(_block.times(d_q, plan.scale), d_k, d_v, sums)
