@@ -338,20 +338,11 @@ def dot_product_attention(
     sizes, rounds = platforms.choices().attention, sinks is None
     plan = Plan(static_scale, soft_cap, dropout_rate, is_causal, window, sizes, band, rounds, ring)
     by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
-    out, lse = _attend(_Call(plan, axis_name, is_checkified(), by_cudnn), arrays)
+    out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
         lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
     return (out, lse) if return_residual else out
-
-
-class _Call(NamedTuple):
-    """What a program depends on besides the types of its arrays."""
-
-    plan: Plan
-    axis_name: AxisName
-    is_checkified: bool
-    by_cudnn: _cudnn.Config | None
 
 
 class _Arrays(NamedTuple):
@@ -389,9 +380,8 @@ def _choose_cudnn(
         return None
     otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
     config = _cudnn.Config(plan, attend, otherwise)
-    operands = _cudnn.Operands(arrays.q, arrays.k, arrays.v, arrays.bias)
-    given = {name for name, x in arrays._asdict().items() if x is not None}
-    reason = _cudnn.reason_against(config, operands, arrays.mask, given, return_residual)
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    reason = _cudnn.reason_against(config, given, return_residual)
     if reason is not None and implementation == "cudnn":
         raise ValueError(_refusal_of_cudnn(reason))
     return config if reason is None else None
@@ -405,38 +395,38 @@ def _refusal_of_cudnn(reason: str) -> str:
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
-    """The output, and the logsumexp, but not from cuDNN: one program for an eager call."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attend(
+    plan: Plan, axis_name: AxisName, by_cudnn: _cudnn.Config | None, is_checkified: bool, arrays: _Arrays
+) -> tuple[Array, Array | None]:
+    """The output, and the logsumexp, but not from cuDNN: one program for an eager call.
+
+    What checkify traces is another program, which is not found in place of this.
+    """
     q, k, v = (sharding.gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
-    bias, mask = (
-        None if x is None else sharding.gathered_along(_at_rank(x, q.ndim), -2, -1) for x in (arrays.bias, arrays.mask)
-    )
-    query_lengths, key_lengths, offset = (
-        None if x is None else _clipped(_at_rank(x, q.ndim - 3))[..., None]
-        for x in (arrays.query_lengths, arrays.key_lengths, arrays.offset)
-    )
-    if call.by_cudnn is not None:
-        masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
-        return _cudnn.attention(call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
-    q = sharding.varying_over(call.axis_name, q)
-    pairs = _pairs_of(call, arrays, q, k, (query_lengths, key_lengths), offset)
-    return attend(call.plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)
+    over_pairs, by_sample = (arrays.bias, arrays.mask), ((arrays.query_lengths, arrays.key_lengths), arrays.offset)
+    bias, mask = jax.tree.map(lambda x: sharding.gathered_along(_at_rank(x, q.ndim), -2, -1), over_pairs)
+    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3))[..., None], by_sample)
+    if by_cudnn is not None:
+        masks = _cudnn.as_masks(mask, lengths, q, k)
+        return _cudnn.attention(by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    q = sharding.varying_over(axis_name, q)
+    pairs = _pairs_of(plan, axis_name, arrays._replace(q=q, k=k, offset=offset), lengths)
+    return attend(plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)
 
 
-def _pairs_of(
-    call: _Call, arrays: _Arrays, q: Array, k: Array, lengths: tuple[Array | None, Array | None], offset: Array | None
-) -> Pairs:
+def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[Array | None, Array | None]) -> Pairs:
     """The structural masks, mods, and what these and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+    q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
-    first_query = sharding.first_index(call.axis_name, q.shape[-3])
-    query_positions = _positions(q, arrays.query_positions, call.axis_name)
+    first_query = sharding.first_index(axis_name, q.shape[-3])
+    query_positions = _positions(q, arrays.query_positions, axis_name)
     query_positions = query_positions if offset is None else query_positions + offset
-    key_positions = _positions(k, arrays.key_positions, call.axis_name)
-    first, end = seen_positions(query_positions, call.plan.is_causal, call.plan.window)
+    key_positions = _positions(k, arrays.key_positions, axis_name)
+    first, end = seen_positions(query_positions, plan.is_causal, plan.window)
     sees_positions = arrays.key_positions is not None and end is not None  # not an interval of the index
     of_index = (None, None) if sees_positions else (first, end)
-    num_keys = sharding.size_over_devices(call.axis_name, k.shape[-3])
+    num_keys = sharding.size_over_devices(axis_name, k.shape[-3])
     pairs = Pairs(
         *seen_keys(q.shape[-3], num_keys, *of_index, *lengths, first_query),
         query_segments=_over_time(arrays.query_segments, q),
@@ -447,12 +437,10 @@ def _pairs_of(
     if sees_positions:
         pairs = pairs._replace(first_position=first, end_position=end, key_positions=key_positions)
     if arrays.score_mod is not None or arrays.mask_mod is not None:
-        pairs = pairs._replace(
-            samples=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch),
-            heads=jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads),
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        of_heads = jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads)
+        pairs = pairs._replace(samples=samples, heads=of_heads)
+        pairs = pairs._replace(query_positions=query_positions, key_positions=key_positions)
     if arrays.dropout_key is not None:
         pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
     return pairs
@@ -462,11 +450,9 @@ def _positions(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
     """`[*batch or 1s, time]`; without given ones the indices among all devices, of NumPy if they are known."""
     if (given := _over_time(positions, x)) is not None:
         return _clipped(given)
-    arange, first = (
-        jnp.arange if sharding.has_symbolic_size(x) else np.arange,
-        sharding.first_index(axis_name, x.shape[-3]),
-    )
+    arange = jnp.arange if sharding.has_symbolic_size(x) else np.arange
     index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+    first = sharding.first_index(axis_name, x.shape[-3])
     return index if first is None else index + first
 
 

@@ -9,7 +9,6 @@ large problems are solved in turn: their blocks stay in the cache, and each prob
 excludes, not only those that the masks of all problems exclude.
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -55,19 +54,18 @@ def attend(
     of_fields |= dict.fromkeys(("score_mod", "mask_mod"), PartitionSpec())
     of_operands, args = PartitionSpec(*batch, None, "heads"), (q, k, v, pairs, scale, sinks)
     names = of_operands, of_operands, of_operands, Pairs(**of_fields), PartitionSpec(), PartitionSpec("heads")
-    fn = functools.partial(_attend_over_batch, plan)
-    results: tuple[Array, Array] = on_own_devices(fn, args, jax.tree.broadcast(names, args), (of_operands, of_operands))
-    return results
 
+    def on_device(
+        q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        scaled = q if scale is None else _scaled_queries(q, scale)
+        pairs = pairs._replace(allowed=grouped_heads(pairs.allowed, k.shape[-2]))
+        out, lse = _attend_flattened(plan, scaled, k, v, pairs)
+        out = out if sinks is None else with_sinks(out, lse, sinks)
+        return out.astype(q.dtype), lse
 
-def _attend_over_batch(
-    plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None, sinks: Array | None
-) -> tuple[Array, Array]:
-    scaled = q if scale is None else _scaled_queries(q, scale)
-    pairs = pairs._replace(allowed=grouped_heads(pairs.allowed, k.shape[-2]))
-    out, lse = _attend_flattened(plan, scaled, k, v, pairs)
-    out = out if sinks is None else with_sinks(out, lse, sinks)
-    return out.astype(q.dtype), lse
+    out, lse = on_own_devices(on_device, args, jax.tree.broadcast(names, args), (of_operands, of_operands))
+    return out, lse
 
 
 def _scaled_queries(q: Array, scale: Array) -> Array:
@@ -242,8 +240,7 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
         steps = _steps_elsewhere(there, q, k, pairs)
         return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
 
-    results: Partial = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
-    return results
+    return Partial(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs)))
 
 
 def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:

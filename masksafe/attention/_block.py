@@ -39,7 +39,7 @@ from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._merge import Partial, shift_of
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
-from masksafe.attention._pairs import Block, Pairs, add_at
+from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
 
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
 
@@ -81,9 +81,9 @@ class Adjustments(NamedTuple):
         mod = pairs.score_mod
         return pairs._replace(bias=self.bias, score_mod=mod and dataclasses.replace(mod, captured=self.captured))
 
-    def plus(self, d_biased: Array, d_captured: tuple[Array, ...], block: Block) -> "Adjustments":
-        """These sums plus the cotangents of a block, of its logits before `score_mod` and of what that captured."""
-        bias = None if self.bias is None else add_at(self.bias, d_biased, block.places)
+    def plus(self, d_bias: Array | None, d_captured: tuple[Array, ...], places: PlacesByName) -> "Adjustments":
+        """These sums plus the cotangents of the part of the bias at the places, and of what `score_mod` captured."""
+        bias = None if self.bias is None or d_bias is None else add_at(self.bias, d_bias, places)
         return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(self.captured, d_captured, strict=True)))
 
 
@@ -118,8 +118,7 @@ class Keys(NamedTuple):
         return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
 
     def take(self, tile: Tile) -> "Keys":
-        part: Keys = jax.tree.map(lambda x: take(x, 2, tile), self)
-        return part
+        return Keys(*jax.tree.map(lambda x: take(x, 2, tile), self))
 
 
 class Queries(NamedTuple):
@@ -155,8 +154,7 @@ class Cotangents(NamedTuple):
         return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
 
     def take(self, tile: Tile) -> "Cotangents":
-        part: Cotangents = jax.tree.map(lambda x: take(x, 3, tile), self)
-        return part
+        return Cotangents(*jax.tree.map(lambda x: take(x, 3, tile), self))
 
 
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:

@@ -55,12 +55,10 @@ def attend_in_blocks(
 
         nothing = Partial.nothing(tile_queries.q[..., :1], width)
         live_tiles = None if live is None else element(live, i)
-        state: Partial = for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)
-        return state.divided()
+        return Partial(*for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)).divided()
 
     # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
-    results: Partial = of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
-    return results
+    return Partial(*of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile))
 
 
 def pull_back_in_blocks(
@@ -84,7 +82,7 @@ def pull_back_in_blocks(
                 add_to_part(state.query, d_q, {3: (query_tile.start, query_tile.size)}),
                 state.key + _block.dot_pairs_with_queries(d.d_dots, part.q),
                 state.value + _block.dot_pairs_with_queries(d.weights, part.d_out),
-                state.adjustments.plus(_block.queries_first(d.d_biased, KEYS_FIRST), d.d_captured, block),
+                state.adjustments.plus(_block.queries_first(d.d_biased, KEYS_FIRST), d.d_captured, block.places),
             )
 
         no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))

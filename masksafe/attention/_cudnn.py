@@ -69,11 +69,11 @@ class Operands(NamedTuple):
     bias: Array | None  # [B or 1, N or 1, T or 1, S or 1]
 
 
-def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array | None, q: Array, k: Array) -> Masks:
+def as_masks(mask: Array | None, lengths: tuple[Array | None, Array | None], q: Array, k: Array) -> Masks:
     """From arrays in the public function's form, `[*batch or 1s, ...]`; with both lengths or none."""
-    if query_lengths is None and key_lengths is None:
+    if lengths[0] is None and lengths[1] is None:
         return Masks(mask, None, None)
-    lengths_and_sizes = (query_lengths, q.shape[-3]), (key_lengths, k.shape[-3])
+    lengths_and_sizes = zip(lengths, (q.shape[-3], k.shape[-3]), strict=True)
     clipped = [jnp.int32(size) if x is None else jnp.clip(x[..., 0], 0, size) for x, size in lengths_and_sizes]
     return Masks(mask, *(jnp.broadcast_to(x, q.shape[:-3]) for x in clipped))
 
@@ -81,9 +81,7 @@ def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array
 # When it can run.
 
 
-def reason_against(
-    config: Config, operands: Operands, mask: Array | None, given: set[str], return_residual: bool
-) -> str | None:
+def reason_against(config: Config, given: dict[str, Array], return_residual: bool) -> str | None:
     """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
     Unless the user has named it, it is not taken where it only might fail: for arrays that the compiler splits over
@@ -91,16 +89,15 @@ def reason_against(
 
     Args:
       config: the static parameters. An error for other platforms says that the user has named cuDNN.
-      operands: the arrays as the user gave them.
-      mask: likewise.
-      given: the names of all arrays and functions that the user gave.
+      given: all arrays and functions that the user gave, by their names.
       return_residual: whether the logsumexp is asked for.
     """
-    q, k, v, bias = operands
+    q, k, v, bias = given["q"], given["k"], given["v"], given.get("bias")
     if q.dtype not in (jnp.float16, jnp.bfloat16):  # first, since the other questions would delay an eager call
         return f"the dtype is {q.dtype}, not float16 or bfloat16"
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
-    arrays, is_unnamed = jax.tree.leaves((operands, mask)), config.otherwise is None
+    arrays = [given[name] for name in ("q", "k", "v", "bias", "mask") if name in given]
+    is_unnamed, names = config.otherwise is None, given.keys()
     has_window, (left, right) = config.plan.window is not None, config.plan.window or (0, 0)
     reasons = {
         "the value's width is not the query's": v.shape[-1] != width,
@@ -111,16 +108,16 @@ def reason_against(
         "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
         "the scale is not a number": "scale" in given,
         "it has no causal_offset": "offset" in given,
-        "it has no positions": not given.isdisjoint({"query_positions", "key_positions"}),
+        "it has no positions": not names.isdisjoint({"query_positions", "key_positions"}),
         "it has no sinks": "sinks" in given,
-        "it has no score_mod and no mask_mod": not given.isdisjoint({"score_mod", "mask_mod"}),
+        "it has no score_mod and no mask_mod": not names.isdisjoint({"score_mod", "mask_mod"}),
         "it has no axis_name": config.plan.ring is not None,
         "it has no segments": "query_segments" in given,
         "it has no logit_soft_cap": config.plan.soft_cap is not None,
         "its dropout takes no key": "dropout_key" in given,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
         "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.plan.is_causal),
-        "its window takes no mask, bias or lengths": has_window and not given.isdisjoint({"bias", *Masks._fields}),
+        "its window takes no mask, bias or lengths": has_window and not names.isdisjoint({"bias", *Masks._fields}),
         "its window takes no more queries than keys": has_window and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
@@ -250,8 +247,7 @@ def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
 
 def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest: Any) -> Operands:
     _, reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks)[0], operands)
-    gradients: Operands = reverse(rest[-1])[0]
-    return gradients
+    return Operands(*reverse(rest[-1])[0])
 
 
 @with_derivatives_of(_pull_back_in_blocks)
@@ -278,8 +274,7 @@ def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: A
     clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
     again = _pull_back_kernel(config, clean, masks, again_out, saved, clean_d_out)
     is_usable = _is_usable(config, clean, masks, lse, again_lse)
-    repaired: Operands = jax.tree.map(functools.partial(_preferred, is_usable), again, exact)
-    return repaired
+    return Operands(*jax.tree.map(functools.partial(_preferred, is_usable), again, exact))
 
 
 def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: Any) -> _T:
@@ -463,8 +458,7 @@ def _allowed_by_arrays(operands: Operands, masks: Masks) -> Array | None:
 def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
     """`[B, K, G, T, S]` up to broadcasting; XLA fuses it into the reductions over it."""
     q, k = operands[:2]
-    allowed = _allowed_by_arrays(operands, masks)
-    grouped = None if allowed is None else grouped_heads(allowed, k.shape[2])
+    grouped = grouped_heads(_allowed_by_arrays(operands, masks), k.shape[2])
     pairs = _intervals(config, operands, masks)._replace(allowed=grouped)
     mask = block_of(pairs, whole(q.shape[1]), whole(k.shape[1])).mask
     assert mask is not None

@@ -30,7 +30,6 @@ _F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight bel
 
 def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Partial:
     """The results of all keys; a query that sees no key has the sum 1."""
-
     attend = _attend_by_softmax if plan.on_accelerator and not plan.is_plain else _attend_by_sums
 
     def one_part(part: _Part) -> Any:
@@ -85,7 +84,7 @@ def _pull_back_part(
         d = _block.pull_back_block(plan, of_tile, tile_keys, block)
         d_k = _block.dot_queries_of_rows(d.d_dots, of_tile.q)
         d_v = _block.dot_queries_of_rows(d.weights, of_tile.d_out)
-        sums = sums.plus(d.d_biased, d.d_captured, block)
+        sums = sums.plus(d.d_biased, d.d_captured, block.places)
         return Gradients(_block.dot_values(d.d_dots, tile_keys.k), d_k, d_v, sums)
 
     if part.tiles.number == 1:
