@@ -427,13 +427,10 @@ def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[A
     sees_positions = arrays.key_positions is not None and end is not None  # not an interval of the index
     of_index = (None, None) if sees_positions else (first, end)
     num_keys = sharding.size_over_devices(axis_name, k.shape[-3])
-    pairs = Pairs(
-        *seen_keys(q.shape[-3], num_keys, *of_index, *lengths, first_query),
-        query_segments=_over_time(arrays.query_segments, q),
-        key_segments=_over_time(arrays.key_segments, k),
-        score_mod=arrays.score_mod,
-        mask_mod=arrays.mask_mod,
-    )
+    bounds = seen_keys(q.shape[-3], num_keys, *of_index, *lengths, first_query)
+    segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
+    pairs = Pairs(*bounds, query_segments=segments[0], key_segments=segments[1])
+    pairs = pairs._replace(score_mod=arrays.score_mod, mask_mod=arrays.mask_mod)
     if sees_positions:
         pairs = pairs._replace(first_position=first, end_position=end, key_positions=key_positions)
     if arrays.score_mod is not None or arrays.mask_mod is not None:

@@ -203,6 +203,7 @@ def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tup
 
 @with_derivatives_of(_evaluate_in_blocks)
 def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
+    @_over_vmap
     def whole_batch(operands: Operands, masks: Masks) -> tuple[Array, Saved]:
         out, lse, saved = _run_kernel(config, operands, masks)
         sees_any = _queries_that_see_any(config, operands, masks)
@@ -213,7 +214,7 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
         out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
-    return _over_vmap(whole_batch, operands, masks)
+    return whole_batch(operands, masks)
 
 
 def _in_small_tiles(config: Config) -> Config:
@@ -230,8 +231,8 @@ def _repair_output(config: Config, operands: Operands, masks: Masks) -> Array:
     exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
     clean = _cleaned(config, operands, masks)
     again, again_lse, _ = _run_kernel(config, clean, masks)
-    is_usable = _is_usable(config, clean, masks, lse, again_lse) & jnp.isfinite(lse)[..., None]
-    return _preferred(is_usable, again, exact)
+    is_usable = _is_usable(config, clean, masks, lse, again_lse)
+    return _preferred(is_usable & jnp.isfinite(lse)[..., None], again, exact)
 
 
 def _is_usable(config: Config, clean: Operands, masks: Masks, lse: Array, again_lse: Array) -> Array:
@@ -252,6 +253,7 @@ def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest
 
 @with_derivatives_of(_pull_back_in_blocks)
 def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
+    @_over_vmap
     def whole_batch(operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
         *saved, was_bad = saved
         d_out = selected(d_out, _queries_that_see_any(config, operands, masks))
@@ -262,7 +264,7 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
         repair = functools.partial(_repair_gradients, config)
         return _repaired_if(jnp.any(was_bad) | ~are_sound, gradients, repair, operands, masks, d_out)
 
-    return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
+    return whole_batch(operands, masks, out, saved, d_out)
 
 
 def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: Array) -> Operands:
@@ -293,8 +295,8 @@ def _in_row_major(tree: Any) -> Any:
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x, tree)
 
 
-def _over_vmap(fn: Callable[..., _T], operands: Operands, masks: Masks, *rest: Any) -> _T:
-    """`fn` of these arrays; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
+def _over_vmap(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """`fn` of operands and masks; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
 
     `jax.nn`'s own rule for `jax.vmap` takes few kinds of batches. Arrays over pairs are not repeated for every element.
     """
@@ -318,8 +320,7 @@ def _over_vmap(fn: Callable[..., _T], operands: Operands, masks: Masks, *rest: A
             results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    results: _T = op(operands, masks, *rest)
-    return results
+    return op
 
 
 # The kernel.

@@ -38,9 +38,8 @@ class Partial(NamedTuple):
         largest = jnp.maximum(before, after)
         shift = shift_of(largest)
         decay, growth = jnp.exp(before - shift), jnp.exp(after - shift)
-        return Partial(
-            self.weighted * decay + other.weighted * growth, largest, self.total * decay + other.total * growth
-        )
+        weighted = self.weighted * decay + other.weighted * growth
+        return Partial(weighted, largest, self.total * decay + other.total * growth)
 
     def divided(self) -> "Partial":
         """With the output, and the total 1 for a query that sees no key.

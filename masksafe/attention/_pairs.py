@@ -252,10 +252,10 @@ def _conjunction(conditions: Sequence[Array | None]) -> Array | None:
 
 def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """Where a block is live, `[queries.number, keys.number]`; None means everywhere, or that there is but one."""
-    return None if queries.number == keys.number == 1 else live_tiles(pairs, queries, keys)
+    return None if queries.number == keys.number == 1 else find_live_blocks(pairs, queries, keys)
 
 
-def live_tiles(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
+def find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """The same, but also if there is only one block."""
     of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE), query_words=None)  # nor are weights drawn for it
     by_pairs = _live_by_pairs(of_pairs, queries, keys) if of_pairs.mask_any() else None

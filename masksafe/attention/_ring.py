@@ -28,7 +28,7 @@ from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._block import Band, Cotangents, Gradients, Inputs, Plan, Ring
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import OVER_PAIRS, cut, live_tiles, words_from_key
+from masksafe.attention._pairs import OVER_PAIRS, cut, find_live_blocks, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
@@ -164,7 +164,7 @@ def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: I
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
     num_queries, num_keys = seen.q.shape[1], seen.k.shape[1]
     of_queries, of_keys = divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys)
-    live = live_tiles(seen.adjustments.of(seen.pairs), of_queries, of_keys)
+    live = find_live_blocks(seen.adjustments.of(seen.pairs), of_queries, of_keys)
     return add(state) if live is None else once_if(any_of(live), add, state)
 
 
@@ -181,17 +181,11 @@ def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tup
     ring, (q, _, _, adjustments, pairs) = plan.ring, inputs
     assert ring is not None
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
-
     of_step = functools.partial(jax.tree.map, lambda x: cut(x, OVER_PAIRS, {"s": (first_key, num_keys)}))
-    bounds = jax.tree.map(lambda x: jnp.clip(x - first_key, 0, num_keys), (pairs.first_key, pairs.end_key))
-    own = pairs._replace(
-        first_key=bounds[0],
-        end_key=bounds[1],
-        key_positions=moving.positions,
-        key_segments=moving.segments,
-        allowed=of_step(pairs.allowed),
-        query_words=words_from_key(pairs.query_words, first_key),
-    )
+    first, end = jax.tree.map(lambda x: jnp.clip(x - first_key, 0, num_keys), (pairs.first_key, pairs.end_key))
+    words = words_from_key(pairs.query_words, first_key)
+    own = pairs._replace(first_key=first, end_key=end, allowed=of_step(pairs.allowed), query_words=words)
+    own = own._replace(key_positions=moving.positions, key_segments=moving.segments)
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
     seen = Inputs(q, moving.k, moving.v, adjustments._replace(bias=of_step(adjustments.bias)), own)
     return plan._replace(band=band), seen
