@@ -301,15 +301,13 @@ def dot_product_attention(
     return_residual = arguments.as_bool(_OP, "return_residual", return_residual)
     soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
     axis_name, window = sharding.as_axis_name(_OP, axis_name), _as_window(local_window_size)
-    q, k, v = _operands(query, key, value)
+    q, k, v = operands = _operands(query, key, value)
     num_queries, num_keys = (sharding.size_over_devices(axis_name, x.shape[-3]) for x in (q, k))
     knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
     _check_both_or_none(query_segment_ids, key_value_segment_ids)
     arrays = _Arrays(
-        q,
-        k,
-        v,
+        *operands,
         scale=scale,
         bias=_if_given(_over_pairs, "bias", bias, _as_bias, q, k, num_keys),
         mask=_if_given(_over_pairs, "mask", mask, as_mask, q, k, num_keys),

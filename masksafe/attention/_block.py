@@ -277,14 +277,14 @@ def _weights(
     x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block, axes)
     if queries.largest is None or queries.total is None:
         exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
-        p = jnp.where(mask, exps / nonzero(total), 0)
+        p = jnp.where(mask, exps / nonzero_divisor(total), 0)
     else:
         p = jnp.exp(jnp.where(mask, x - _in_order(queries.largest, axes), -jnp.inf))
         p = p * _in_order(1 / queries.total, axes)
     return p, capped, pull_back_adjustments
 
 
-def nonzero(total: Array) -> Array:
+def nonzero_divisor(total: Array) -> Array:
     """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
     return jnp.maximum(total, 0.5)
 

@@ -28,10 +28,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from masksafe._core import platforms
+from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import both, selected
-from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_sharded, vary_with
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
@@ -103,7 +102,7 @@ def reason_against(config: Config, given: dict[str, Array], return_residual: boo
         "the value's width is not the query's": v.shape[-1] != width,
         f"the width {width} is not a multiple of 8": width % 8 != 0,
         f"there are {q.ndim - 3} batch dimensions, not at most one": q.ndim > 4,
-        "a size is symbolic": any(map(has_symbolic_size, arrays)),
+        "a size is symbolic": any(map(sharding.has_symbolic_size, arrays)),
         "an array is empty": 0 in q.shape + k.shape,
         "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
         "the scale is not a number": "scale" in given,
@@ -121,8 +120,8 @@ def reason_against(config: Config, given: dict[str, Array], return_residual: boo
         "its window takes no more queries than keys": has_window and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
-        "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
-        "the compiler may split the arrays over a mesh": is_unnamed and any(map(is_on_automatic_mesh, arrays)),
+        "an array is split over an explicit mesh": any(map(sharding.is_sharded, arrays)),
+        "the compiler may split the arrays over a mesh": is_unnamed and any(map(sharding.is_on_automatic_mesh, arrays)),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     found = found or _refusal_of_jax(width, q.dtype)
@@ -158,8 +157,7 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 def attention(config: Config, operands: Operands, masks: Masks) -> Array:
     """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA."""
     if operands.query.ndim == 3:
-        operands, masks = jax.tree.map(lambda x: x[None], (operands, masks))
-        batched: Array = attention(config, operands, masks)
+        batched: Array = attention(config, *jax.tree.map(lambda x: x[None], (operands, masks)))
         return batched[0]
 
     def elsewhere(operands: Operands, masks: Masks) -> Array:
@@ -229,16 +227,20 @@ def _in_small_tiles(config: Config) -> Config:
 
 def _repair_output(config: Config, operands: Operands, masks: Masks) -> Array:
     exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
-    clean = _cleaned(config, operands, masks)
-    again, again_lse, _ = _run_kernel(config, clean, masks)
-    is_usable = _is_usable(config, clean, masks, lse, again_lse)
+    _, again, _, is_usable = _run_again(config, operands, masks, lse)
     return _preferred(is_usable & jnp.isfinite(lse)[..., None], again, exact)
 
 
-def _is_usable(config: Config, clean: Operands, masks: Masks, lse: Array, again_lse: Array) -> Array:
-    """Whether no masked pair had a weight in the kernel's second run; `lse` is that of the blockwise form."""
+def _run_again(config: Config, operands: Operands, masks: Masks, lse: Array) -> tuple[Operands, Array, Saved, Array]:
+    """The arrays cleaned, the kernel's output for them, what its reverse pass needs, and whether these are usable.
+
+    They are if no masked pair had a weight; `lse` is that of the blockwise form.
+    """
+    clean = _cleaned(config, operands, masks)
+    again, again_lse, saved = _run_kernel(config, clean, masks)
     seen_lse = jnp.where(jnp.isfinite(lse)[..., None], again_lse, 0)
-    return jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
+    is_usable = jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
+    return clean, again, saved, is_usable
 
 
 def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
@@ -271,11 +273,9 @@ def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: A
     in_blocks = functools.partial(_in_blocks, _in_small_tiles(config), masks=masks)
     (_, lse), reverse = jax.vjp(in_blocks, operands)
     (exact,) = reverse((d_out, jnp.zeros_like(lse)))
-    clean = _cleaned(config, operands, masks)
-    again_out, again_lse, saved = _run_kernel(config, clean, masks)
+    clean, again_out, saved, is_usable = _run_again(config, operands, masks, lse)
     clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
     again = _pull_back_kernel(config, clean, masks, again_out, saved, clean_d_out)
-    is_usable = _is_usable(config, clean, masks, lse, again_lse)
     return Operands(*jax.tree.map(functools.partial(_preferred, is_usable), again, exact))
 
 
@@ -355,7 +355,7 @@ def _pull_back_kernel(
 
 def _varying_with(tree: _T, others: Any) -> _T:
     """Inside `jax.shard_map` the results of the kernel do not vary by themselves."""
-    varying: _T = vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
+    varying: _T = sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
     return varying
 
 

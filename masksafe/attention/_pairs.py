@@ -13,7 +13,7 @@ rounds of the generator for every pair would take longer than attention itself.
 import functools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -217,7 +217,7 @@ def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) ->
         _index(keys, 4) >= keys.first if keys.is_ragged else None,
         _index(queries, 3) >= queries.first if queries.is_ragged else None,
     ]
-    return _conjunction(conditions)
+    return functools.reduce(both, conditions, None)
 
 
 def _compared(compare: Callable[[Any, Any], Any], a: Array | None, b: Array | None) -> Any:
@@ -242,10 +242,6 @@ def _indices(own: Pairs, queries: Tile, keys: Tile) -> Indices | None:
     return own.samples, own.heads[0], query_positions, jnp.broadcast_to(own.key_positions, (number, keys.size))
 
 
-def _conjunction(conditions: Sequence[Array | None]) -> Array | None:
-    return functools.reduce(both, conditions, None)
-
-
 # Blocks with nothing unmasked are skipped. For structural masks, bounds decide whether a block is live, and may call a
 # dead block live; for arrays over pairs and mods, every pair is looked at.
 
@@ -259,7 +255,7 @@ def find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """The same, but also if there is only one block."""
     of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE), query_words=None)  # nor are weights drawn for it
     by_pairs = _live_by_pairs(of_pairs, queries, keys) if of_pairs.mask_any() else None
-    return _conjunction([_live_by_structure(pairs, queries, keys), by_pairs])
+    return both(_live_by_structure(pairs, queries, keys), by_pairs)
 
 
 _STRUCTURE = "first_key", "end_key", "first_position", "end_position", "query_segments", "key_segments", "live_queries"
@@ -281,7 +277,7 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
         lowest, highest = _range_of_tiles(pairs.key_segments, keys)
         query_ids = pairs.query_segments[..., None]
         conditions.append((lowest <= query_ids) & (query_ids <= highest))
-    sees_tile = _conjunction(conditions)
+    sees_tile = functools.reduce(both, conditions, None)
     return None if sees_tile is None else any_of(queries.by_tile(any_of(sees_tile, 0), 0), 1)
 
 
