@@ -202,7 +202,8 @@ def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) ->
     first_key, end_key, first_position, end_position, query_segments = jax.tree.map(
         lambda x: x[:, None, None, :, None], of_queries
     )
-    of_keys = own.key_positions, own.key_segments
+    # Without an end of positions, those of keys are there for mods alone.
+    of_keys = (None if own.end_position is None else own.key_positions), own.key_segments
     key_positions, key_segments = jax.tree.map(lambda x: x[:, None, None, None, :], of_keys)
     conditions = [
         _compared(operator.ge, key_index, first_key),
