@@ -79,16 +79,10 @@ def flax_attention(
     if has_dropout and dropout_rng is None:
         hint = "Or deterministic=True, which is without dropout."
         raise ValueError(message("flax_attention", "dropout_rng", "None", "a random key for dropout_rate", hint))
-    is_decoding = mask is not None and query.shape[-3] == 1
+    rate, rng = (dropout_rate, dropout_rng) if has_dropout else (0.0, None)
+    mask = None if mask is None else mask != 0
+    is_causal = is_causal and not (mask is not None and query.shape[-3] == 1)
     out: Array = dot_product_attention(
-        query,
-        key,
-        value,
-        bias,
-        None if mask is None else mask != 0,
-        is_causal=is_causal and not is_decoding,
-        dropout_rate=dropout_rate if has_dropout else 0.0,
-        dropout_key=dropout_rng if has_dropout else None,
-        **arguments,
+        query, key, value, bias, mask, is_causal=is_causal, dropout_rate=rate, dropout_key=rng, **arguments
     )
     return out

@@ -53,15 +53,15 @@ class AttentionMask:
     def __and__(self, other: Callable[..., Any]) -> AttentionMask:
         if not callable(other):
             return NotImplemented
-        return AttentionMask(_Both(self, other))
+        return AttentionMask(_Joined((self, other), "logical_and"))
 
     def __or__(self, other: Callable[..., Any]) -> AttentionMask:
         if not callable(other):
             return NotImplemented
-        return AttentionMask(_Either(self, other))
+        return AttentionMask(_Joined((self, other), "logical_or"))
 
     def __invert__(self) -> AttentionMask:
-        return AttentionMask(_Not(self))
+        return AttentionMask(_Joined((self,), "logical_not"))
 
     __rand__, __ror__ = __and__, __or__
 
@@ -128,31 +128,12 @@ def _static() -> Any:
 
 @_pytree
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Both:
-    one: Callable[..., Any]
-    other: Callable[..., Any]
+class _Joined:
+    masks: tuple[Callable[..., Any], ...]
+    operation: str = _static()  # the name of a function of jax.numpy, which cannot be pickled itself
 
     def __call__(self, *pair: Any) -> Any:
-        return jnp.logical_and(self.one(*pair), self.other(*pair))
-
-
-@_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Either:
-    one: Callable[..., Any]
-    other: Callable[..., Any]
-
-    def __call__(self, *pair: Any) -> Any:
-        return jnp.logical_or(self.one(*pair), self.other(*pair))
-
-
-@_pytree
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Not:
-    one: Callable[..., Any]
-
-    def __call__(self, *pair: Any) -> Any:
-        return jnp.logical_not(self.one(*pair))
+        return getattr(jnp, self.operation)(*(mask(*pair) for mask in self.masks))
 
 
 @_pytree

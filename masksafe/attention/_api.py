@@ -12,30 +12,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core import platforms
-from masksafe._core.arguments import (
-    as_array,
-    as_bool,
-    as_float_array,
-    as_integer_array,
-    as_number,
-    as_promoted_float_array,
-    check_broadcasts_to,
-    is_staged,
-    message,
-)
+from masksafe._core import arguments, platforms, sharding
+from masksafe._core.arguments import message
 from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask, either
 from masksafe._core.own_shard_map import is_checkified
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import AxisName, Devices, as_axis_name, gathered_along, has_symbolic_size
+from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._attention import attend
 from masksafe.attention._block import Band, Plan
-from masksafe.attention._mods import Mod, Mods, trace
+from masksafe.attention._mods import Mod, trace
 from masksafe.attention._pairs import Pairs, draw_words, seen_keys, seen_positions
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, as_window, check_samples
@@ -307,29 +297,30 @@ def dot_product_attention(
       <https://arxiv.org/abs/2412.05496>`_. Time over devices: `Liu, Zaharia and Abbeel, Ring Attention with Blockwise
       Transformers for Near-Infinite Context, 2023 <https://arxiv.org/abs/2310.01889>`_.
     """
-    is_causal, return_residual = as_bool(_OP, "is_causal", is_causal), as_bool(_OP, "return_residual", return_residual)
+    is_causal = arguments.as_bool(_OP, "is_causal", is_causal)
+    return_residual = arguments.as_bool(_OP, "return_residual", return_residual)
     soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
-    axis_name, window = as_axis_name(_OP, axis_name), _as_window(local_window_size)
-    q, k, v = _operands(query, key, value)
-    num_queries, num_keys = (x.shape[-3] * Devices(axis_name).size for x in (q, k))
-    knows_numbers = axis_name is not None or is_staged(q, k, v)
+    axis_name, window = sharding.as_axis_name(_OP, axis_name), _as_window(local_window_size)
+    q, k, v = operands = _operands(query, key, value)
+    num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
+    knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
     _check_both_or_none(query_segment_ids, key_value_segment_ids)
     arrays = _Arrays(
-        q,
-        k,
-        v,
+        *operands,
         scale=scale,
-        bias=_over_pairs("bias", bias, _as_bias, q, k, num_keys),
-        mask=_over_pairs("mask", mask, as_mask, q, k, num_keys),
-        query_lengths=_per_sample("query_seq_lengths", query_seq_lengths, q),
-        key_lengths=_per_sample("key_value_seq_lengths", key_value_seq_lengths, q),
+        bias=_if_given(_over_pairs, "bias", bias, _as_bias, q, k, num_keys),
+        mask=_if_given(_over_pairs, "mask", mask, as_mask, q, k, num_keys),
+        query_lengths=_if_given(_per_sample, "query_seq_lengths", query_seq_lengths, q),
+        key_lengths=_if_given(_per_sample, "key_value_seq_lengths", key_value_seq_lengths, q),
         offset=_as_offset(causal_offset, query_positions, key_positions, q),
-        query_positions=_per_time("query_positions", query_positions, q),
-        key_positions=_per_time("key_positions", key_positions, k),
-        query_segments=_per_time("query_segment_ids", query_segment_ids, q, as_integer_array),
-        key_segments=_per_time("key_value_segment_ids", key_value_segment_ids, k, as_integer_array),
-        sinks=_as_sinks(sinks, q),
+        query_positions=_if_given(_per_time, "query_positions", query_positions, q),
+        key_positions=_if_given(_per_time, "key_positions", key_positions, k),
+        query_segments=_if_given(_per_time, "query_segment_ids", query_segment_ids, q, arguments.as_integer_array),
+        key_segments=_if_given(
+            _per_time, "key_value_segment_ids", key_value_segment_ids, k, arguments.as_integer_array
+        ),
+        sinks=_if_given(_as_sinks, "sinks", sinks, q),
         dropout_key=_as_dropout_key(dropout_key, dropout_rate),
         score_mod=trace("score_mod", score_mod, wide_dtype(q.dtype)),
         mask_mod=_as_mask_mod(mask_mod, q),
@@ -342,25 +333,14 @@ def dot_product_attention(
     is_known = not has_positions and (arrays.offset is None or knows_numbers)
     band = _static_band(is_causal, window, causal_offset) if is_known else None
     ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
-    sizes = platforms.choices().attention
-    plan = Plan(static_scale, soft_cap, dropout_rate, sizes, band, rounds=sinks is None, ring=ring)
-    call = _Call(plan, is_causal, window, axis_name, is_checkified())
-    out, lse = _attend(call._replace(by_cudnn=_choose_cudnn(implementation, call, arrays, return_residual)), arrays)
+    sizes, rounds = platforms.choices().attention, sinks is None
+    plan = Plan(static_scale, soft_cap, dropout_rate, is_causal, window, sizes, band, rounds, ring)
+    by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
+    out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
         lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
     return (out, lse) if return_residual else out
-
-
-class _Call(NamedTuple):
-    """What a program depends on besides the types of its arrays."""
-
-    plan: Plan
-    is_causal: bool
-    window: tuple[int, int] | None
-    axis_name: AxisName
-    is_checkified: bool
-    by_cudnn: _cudnn.Config | None = None
 
 
 class _Arrays(NamedTuple):
@@ -389,7 +369,7 @@ class _Arrays(NamedTuple):
 
 
 def _choose_cudnn(
-    implementation: str | None, call: _Call, arrays: _Arrays, return_residual: bool
+    implementation: str | None, plan: Plan, arrays: _Arrays, return_residual: bool
 ) -> _cudnn.Config | None:
     """What cuDNN is called with, or None if it is not taken."""
     if implementation not in (None, "xla", "cudnn"):
@@ -397,10 +377,9 @@ def _choose_cudnn(
     if implementation == "xla":
         return None
     otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-    config = _cudnn.Config(call.plan, call.is_causal, call.window, attend, otherwise)
-    operands = _cudnn.Operands(arrays.q, arrays.k, arrays.v, arrays.bias)
-    given = {name for name, x in arrays._asdict().items() if x is not None}
-    reason = _cudnn.reason_against(config, operands, arrays.mask, given, return_residual)
+    config = _cudnn.Config(plan, attend, otherwise)
+    given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    reason = _cudnn.reason_against(config, given, return_residual)
     if reason is not None and implementation == "cudnn":
         raise ValueError(_refusal_of_cudnn(reason))
     return config if reason is None else None
@@ -414,51 +393,49 @@ def _refusal_of_cudnn(reason: str) -> str:
 
 
 @explains_forward_mode
-@functools.partial(jax.jit, static_argnums=0)
-def _attend(call: _Call, arrays: _Arrays) -> tuple[Array, Array | None]:
-    """The output, and the logsumexp, but not from cuDNN: one program for an eager call."""
-    q, k, v = (gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
-    rank = q.ndim
-    bias, mask = (None if x is None else gathered_along(_at_rank(x, rank), -2, -1) for x in (arrays.bias, arrays.mask))
-    query_lengths, key_lengths, offset = (
-        None if x is None else _clipped(_at_rank(x, rank - 3))[..., None]
-        for x in (arrays.query_lengths, arrays.key_lengths, arrays.offset)
-    )
-    if call.by_cudnn is not None:
-        masks = _cudnn.as_masks(mask, query_lengths, key_lengths, q, k)
-        return _cudnn.attention(call.by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
-    q = Devices(call.axis_name).varying(q)
-    pairs = _pairs_of(call, arrays, q, k, (query_lengths, key_lengths), offset)
-    mods = Mods(arrays.score_mod, arrays.mask_mod)
-    return attend(call.plan, q, k, v, arrays.scale, bias, mask, pairs, mods, arrays.sinks)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _attend(
+    plan: Plan, axis_name: AxisName, by_cudnn: _cudnn.Config | None, is_checkified: bool, arrays: _Arrays
+) -> tuple[Array, Array | None]:
+    """The output, and the logsumexp, but not from cuDNN: one program for an eager call.
+
+    What checkify traces is another program, which is not found in place of this.
+    """
+    q, k, v = (sharding.gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
+    over_pairs, by_sample = (arrays.bias, arrays.mask), ((arrays.query_lengths, arrays.key_lengths), arrays.offset)
+    bias, mask = jax.tree.map(lambda x: sharding.gathered_along(_at_rank(x, q.ndim), -2, -1), over_pairs)
+    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3))[..., None], by_sample)
+    if by_cudnn is not None:
+        masks = _cudnn.as_masks(mask, lengths, q, k)
+        return _cudnn.attention(by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    q = sharding.Devices(axis_name).varying(q)
+    pairs = _pairs_of(plan, axis_name, arrays._replace(q=q, k=k, offset=offset), lengths)
+    return attend(plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)
 
 
-def _pairs_of(
-    call: _Call, arrays: _Arrays, q: Array, k: Array, lengths: tuple[Array | None, Array | None], offset: Array | None
-) -> Pairs:
-    """The structural masks, and what mods and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[Array | None, Array | None]) -> Pairs:
+    """The structural masks, mods, and what these and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+    q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
-    query_positions = _positions(q, arrays.query_positions, call.axis_name)
+    first_query = sharding.Devices(axis_name).first(q.shape[-3])
+    query_positions = _positions(q, arrays.query_positions, axis_name)
     query_positions = query_positions if offset is None else query_positions + offset
-    key_positions = _positions(k, arrays.key_positions, call.axis_name)
-    first_query = Devices(call.axis_name).first(q.shape[-3])
-    seen = functools.partial(seen_keys, q.shape[-3], k.shape[-3] * Devices(call.axis_name).size)
-    first, end = seen_positions(query_positions, call.is_causal, call.window)
-    if arrays.key_positions is None or end is None:
-        pairs = Pairs(*seen(first, end, *lengths, first_query))
-    else:
-        bounds = seen(None, None, *lengths, first_query)
-        pairs = Pairs(*bounds, first_position=first, end_position=end, key_positions=key_positions)
-    if arrays.query_segments is not None and arrays.key_segments is not None:
-        segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
-        pairs = pairs._replace(query_segments=segments[0], key_segments=segments[1])
+    key_positions = _positions(k, arrays.key_positions, axis_name)
+    first, end = seen_positions(query_positions, plan.is_causal, plan.window)
+    sees_positions = arrays.key_positions is not None and end is not None  # not an interval of the index
+    of_index = (None, None) if sees_positions else (first, end)
+    num_keys = k.shape[-3] * sharding.Devices(axis_name).size
+    bounds = seen_keys(q.shape[-3], num_keys, *of_index, *lengths, first_query)
+    segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
+    pairs = Pairs(*bounds, query_segments=segments[0], key_segments=segments[1])
+    pairs = pairs._replace(score_mod=arrays.score_mod, mask_mod=arrays.mask_mod)
+    if sees_positions:
+        pairs = pairs._replace(first_position=first, end_position=end, key_positions=key_positions)
     if arrays.score_mod is not None or arrays.mask_mod is not None:
-        pairs = pairs._replace(
-            samples=jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch),
-            heads=jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads),
-            query_positions=query_positions,
-            key_positions=key_positions,
-        )
+        samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
+        of_heads = jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads)
+        pairs = pairs._replace(samples=samples, heads=of_heads)
+        pairs = pairs._replace(query_positions=query_positions, key_positions=key_positions)
     if arrays.dropout_key is not None:
         pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
     return pairs
@@ -466,16 +443,19 @@ def _pairs_of(
 
 def _positions(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
     """`[*batch or 1s, time]`; without given ones the indices among all devices, of NumPy if they are known."""
-    if positions is not None:
-        return _clipped(_over_time(positions, x))
-    arange, first = jnp.arange if has_symbolic_size(x) else np.arange, Devices(axis_name).first(x.shape[-3])
+    if (given := _over_time(positions, x)) is not None:
+        return _clipped(given)
+    arange = jnp.arange if sharding.has_symbolic_size(x) else np.arange
     index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
+    first = sharding.Devices(axis_name).first(x.shape[-3])
     return index if first is None else index + first
 
 
-def _over_time(x: Array, operand: Array) -> Array:
+def _over_time(x: Array | None, operand: Array) -> Array | None:
     """`[*batch or 1s, time]`, expanded along time so that it can be cut to a tile."""
-    x = gathered_along(_at_rank(x, operand.ndim - 2), -1)
+    if x is None:
+        return None
+    x = sharding.gathered_along(_at_rank(x, operand.ndim - 2), -1)
     return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
 
 
@@ -504,11 +484,15 @@ def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayL
     return (None if left is None else left - position), last + position
 
 
-# Checks of the arguments. Of None, which is an argument that is not given, they make None.
+# Checks of the arguments.
+
+
+def _if_given(check: Callable[..., Array], argument: str, x: ArrayLike | None, *others: Any) -> Array | None:
+    return None if x is None else check(argument, x, *others)
 
 
 def _operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array, Array, Array]:
-    q, k, v = (as_float_array(_OP, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
+    q, k, v = (arguments.as_float_array(_OP, n, x) for n, x in (("query", query), ("key", key), ("value", value)))
     if q.ndim < 3:
         expected = "[batch, time, heads, head_dim] or [time, heads, head_dim]"
         raise ValueError(message(_OP, "query", f"shape {q.shape}", expected))
@@ -533,22 +517,20 @@ def _as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[f
     if scale is None:
         return 1 / math.sqrt(max(1, q.shape[-1])), None
     if isinstance(scale, numbers.Real):
-        number = as_number(_OP, "scale", scale)
+        number = arguments.as_number(_OP, "scale", scale)
         # Queries of 16 bits would be multiplied in float32, and so would their products with keys.
         is_static = knows_numbers or q.dtype.itemsize < 4
         return (number, None) if is_static else (1.0, np.asarray(number, q.dtype))
-    scale = as_promoted_float_array(_OP, "scale", scale)
+    scale = arguments.as_promoted_float_array(_OP, "scale", scale)
     if scale.size != 1:
         raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar, or an array of one element"))
     return 1.0, scale.reshape(())
 
 
 def _over_pairs(
-    argument: str, x: ArrayLike | None, as_typed: Callable[..., Array], q: Array, k: Array, num_keys: int
-) -> Array | None:
+    argument: str, x: ArrayLike, as_typed: Callable[..., Array], q: Array, k: Array, num_keys: int
+) -> Array:
     """An array that broadcasts to `[*batch, N, T, num_keys]`, of which `k` may have a part."""
-    if x is None:
-        return None
     array, target = as_typed(_OP, argument, x), (*q.shape[:-3], q.shape[-2], q.shape[-3], num_keys)
     shape = _without_ones(array, target)
     hint = ""
@@ -558,16 +540,16 @@ def _over_pairs(
         hint = f"With axis_name, {argument} is of this device's queries and the keys of all devices."
     elif len(shape) > 1 and shape[-2:] == (q.shape[-2], k.shape[-2]):
         hint = _HEADS_FIRST
-    check_broadcasts_to(_OP, argument, shape, target, "the logits [batch, heads, queries, keys]", hint)
+    arguments.check_broadcasts_to(_OP, argument, shape, target, "the logits [batch, heads, queries, keys]", hint)
     return array
 
 
 def _as_bias(op: str, argument: str, bias: ArrayLike) -> Array:
-    array = as_array(op, argument, bias)
+    array = arguments.as_array(op, argument, bias)
     if array.dtype == jnp.bool_:
         hint = "A mask is passed as mask=."
         raise TypeError(message(op, argument, "dtype bool", "numbers to add to the logits", hint))
-    return as_promoted_float_array(op, argument, array)
+    return arguments.as_promoted_float_array(op, argument, array)
 
 
 def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
@@ -576,13 +558,11 @@ def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
     return x.shape[extra:] if x.shape[:extra] == (1,) * extra else x.shape
 
 
-def _per_sample(argument: str, x: ArrayLike | None, q: Array) -> Array | None:
+def _per_sample(argument: str, x: ArrayLike, q: Array) -> Array:
     """Integers that broadcast to the batch."""
-    if x is None:
-        return None
     integers, batch = _as_small_integers(_OP, argument, x), q.shape[:-3]
     shape = integers.shape if batch else _without_ones(integers, batch)
-    check_broadcasts_to(_OP, argument, shape, batch, "the batch")
+    arguments.check_broadcasts_to(_OP, argument, shape, batch, "the batch")
     return integers
 
 
@@ -592,18 +572,16 @@ def _as_small_integers(op: str, argument: str, x: ArrayLike) -> Array:
         x = np.asarray(max(-_FARTHEST, min(_FARTHEST, int(x))))
     elif isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
         x = np.clip(x, *_limits(x.dtype))
-    return as_integer_array(op, argument, x)
+    return arguments.as_integer_array(op, argument, x)
 
 
 def _per_time(
-    argument: str, x: ArrayLike | None, operand: Array, as_integers: Callable[..., Array] = _as_small_integers
-) -> Array | None:
+    argument: str, x: ArrayLike, operand: Array, as_integers: Callable[..., Array] = _as_small_integers
+) -> Array:
     """Integers that broadcast to `[*batch, time]`, of queries or keys."""
-    if x is None:
-        return None
     integers = as_integers(_OP, argument, x)
     hint = _HEADS_FIRST if integers.shape[-1:] == operand.shape[-2:-1] else ""
-    check_broadcasts_to(_OP, argument, integers.shape, operand.shape[:-2], "[batch, time]", hint)
+    arguments.check_broadcasts_to(_OP, argument, integers.shape, operand.shape[:-2], "[batch, time]", hint)
     return integers
 
 
@@ -654,24 +632,22 @@ def _as_mask_mod(mask_mod: Any, q: Array) -> Mod | None:
     return trace("mask_mod", mask_mod)
 
 
-def _as_sinks(sinks: ArrayLike | None, q: Array) -> Array | None:
-    if sinks is None:
-        return None
-    array = as_promoted_float_array(_OP, "sinks", sinks)
+def _as_sinks(argument: str, sinks: ArrayLike, q: Array) -> Array:
+    array = arguments.as_promoted_float_array(_OP, argument, sinks)
     if array.shape != q.shape[-2:-1]:
-        raise ValueError(message(_OP, "sinks", f"shape {array.shape}", f"{q.shape[-2:-1]}, one for each query head"))
+        raise ValueError(message(_OP, argument, f"shape {array.shape}", f"{q.shape[-2:-1]}, one for each query head"))
     return array
 
 
 def _as_soft_cap(soft_cap: Any) -> float | None:
-    number = None if soft_cap is None else as_number(_OP, "logit_soft_cap", soft_cap)
+    number = None if soft_cap is None else arguments.as_number(_OP, "logit_soft_cap", soft_cap)
     if number is not None and not number > 0:
         raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive number or None"))
     return number
 
 
 def _as_dropout_rate(rate: Any) -> float:
-    number = as_number(_OP, "dropout_rate", rate)
+    number = arguments.as_number(_OP, "dropout_rate", rate)
     if not 0 <= number < 1:
         raise ValueError(message(_OP, "dropout_rate", f"value {rate}", "a number in [0, 1)"))
     return number

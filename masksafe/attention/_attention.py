@@ -9,9 +9,8 @@ large problems are solved in turn: their blocks stay in the cache, and each prob
 excludes, not only those that the masks of all problems exclude.
 """
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -29,87 +28,54 @@ from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, are_finite
-from masksafe.attention._blocks import attend_in_blocks, pull_back_in_blocks, tiles_of
+from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
 from masksafe.attention._merge import Partial, with_sinks
-from masksafe.attention._mods import Mods
 from masksafe.attention._pairs import AXES, Pairs, Problems, grouped_heads
-from masksafe.attention._ring import run_forward_in_ring, run_reverse_in_ring
+from masksafe.attention._ring import run_forward, run_reverse
 from masksafe.attention._rows import attend_by_rows, most_logits_at_once, pull_back_by_rows
 
 # Devices and batch.
 
 
 def attend(
-    plan: Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array | None,
-    bias: Array | None,
-    mask: Array | None,
-    pairs: Pairs,
-    mods: Mods = Mods(),  # noqa: B008
-    sinks: Array | None = None,
+    plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None = None, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Output and logsumexp for arrays with any batch dimensions; `bias` and `mask` are `[*batch, N, T, S]`.
+    """Output and logsumexp for arrays with any batch dimensions; those over pairs are `[*batch, N, T, S]`.
 
     On a mesh whose explicit axes split batch or heads, each device solves the problems of its own. Queries and keys are
     whole, as are arrays that a mod closes over.
     """
     batch = [f"batch {axis}" for axis in range(q.ndim - 3)]
-    of_operands, of_pairs = PartitionSpec(*batch, None, "heads"), PartitionSpec(*batch, "heads")
-    of_all = PartitionSpec()
     by_axis = {"k": "heads", "g": "heads" if k.shape[-2] == 1 else None}
+    of_fields: dict[str, Any] = {
+        name: PartitionSpec(*batch, *(by_axis.get(axis) for axis in axes[1:])) for name, axes in AXES.items()
+    }
+    of_fields |= dict.fromkeys(("allowed", "bias"), PartitionSpec(*batch, "heads"))  # heads are grouped on the device
+    of_fields |= dict.fromkeys(("score_mod", "mask_mod"), PartitionSpec())
+    of_operands, args = PartitionSpec(*batch, None, "heads"), (q, k, v, pairs, scale, sinks)
+    names = of_operands, of_operands, of_operands, Pairs(**of_fields), PartitionSpec(), PartitionSpec("heads")
 
-    def of_field(name: str) -> PartitionSpec:
-        return PartitionSpec(*batch, *(by_axis.get(axis) for axis in AXES.get(name, "b")[1:]))
+    def on_device(
+        q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None, sinks: Array | None
+    ) -> tuple[Array, Array]:
+        scaled = q if scale is None else _scaled_queries(q, scale)
+        pairs = pairs._replace(allowed=grouped_heads(pairs.allowed, k.shape[-2]))
+        out, lse = _attend_flattened(plan, scaled, k, v, pairs)
+        out = out if sinks is None else with_sinks(out, lse, sinks)
+        return out.astype(q.dtype), lse
 
-    def alike(tree: Any, names: PartitionSpec) -> Any:
-        return jax.tree.map(lambda _: names, tree)
-
-    names_of_pairs = Pairs(*(alike(x, of_field(name)) for name, x in pairs._asdict().items()))
-    of_args: list[tuple[Any, Any]] = [
-        *((x, of_operands) for x in (q, k, v)),
-        (scale, alike(scale, of_all)),
-        *((x, alike(x, of_pairs)) for x in (bias, mask)),
-        (pairs, names_of_pairs),
-        (mods, alike(mods, of_all)),
-        (sinks, alike(sinks, PartitionSpec("heads"))),
-    ]
-    args, names = zip(*of_args, strict=True)
-    fn = functools.partial(_attend_over_batch, plan)
-    return on_own_devices(fn, args, names, (of_operands, of_operands))
-
-
-def _attend_over_batch(
-    plan: Plan,
-    q: Array,
-    k: Array,
-    v: Array,
-    scale: Array | None,
-    bias: Array | None,
-    mask: Array | None,
-    pairs: Pairs,
-    mods: Mods,
-    sinks: Array | None,
-) -> tuple[Array, Array]:
-    scaled = q if scale is None else scaled_queries(q, scale)
-    mask = None if mask is None else grouped_heads(mask, k.shape[-2])
-    out, lse = _attend_flattened(plan, mods, scaled, k, v, bias, pairs._replace(allowed=mask))
-    out = out if sinks is None else with_sinks(out, lse, sinks)
-    return out.astype(q.dtype), lse
+    out, lse = on_own_devices(on_device, args, jax.tree.broadcast(names, args), (of_operands, of_operands))
+    return out, lse
 
 
-def scaled_queries(q: Array, scale: Array) -> Array:
+def _scaled_queries(q: Array, scale: Array) -> Array:
     """The queries times the scale, in the wide dtype."""
     wide = q.astype(wide_dtype(q.dtype))
     is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
     return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
 
 
-def _attend_flattened(
-    plan: Plan, mods: Mods, q: Array, k: Array, v: Array, bias: Array | None, pairs: Pairs
-) -> tuple[Array, Array]:
+def _attend_flattened(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array]:
     """For one batch dimension in place of any number."""
     batch = q.shape[:-3]
     if 0 in (*q.shape[:-1], *k.shape[:-1], v.shape[-1]):  # no query has a key, or there is no output
@@ -118,26 +84,30 @@ def _attend_flattened(
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), out_dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
     if q.shape[-1] == 0:  # all products are 0, as those of a column of zeros
         q, k = (jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, 1)]) for x in (q, k))
-    leaves, tree = jax.tree.flatten((bias, pairs))
+    score_mod, mask_mod = pairs.score_mod, pairs.mask_mod  # whose arrays have no batch dimensions
+    leaves, tree = jax.tree.flatten(pairs._replace(score_mod=None, mask_mod=None))
+
+    def with_mods(leaves: Iterable[Array]) -> Any:
+        return jax.tree.unflatten(tree, leaves)._replace(score_mod=score_mod, mask_mod=mask_mod)
+
     batch_shapes = [x.shape[: len(batch)] for x in leaves]
     if all(shape in (batch, (1,) * len(batch)) for shape in batch_shapes):
-        size = math.prod(batch)
 
         def flatten(x: Array) -> Array:
             lead = x.shape[: len(batch)]
-            return x if len(lead) == 1 else x.reshape(size if lead == batch else 1, *x.shape[len(lead) :])
+            return x if len(lead) == 1 else x.reshape(math.prod(lead), *x.shape[len(lead) :])
 
-        flat_bias, flat_pairs = jax.tree.unflatten(tree, map(flatten, leaves))
-        adjustments = Adjustments(flat_bias, () if mods.score is None else mods.score.captured)
-        flat_pairs = Adjustments().of(flat_pairs._replace(score_mod=mods.score, mask_mod=mods.mask))
-        out, lse = _attention(plan, Inputs(flatten(q), flatten(k), flatten(v), adjustments, flat_pairs))
+        flat = with_mods(map(flatten, leaves))
+        adjustments = Adjustments(flat.bias, () if score_mod is None else score_mod.captured)
+        inputs = Inputs(flatten(q), flatten(k), flatten(v), adjustments, Adjustments().of(flat))
+        out, lse = _attention(plan, inputs)
         return out.reshape(*batch, *out.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
     # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.
     axes = [0 if shape[0] == batch[0] else None for shape in batch_shapes]
     leaves = [x if axis == 0 else x[0] for x, axis in zip(leaves, axes, strict=True)]
 
     def attend_to_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
-        return _attend_flattened(plan, mods, q, k, v, *jax.tree.unflatten(tree, leaves))
+        return _attend_flattened(plan, q, k, v, with_mods(leaves))
 
     return jax.vmap(attend_to_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)
 
@@ -149,8 +119,9 @@ _Result = tuple[Array, Array]
 
 def _forward(plan: Plan, inputs: Inputs) -> tuple[_Result, tuple[Inputs, Partial]]:
     results = _evaluate(plan, _grouped(inputs))
+    out = results.weighted.astype(inputs.q.dtype) if plan.rounds else results.weighted
     # The output is kept unrounded, since delta depends on it.
-    return _rounded(plan, inputs, results), (inputs, results)
+    return (out, _logsumexp(results)[..., 0]), (inputs, results)
 
 
 def _reverse(plan: Plan, residuals: tuple[Inputs, Partial], cotangents: _Result) -> tuple[Any]:
@@ -166,7 +137,7 @@ def _attention(plan: Plan, inputs: Inputs) -> _Result:
 
     The bias of the inputs is `[B, N, T, S]` with size 1 where it broadcasts.
     """
-    return _rounded(plan, inputs, _evaluate(plan, _grouped(inputs)))
+    return _forward(plan, inputs)[0]
 
 
 def _grouped(inputs: Inputs) -> Inputs:
@@ -175,15 +146,8 @@ def _grouped(inputs: Inputs) -> Inputs:
     It is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new one with
     a NaN under the mask would set off `jax_debug_nans`.
     """
-    bias = inputs.adjustments.bias
-    if bias is None:
-        return inputs
-    return inputs._replace(adjustments=inputs.adjustments._replace(bias=grouped_heads(bias, inputs.k.shape[2])))
-
-
-def _rounded(plan: Plan, inputs: Inputs, results: Partial) -> _Result:
-    out = results.weighted.astype(inputs.q.dtype) if plan.rounds else results.weighted
-    return out, _logsumexp(results)[..., 0]
+    bias = grouped_heads(inputs.adjustments.bias, inputs.k.shape[2])
+    return inputs._replace(adjustments=inputs.adjustments._replace(bias=bias))
 
 
 def _logsumexp(results: Partial) -> Array:
@@ -191,16 +155,12 @@ def _logsumexp(results: Partial) -> Array:
 
 
 def _evaluate_plainly(plan: Plan, inputs: Inputs) -> Partial:
-    return _run_forward(plan._replace(is_plain=True), inputs)
+    return run_forward(_pass_forward, plan._replace(is_plain=True), inputs)
 
 
 @with_derivatives_of(_evaluate_plainly)
 def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
-    return _run_forward(plan, inputs)
-
-
-def _run_forward(plan: Plan, inputs: Inputs) -> Partial:
-    return _pass_forward(plan, inputs) if plan.ring is None else run_forward_in_ring(_pass_forward, plan, inputs)
+    return run_forward(_pass_forward, plan, inputs)
 
 
 def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
@@ -226,8 +186,7 @@ def _pull_back(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse
     is_sound = jnp.isfinite(results.weighted[..., :1]) & jnp.isfinite(delta)
     d_lse, largest = (jnp.where(is_sound, x, jnp.nan) for x in (d_lse, results.largest))
     queries = Cotangents(inputs.q, d_out, d_lse, largest, jnp.where(is_sound, results.total, 1), delta)
-    args = plan, queries, _with_live_queries(inputs, wanted)
-    d = _pass_reverse(*args) if plan.ring is None else run_reverse_in_ring(_pass_reverse, *args)
+    d = run_reverse(_pass_reverse, plan, queries, _with_live_queries(inputs, wanted))
     return d._replace(adjustments=jax.tree.map(lambda d, x: d.astype(x.dtype), d.adjustments, inputs.adjustments))
 
 
@@ -255,92 +214,78 @@ def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
 def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
     q, k, v, adjustments, pairs = inputs
-    on_cpu, elsewhere = (functools.partial(f, plan) for f in (_forward_on_cpu, _forward_elsewhere))
-    results: Partial = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs))
-    return results
 
+    def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
+        if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
+            return _attend_sample_by_sample(plan, q, k, v, pairs)
+        tiles = tiles_of(plan, q, k, pairs)
 
-def _forward_on_cpu(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
-    if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
-        return _attend_sample_by_sample(plan, q, k, v, pairs)
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
+            (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
+            q, k, v = map(widened, (q, k, v))
+            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
+            if is_one_block(tiles):
+                return attend_by_rows(plan, queries, keys, pairs), (), carry
+            return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], tiles), (), carry
 
-    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-        (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
-        q, k, v = map(widened, (q, k, v))
-        queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
-        tiles = tiles_of(plan, q.shape[2], q.shape[3], k.shape[2], pairs)
-        if tiles[0].number == tiles[1].number == 1:
-            return attend_by_rows(plan, queries, keys, pairs), (), carry
-        return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], *tiles), (), carry
+        steps = _steps_on_cpu(plan, q, k, pairs)
+        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
 
-    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
-    results: Partial = _solve(kernel, *args, _steps_on_cpu(plan, q, k, pairs))[0]
-    return results
+    def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
+        there = plan._replace(on_accelerator=True)
 
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
+            return attend_by_rows(there, Queries.of(there, *by_query), Keys.of(*by_key), pairs), (), carry
 
-def _forward_elsewhere(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
-    plan = plan._replace(on_accelerator=True)
+        steps = _steps_elsewhere(there, q, k, pairs)
+        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
 
-    def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> Any:
-        return attend_by_rows(plan, Queries.of(plan, *by_query), Keys.of(*by_key), pairs), (), carry
-
-    args = (q, are_finite(q)), (k, v, are_finite(k, v)), pairs, None
-    results: Partial = _solve(kernel, *args, _steps_elsewhere(plan, q, k, pairs))[0]
-    return results
+    return Partial(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs)))
 
 
 def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
     """The cotangents of q, k and v, and those of the adjustments, which are wide.
 
-    All are wide, and parts of sums, if other devices have more of the keys: then the results are those of all keys.
+    In a ring all are wide, and parts of sums, since other devices have more of the keys; the results are those of all.
     """
     q, k, v, adjustments, pairs = inputs
-    dtypes = q.dtype, k.dtype, v.dtype
+    of_q, of_k, of_v = (x.dtype if plan.ring is None else queries.d_lse.dtype for x in (q, k, v))
 
-    def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
-        _, num_queries, heads, _ = queries.q.shape
-        tiles = tiles_of(plan, heads // k.shape[2], num_queries, k.shape[1], pairs)
-        is_one = tiles[0].number == tiles[1].number == 1
+    def as_results(d: Gradients) -> _Results:
+        return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
 
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
-            queries, keys = jax.tree.map(widened, (by_query, by_key))
-            queries, keys = queries.cleaned(plan), Keys.of(*keys)
-            if is_one:
-                return _by_user(plan, pull_back_by_rows(plan, queries, keys, pairs, sums), dtypes)
-            return _by_user(plan, pull_back_in_blocks(plan, queries, keys, pairs, sums, *tiles), dtypes)
+    def what_rows_need(queries: Cotangents) -> Cotangents:
+        """Tiles with all keys of their queries need more in a ring only."""
+        return Cotangents(*queries[:3]) if plan.ring is None else queries
+
+    def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
+        tiles = tiles_of(plan, queries.q, k, pairs)
+        queries = what_rows_need(queries) if is_one_block(tiles) else queries
+
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
+            by_query, by_key = jax.tree.map(widened, (by_query, by_key))
+            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
+            return as_results(pull_back_by_rows(*args) if is_one_block(tiles) else pull_back_in_blocks(*args, tiles))
 
         steps = _steps_on_cpu(plan, queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
-        return _solve(kernel, _of_rows(plan, queries) if is_one else queries, (k, v), pairs, sums, steps)
+        return _solve(kernel, steps, queries, (k, v), pairs, sums)
 
-    def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> Any:
+    def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
-        queries, k, v, pairs = lax.optimization_barrier((_of_rows(plan, queries), k, v, pairs))
+        queries, k, v, pairs = lax.optimization_barrier((what_rows_need(queries), k, v, pairs))
         there = plan._replace(on_accelerator=True)
 
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> Any:
-            d = pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums)
-            return _by_user(plan, d, dtypes)
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
+            return as_results(pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums))
 
-        return _solve(kernel, queries, (k, v), pairs, sums, _steps_elsewhere(there, queries.q, k, pairs))
+        return _solve(kernel, _steps_elsewhere(there, queries.q, k, pairs), queries, (k, v), pairs, sums)
 
     args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
-    (d_q,), (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+    d_q, (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
     return Gradients(d_q, d_k, d_v, sums)
 
 
-def _of_rows(plan: Plan, queries: Cotangents) -> Cotangents:
-    """What tiles with all keys of their queries need: only in a ring there are more."""
-    return Cotangents(*queries[:3]) if plan.ring is None else queries
-
-
-def _by_user(plan: Plan, d: Gradients, dtypes: Any) -> "_Results":
-    if plan.ring is None:
-        of_q, of_k, of_v = dtypes
-        return (d.query.astype(of_q),), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
-    return (d.query,), (d.key, d.value), d.adjustments
-
-
-def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
+def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Any:
     """Where sums of the cotangents of the adjustments begin."""
 
     # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
@@ -348,8 +293,7 @@ def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Adjustments:
     def zero(x: Array) -> Array:
         return jnp.zeros_like(x, jnp.promote_types(x.dtype, d_lse.dtype)) + jnp.sum(d_lse[..., :0])
 
-    zeros: Adjustments = jax.tree.map(zero, adjustments)
-    return zeros
+    return jax.tree.map(zero, adjustments)
 
 
 # Problems, at once or in turn.
@@ -402,44 +346,38 @@ def _largest_divisor(n: int, most: int) -> int:
 
 def _solve(
     kernel: Callable[[_Arrays, _Arrays, Pairs, Any], _Results],
+    steps: _Steps | None,
     by_query: _Arrays,
     by_key: _Arrays,
     pairs: Pairs,
-    carry: Any,
-    steps: _Steps | None,
+    carry: Any = None,
 ) -> _Results:
     """Runs `kernel` on arrays in the user's layout and returns its results in that layout.
 
     Args:
       kernel: a function of arrays by query `[B, K, G, T, n]`, arrays by key `[B, K, S, n]`, pairs and a carry, which
         returns arrays by query, arrays by key and the carry. Problems solved in turn hand the carry on.
+      steps: None for all problems at once.
       by_query: arrays `[B, T, N, n]`.
       by_key: arrays `[B, S, K, n]`.
       pairs: what masks the pairs.
       carry: a pytree, for sums over problems.
-      steps: None for all problems at once.
     """
     batch, _, num_key_heads, _ = by_key[0].shape
     group = by_query[0].shape[2] // num_key_heads
 
-    def solve(problems: Problems | None, carry: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
-        heads = num_key_heads if problems is None else problems.heads
-
-        def own(x: Array, of_key_head: int) -> Array:
-            if problems is None:
-                return x
-            first = problems.head if of_key_head == 1 else problems.head * of_key_head
-            of_heads = first, heads * of_key_head
-            return part(x, {0: (problems.sample, problems.samples), 2: of_heads})
-
-        of_queries = jax.tree.map(lambda x: _queries_by_problem(own(x, group), heads), by_query)
-        of_keys = jax.tree.map(lambda x: _keys_by_problem(own(x, 1)), by_key)
-        own_pairs = pairs if problems is None else pairs.only(problems)
-        of_queries, of_keys, carry = kernel(of_queries, of_keys, own_pairs, carry)
+    def solve(problems: Problems, carry: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
+        sample, head, samples, heads = problems.sample, problems.head, problems.samples, problems.heads
+        first_query_head = head if group == 1 else head * group
+        query_places = {0: (sample, samples), 2: (first_query_head, heads * group)}
+        of_queries = jax.tree.map(lambda x: _queries_by_problem(part(x, query_places), heads), by_query)
+        key_places = {0: (sample, samples), 2: (head, heads)}
+        of_keys = jax.tree.map(lambda x: _keys_by_problem(part(x, key_places)), by_key)
+        of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs.only(problems), carry)
         return carry, (of_queries, of_keys)
 
     if steps is None:
-        carry, results = solve(None, carry)
+        carry, results = solve(Problems(0, 0, batch, num_key_heads), carry)
     else:
         samples, heads, unroll = steps
 
@@ -485,8 +423,8 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
         of_problems = (_queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
-        queries, of_queries = Queries.of(plan, *of_problems), divide(num_queries, num_queries)
-        return attend_in_blocks(plan, queries, keys_of, own, v.shape[-1], of_queries, of_keys)
+        tiles = divide(num_queries, num_queries), of_keys
+        return attend_in_blocks(plan, Queries.of(plan, *of_problems), keys_of, own, v.shape[-1], tiles)
 
     results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))
     return Partial(*(_queries_by_user(x[:, 0]) for x in results))

@@ -39,7 +39,7 @@ from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._merge import Partial, shift_of
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
-from masksafe.attention._pairs import Block, Pairs, add_at
+from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
 
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
 
@@ -60,6 +60,8 @@ class Plan(NamedTuple):
     scale: float
     soft_cap: float | None
     dropout_rate: float
+    is_causal: bool
+    window: tuple[int, int] | None
     sizes: AttentionSizes
     band: Band | None  # what is known of the mask before the program runs
     rounds: bool  # whether the output is rounded to the dtype of the queries
@@ -79,9 +81,9 @@ class Adjustments(NamedTuple):
         mod = pairs.score_mod
         return pairs._replace(bias=self.bias, score_mod=mod and dataclasses.replace(mod, captured=self.captured))
 
-    def plus(self, d_biased: Array, d_captured: tuple[Array, ...], block: Block) -> "Adjustments":
-        """These sums plus the cotangents of a block, of its logits before `score_mod` and of what that captured."""
-        bias = None if self.bias is None else add_at(self.bias, d_biased, block.places)
+    def plus(self, d_bias: Array | None, d_captured: tuple[Array, ...], places: PlacesByName) -> "Adjustments":
+        """These sums plus the cotangents of the part of the bias at the places, and of what `score_mod` captured."""
+        bias = None if self.bias is None or d_bias is None else add_at(self.bias, d_bias, places)
         return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(self.captured, d_captured, strict=True)))
 
 
@@ -116,8 +118,7 @@ class Keys(NamedTuple):
         return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
 
     def take(self, tile: Tile) -> "Keys":
-        part: Keys = jax.tree.map(lambda x: take(x, 2, tile), self)
-        return part
+        return Keys(*jax.tree.map(lambda x: take(x, 2, tile), self))
 
 
 class Queries(NamedTuple):
@@ -153,8 +154,7 @@ class Cotangents(NamedTuple):
         return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
 
     def take(self, tile: Tile) -> "Cotangents":
-        part: Cotangents = jax.tree.map(lambda x: take(x, 3, tile), self)
-        return part
+        return Cotangents(*jax.tree.map(lambda x: take(x, 3, tile), self))
 
 
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
@@ -219,8 +219,8 @@ def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:
     return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), plan.soft_cap)
 
 
-def _with_bias(x: Array, block: Block, turned: Callable[[Array], Array] = lambda x: x) -> Array:
-    return x if block.bias is None else x + turned(block.bias.astype(x.dtype))
+def _with_bias(x: Array, block: Block, axes: str = QUERIES_FIRST) -> Array:
+    return x if block.bias is None else x + _in_order(block.bias.astype(x.dtype), axes)
 
 
 def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
@@ -228,8 +228,8 @@ def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
     return x if mask is None else jnp.where(mask, x, -jnp.inf)
 
 
-def drop(plan: Plan, block: Block, p: Array, turned: Callable[[Array], Array] = lambda x: x) -> Array:
-    return p if block.kept is None else jnp.where(turned(block.kept), p / (1 - plan.dropout_rate), 0)
+def drop(plan: Plan, block: Block, p: Array, axes: str = QUERIES_FIRST) -> Array:
+    return p if block.kept is None else jnp.where(_in_order(block.kept, axes), p / (1 - plan.dropout_rate), 0)
 
 
 # Reverse.
@@ -247,61 +247,56 @@ class Reversed(NamedTuple):
 def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block, axes: str = QUERIES_FIRST) -> Reversed:
     """The reverse of `attend_to_block`, computed in the order of `axes`; `block` has a mask."""
     assert block.mask is not None
-    turned = keys_first if axes == KEYS_FIRST else _as_it_is
-    mask = turned(block.mask)
-    dot = dot_queries_as_forward if axes == KEYS_FIRST else _dot_keys_turned
-    dots = times(dot(keys.k, queries.q), split_scale(plan, queries.q)[1])
-    p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, axes)
+    mask = _in_order(block.mask, axes)
+    dots = times(_dot_keys_as_forward(queries.q, keys.k, axes), split_scale(plan, queries.q)[1])
+    p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, mask, axes)
     weights = p
     if plan.on_accelerator:
         # The weights for the product with d_out are another kernel than those in the cotangents of the logits, which is
         # kept from reading the first.
-        p, capped, pull_back_adjustments = _weights(plan, queries, block, lax.optimization_barrier(dots), axes)
-    d_p = drop(plan, block, dot(keys.v, queries.d_out), turned)
+        held = lax.optimization_barrier(dots)
+        p, capped, pull_back_adjustments = _weights(plan, queries, block, held, mask, axes)
+    d_p = drop(plan, block, _dot_keys_as_forward(queries.d_out, keys.v, axes), axes)
     d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
-    d_x = jnp.where(mask, _slopes(queries, p, d_p, turned), 0)
+    d_x = jnp.where(mask, _slopes(queries, p, d_p, axes), 0)
     d_biased, d_captured = pull_back_adjustments(d_x)
     d_dots = d_biased
     if plan.soft_cap is not None:
         d_dots = jnp.where(mask, pulled_back(d_biased, capped, plan.soft_cap), 0)
-    return Reversed(drop(plan, block, weights, turned), d_dots, d_biased, d_captured)
-
-
-def _as_it_is(x: Array) -> Array:
-    return x
+    return Reversed(drop(plan, block, weights, axes), d_dots, d_biased, d_captured)
 
 
 PullBack = Callable[[Array], tuple[Array, tuple[Array, ...]]]
 
 
-def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, axes: str) -> tuple[Array, Array, PullBack]:
+def _weights(
+    plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: Array, axes: str
+) -> tuple[Array, Array, PullBack]:
     """The weights without dropout, 0 at masked pairs; the capped products; and the rule of what comes after these."""
-    turned = keys_first if axes == KEYS_FIRST else _as_it_is
-    assert block.mask is not None
-    mask = turned(block.mask)
     capped = _capped(plan, dots, mask)
     x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block, axes)
     if queries.largest is None or queries.total is None:
         exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
-        p = jnp.where(mask, exps / nonzero(total), 0)
+        p = jnp.where(mask, exps / nonzero_divisor(total), 0)
     else:
-        p = jnp.exp(jnp.where(mask, x - turned(queries.largest), -jnp.inf)) * turned(1 / queries.total)
+        p = jnp.exp(jnp.where(mask, x - _in_order(queries.largest, axes), -jnp.inf))
+        p = p * _in_order(1 / queries.total, axes)
     return p, capped, pull_back_adjustments
 
 
-def nonzero(total: Array) -> Array:
+def nonzero_divisor(total: Array) -> Array:
     """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
     return jnp.maximum(total, 0.5)
 
 
-def _slopes(queries: Cotangents, p: Array, d_p: Array, turned: Callable[[Array], Array]) -> Array:
+def _slopes(queries: Cotangents, p: Array, d_p: Array, axes: str) -> Array:
     """The cotangents of the logits from those of the weights."""
     if queries.delta is None or queries.total is None:
         # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
         return p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + queries.d_lse)
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    has_all = p > turned(jnp.where(queries.total == 1, 0.5, jnp.inf))
-    return jnp.where(has_all, turned(queries.d_lse), p * (d_p - turned(queries.delta)))
+    has_all = p > _in_order(jnp.where(queries.total == 1, 0.5, jnp.inf), axes)
+    return jnp.where(has_all, _in_order(queries.d_lse, axes), p * (d_p - _in_order(queries.delta, axes)))
 
 
 def _adjusted_with_rule(capped: Array, mask: Array, block: Block, axes: str) -> tuple[Array, PullBack]:
@@ -310,8 +305,7 @@ def _adjusted_with_rule(capped: Array, mask: Array, block: Block, axes: str) -> 
     The rule takes the cotangent of the logits, 0 under the mask, and returns those of the capped products with their
     bias, and of what `score_mod` captured.
     """
-    to_axes, to_queries_first = (keys_first, queries_first) if axes == KEYS_FIRST else (_as_it_is, _as_it_is)
-    x, mod, indices = _with_bias(capped, block, to_axes), block.score_mod, block.indices
+    x, mod, indices = _with_bias(capped, block, axes), block.score_mod, block.indices
     if mod is None or indices is None:
         return x, lambda d_x: (d_x, ())
     x = jnp.where(mask, x, 0)  # a NaN here would make the rule look closer, although no unmasked pair needs it
@@ -321,9 +315,9 @@ def _adjusted_with_rule(capped: Array, mask: Array, block: Block, axes: str) -> 
         d_argument, d_captured = reverse(d_x)
 
         def leave_out_masked(_: Any) -> Any:
-            unmasked = to_queries_first(jnp.broadcast_to(mask, x.shape))
-            fn = lambda captured: modified_where(mod, captured, to_queries_first(x), indices, unmasked)  # noqa: E731
-            return jax.vjp(fn, mod.captured)[1](to_queries_first(d_x))[0]
+            own = [queries_first(a, axes) for a in (x, jnp.broadcast_to(mask, x.shape), d_x)]
+            fn = lambda captured: modified_where(mod, captured, own[0], indices, own[1])  # noqa: E731
+            return jax.vjp(fn, mod.captured)[1](own[2])[0]
 
         # At a masked pair the derivative may be NaN, and 0 times it, in the sums of what is captured.
         has_bad = [any_of(~jnp.isfinite(d)) for d in d_captured]
@@ -342,23 +336,19 @@ def dot_keys(q: Array, k: Array) -> Array:
     return _dot(_merge_heads(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
 
 
-def _dot_keys_turned(k: Array, q: Array) -> Array:
-    return dot_keys(q, k)
-
-
 def dot_values(p: Array, v: Array) -> Array:
     """`[B, K, G, T, S]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
     return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
 
 
-def dot_queries_as_forward(k: Array, q: Array) -> Array:
-    """The products of `dot_keys`, transposed to `[B, K, S, G, T]`, with the same rounding errors.
+def _dot_keys_as_forward(q: Array, k: Array, axes: str) -> Array:
+    """The products of `dot_keys` in the order of `axes`, with the same rounding errors.
 
     The sum of the weights comes from the forward pass, so different errors here would be errors of the weights. A CPU
     rounds a product and its transpose alike only if the sizes are multiples of 64.
     """
-    if k.shape[2] % 64 or q.shape[2] * q.shape[3] % 64:
-        return keys_first(dot_keys(q, k))
+    if axes == QUERIES_FIRST or k.shape[2] % 64 or q.shape[2] * q.shape[3] % 64:
+        return _in_order(dot_keys(q, k), axes)
     return _dot(k, _merge_heads(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
 
 
@@ -387,11 +377,11 @@ def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
 
 
-def keys_first(x: Array) -> Array:
-    """A block of pairs transposed, `[B, K, G, T, S]` to `[B, K, S, G, T]`."""
-    return jnp.moveaxis(x, -1, 2)
+def _in_order(x: Array, axes: str) -> Array:
+    """A block of pairs, or an array over queries, from the order of `QUERIES_FIRST` to that of `axes`."""
+    return jnp.moveaxis(x, -1, 2) if axes == KEYS_FIRST else x
 
 
-def queries_first(x: Array) -> Array:
-    """The inverse of `keys_first`."""
-    return jnp.moveaxis(x, 2, -1)
+def queries_first(x: Array, axes: str) -> Array:
+    """The inverse of `_in_order`."""
+    return jnp.moveaxis(x, 2, -1) if axes == KEYS_FIRST else x

@@ -14,29 +14,17 @@ from jax import lax
 
 from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles
 from masksafe._core.typing import Array
-from masksafe.attention._block import (
-    Adjustments,
-    Cotangents,
-    Gradients,
-    Keys,
-    Plan,
-    Queries,
-    attend_to_block,
-    dot_pairs_with_keys,
-    dot_pairs_with_queries,
-    pull_back_block,
-    queries_first,
-    split_scale,
-    times,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import KEYS_FIRST
 from masksafe.attention._pairs import Pairs, block_of, live_blocks
 
 
-def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pairs) -> tuple[Tiles, Tiles]:
-    """The tiles of queries and of keys; `group` query heads share a key head."""
-    sizes = plan.sizes
+def tiles_of(plan: Plan, q: Array, k: Array, pairs: Pairs) -> tuple[Tiles, Tiles]:
+    """The tiles of the queries `[B, T, N, H]` and of the keys `[B, S, K, H]`."""
+    sizes, (_, num_queries, heads, _), (_, num_keys, key_heads, _) = plan.sizes, q.shape, k.shape
+    group = heads // key_heads
     of_queries = divide(num_queries, max(sizes.fewest_queries, sizes.query_tile // max(1, group)))
     if pairs.mask_any():
         return of_queries, divide(num_keys, sizes.key_tile)
@@ -45,16 +33,15 @@ def tiles_of(plan: Plan, group: int, num_queries: int, num_keys: int, pairs: Pai
     return of_queries, divide(num_keys, sizes.key_tile_if_nothing_is_skipped)
 
 
+def is_one_block(tiles: tuple[Tiles, Tiles]) -> bool:
+    return tiles[0].number == tiles[1].number == 1
+
+
 def attend_in_blocks(
-    plan: Plan,
-    queries: Queries,
-    keys_of: Callable[[Tile], Keys],
-    pairs: Pairs,
-    width: int,
-    of_queries: Tiles,
-    of_keys: Tiles,
+    plan: Plan, queries: Queries, keys_of: Callable[[Tile], Keys], pairs: Pairs, width: int, tiles: tuple[Tiles, Tiles]
 ) -> Partial:
     """The results of all keys, of which `keys_of` gives those of a tile; a query that sees no key has the sum 1."""
+    of_queries, of_keys = tiles
     live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
 
     def one_tile(i: Any) -> Partial:
@@ -64,22 +51,21 @@ def attend_in_blocks(
         def add_keys(j: Any, state: Partial) -> Partial:
             key_tile = of_keys.tile(j)
             block = block_of(pairs, query_tile, key_tile, plan.dropout_rate)
-            return state.plus(attend_to_block(plan, tile_queries, keys_of(key_tile), block))
+            return state.plus(_block.attend_to_block(plan, tile_queries, keys_of(key_tile), block))
 
         nothing = Partial.nothing(tile_queries.q[..., :1], width)
         live_tiles = None if live is None else element(live, i)
-        state: Partial = for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)
-        return state.divided()
+        return Partial(*for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)).divided()
 
     # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
-    results: Partial = of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
-    return results
+    return Partial(*of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile))
 
 
 def pull_back_in_blocks(
-    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, of_queries: Tiles, of_keys: Tiles
+    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, tiles: tuple[Tiles, Tiles]
 ) -> Gradients:
     """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
+    of_queries, of_keys = tiles
     live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
 
     def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:
@@ -90,14 +76,13 @@ def pull_back_in_blocks(
             query_tile = of_queries.tile(i)
             block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), queries.take(query_tile)
             # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
-            d = pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
+            d = _block.pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
+            d_q = _block.dot_pairs_with_keys(d.d_dots, tile_keys.k)
             return Gradients(
-                add_to_part(
-                    state.query, dot_pairs_with_keys(d.d_dots, tile_keys.k), {3: (query_tile.start, query_tile.size)}
-                ),
-                state.key + dot_pairs_with_queries(d.d_dots, part.q),
-                state.value + dot_pairs_with_queries(d.weights, part.d_out),
-                state.adjustments.plus(queries_first(d.d_biased), d.d_captured, block),
+                add_to_part(state.query, d_q, {3: (query_tile.start, query_tile.size)}),
+                state.key + _block.dot_pairs_with_queries(d.d_dots, part.q),
+                state.value + _block.dot_pairs_with_queries(d.weights, part.d_out),
+                state.adjustments.plus(_block.queries_first(d.d_biased, KEYS_FIRST), d.d_captured, block.places),
             )
 
         no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
@@ -111,4 +96,5 @@ def pull_back_in_blocks(
     else:
         (d_q, sums), of_tiles = lax.scan(one_tile, carry, jnp.arange(of_keys.number, dtype=jnp.int32))
         d_k, d_v = map(of_keys.join, of_tiles)
-    return Gradients(times(d_q, plan.scale), times(d_k, split_scale(plan, queries.q)[1]), d_v, sums)
+    d_k = _block.times(d_k, _block.split_scale(plan, queries.q)[1])
+    return Gradients(_block.times(d_q, plan.scale), d_k, d_v, sums)

@@ -28,10 +28,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from masksafe._core import platforms
+from masksafe._core import platforms, sharding
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import both, selected
-from masksafe._core.sharding import has_symbolic_size, is_on_automatic_mesh, is_sharded, vary_with
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
@@ -48,8 +47,6 @@ class Config(NamedTuple):
     """The static parameters."""
 
     plan: Plan
-    is_causal: bool
-    window: tuple[int, int] | None
     inner: Callable[..., tuple[Array, Array]]  # of the plan and the arrays: attention that keeps the contract
     otherwise: str | None  # the error where the program is lowered for another platform; None runs `inner` there
 
@@ -71,11 +68,11 @@ class Operands(NamedTuple):
     bias: Array | None  # [B or 1, N or 1, T or 1, S or 1]
 
 
-def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array | None, q: Array, k: Array) -> Masks:
+def as_masks(mask: Array | None, lengths: tuple[Array | None, Array | None], q: Array, k: Array) -> Masks:
     """From arrays in the public function's form, `[*batch or 1s, ...]`; with both lengths or none."""
-    if query_lengths is None and key_lengths is None:
+    if lengths[0] is None and lengths[1] is None:
         return Masks(mask, None, None)
-    lengths_and_sizes = (query_lengths, q.shape[-3]), (key_lengths, k.shape[-3])
+    lengths_and_sizes = zip(lengths, (q.shape[-3], k.shape[-3]), strict=True)
     clipped = [jnp.int32(size) if x is None else jnp.clip(x[..., 0], 0, size) for x, size in lengths_and_sizes]
     return Masks(mask, *(jnp.broadcast_to(x, q.shape[:-3]) for x in clipped))
 
@@ -83,9 +80,7 @@ def as_masks(mask: Array | None, query_lengths: Array | None, key_lengths: Array
 # When it can run.
 
 
-def reason_against(
-    config: Config, operands: Operands, mask: Array | None, given: set[str], return_residual: bool
-) -> str | None:
+def reason_against(config: Config, given: dict[str, Array], return_residual: bool) -> str | None:
     """Why cuDNN cannot run with these arguments, or None; known when they are traced.
 
     Unless the user has named it, it is not taken where it only might fail: for arrays that the compiler splits over
@@ -93,41 +88,40 @@ def reason_against(
 
     Args:
       config: the static parameters. An error for other platforms says that the user has named cuDNN.
-      operands: the arrays as the user gave them.
-      mask: likewise.
-      given: the names of all arrays and functions that the user gave.
+      given: all arrays and functions that the user gave, by their names.
       return_residual: whether the logsumexp is asked for.
     """
-    q, k, v, bias = operands
+    q, k, v, bias = given["q"], given["k"], given["v"], given.get("bias")
     if q.dtype not in (jnp.float16, jnp.bfloat16):  # first, since the other questions would delay an eager call
         return f"the dtype is {q.dtype}, not float16 or bfloat16"
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
-    arrays, is_unnamed = jax.tree.leaves((operands, mask)), config.otherwise is None
-    has_window, (left, right) = config.window is not None, config.window or (0, 0)
+    arrays = [given[name] for name in ("q", "k", "v", "bias", "mask") if name in given]
+    is_unnamed, names = config.otherwise is None, given.keys()
+    has_window, (left, right) = config.plan.window is not None, config.plan.window or (0, 0)
     reasons = {
         "the value's width is not the query's": v.shape[-1] != width,
         f"the width {width} is not a multiple of 8": width % 8 != 0,
         f"there are {q.ndim - 3} batch dimensions, not at most one": q.ndim > 4,
-        "a size is symbolic": any(map(has_symbolic_size, arrays)),
+        "a size is symbolic": any(map(sharding.has_symbolic_size, arrays)),
         "an array is empty": 0 in q.shape + k.shape,
         "the number of queries or of keys is odd": num_queries % 2 == 1 or num_keys % 2 == 1,
         "the scale is not a number": "scale" in given,
         "it has no causal_offset": "offset" in given,
-        "it has no positions": not given.isdisjoint({"query_positions", "key_positions"}),
+        "it has no positions": not names.isdisjoint({"query_positions", "key_positions"}),
         "it has no sinks": "sinks" in given,
-        "it has no score_mod and no mask_mod": not given.isdisjoint({"score_mod", "mask_mod"}),
+        "it has no score_mod and no mask_mod": not names.isdisjoint({"score_mod", "mask_mod"}),
         "it has no axis_name": config.plan.ring is not None,
         "it has no segments": "query_segments" in given,
         "it has no logit_soft_cap": config.plan.soft_cap is not None,
         "its dropout takes no key": "dropout_key" in given,
         "its logsumexp is rounded to 16 bits and has no gradient": return_residual,
-        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.is_causal),
-        "its window takes no mask, bias or lengths": has_window and not given.isdisjoint({"bias", *Masks._fields}),
+        "its window has a left side only": left < 0 or right < 0 or (right > 0 and not config.plan.is_causal),
+        "its window takes no mask, bias or lengths": has_window and not names.isdisjoint({"bias", *Masks._fields}),
         "its window takes no more queries than keys": has_window and num_queries > num_keys,
         "the bias has another dtype than the query": bias is not None and bias.dtype != q.dtype,
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
-        "an array is split over an explicit mesh": any(map(is_sharded, arrays)),
-        "the compiler may split the arrays over a mesh": is_unnamed and any(map(is_on_automatic_mesh, arrays)),
+        "an array is split over an explicit mesh": any(map(sharding.is_sharded, arrays)),
+        "the compiler may split the arrays over a mesh": is_unnamed and any(map(sharding.is_on_automatic_mesh, arrays)),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
     found = found or _refusal_of_jax(width, q.dtype)
@@ -163,8 +157,7 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 def attention(config: Config, operands: Operands, masks: Masks) -> Array:
     """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA."""
     if operands.query.ndim == 3:
-        operands, masks = jax.tree.map(lambda x: x[None], (operands, masks))
-        batched: Array = attention(config, operands, masks)
+        batched: Array = attention(config, *jax.tree.map(lambda x: x[None], (operands, masks)))
         return batched[0]
 
     def elsewhere(operands: Operands, masks: Masks) -> Array:
@@ -179,7 +172,8 @@ def attention(config: Config, operands: Operands, masks: Masks) -> Array:
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     """The output and the logsumexp `[B, T, N]`, with the contract kept."""
     q, k, v, bias = operands
-    return config.inner(config.plan, q, k, v, None, bias, masks.mask, _intervals(config, operands, masks))
+    pairs = _intervals(config, operands, masks)._replace(bias=bias, allowed=masks.mask)
+    return config.inner(config.plan, q, k, v, pairs)
 
 
 def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
@@ -207,6 +201,7 @@ def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tup
 
 @with_derivatives_of(_evaluate_in_blocks)
 def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
+    @_over_vmap
     def whole_batch(operands: Operands, masks: Masks) -> tuple[Array, Saved]:
         out, lse, saved = _run_kernel(config, operands, masks)
         sees_any = _queries_that_see_any(config, operands, masks)
@@ -217,7 +212,7 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
         out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
-    return _over_vmap(whole_batch, operands, masks)
+    return whole_batch(operands, masks)
 
 
 def _in_small_tiles(config: Config) -> Config:
@@ -232,16 +227,20 @@ def _in_small_tiles(config: Config) -> Config:
 
 def _repair_output(config: Config, operands: Operands, masks: Masks) -> Array:
     exact, lse = _in_blocks(_in_small_tiles(config), operands, masks)
+    _, again, _, is_usable = _run_again(config, operands, masks, lse)
+    return _preferred(is_usable & jnp.isfinite(lse)[..., None], again, exact)
+
+
+def _run_again(config: Config, operands: Operands, masks: Masks, lse: Array) -> tuple[Operands, Array, Saved, Array]:
+    """The arrays cleaned, the kernel's output for them, what its reverse pass needs, and whether these are usable.
+
+    They are if no masked pair had a weight; `lse` is that of the blockwise form.
+    """
     clean = _cleaned(config, operands, masks)
-    again, again_lse, _ = _run_kernel(config, clean, masks)
-    is_usable = _is_usable(config, clean, masks, lse, again_lse) & jnp.isfinite(lse)[..., None]
-    return _preferred(is_usable, again, exact)
-
-
-def _is_usable(config: Config, clean: Operands, masks: Masks, lse: Array, again_lse: Array) -> Array:
-    """Whether no masked pair had a weight in the kernel's second run; `lse` is that of the blockwise form."""
+    again, again_lse, saved = _run_kernel(config, clean, masks)
     seen_lse = jnp.where(jnp.isfinite(lse)[..., None], again_lse, 0)
-    return jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
+    is_usable = jnp.all(jnp.abs(seen_lse) < _limit(clean, masks)) & _products_are_small(config, clean, masks)
+    return clean, again, saved, is_usable
 
 
 def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
@@ -251,12 +250,12 @@ def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
 
 def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest: Any) -> Operands:
     _, reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks)[0], operands)
-    gradients: Operands = reverse(rest[-1])[0]
-    return gradients
+    return Operands(*reverse(rest[-1])[0])
 
 
 @with_derivatives_of(_pull_back_in_blocks)
 def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
+    @_over_vmap
     def whole_batch(operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
         *saved, was_bad = saved
         d_out = selected(d_out, _queries_that_see_any(config, operands, masks))
@@ -267,20 +266,17 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
         repair = functools.partial(_repair_gradients, config)
         return _repaired_if(jnp.any(was_bad) | ~are_sound, gradients, repair, operands, masks, d_out)
 
-    return _over_vmap(whole_batch, operands, masks, out, saved, d_out)
+    return whole_batch(operands, masks, out, saved, d_out)
 
 
 def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: Array) -> Operands:
     in_blocks = functools.partial(_in_blocks, _in_small_tiles(config), masks=masks)
     (_, lse), reverse = jax.vjp(in_blocks, operands)
     (exact,) = reverse((d_out, jnp.zeros_like(lse)))
-    clean = _cleaned(config, operands, masks)
-    again_out, again_lse, saved = _run_kernel(config, clean, masks)
+    clean, again_out, saved, is_usable = _run_again(config, operands, masks, lse)
     clean_d_out = jnp.where(jnp.isfinite(d_out) & jnp.isfinite(lse)[..., None], d_out, 0)
     again = _pull_back_kernel(config, clean, masks, again_out, saved, clean_d_out)
-    is_usable = _is_usable(config, clean, masks, lse, again_lse)
-    repaired: Operands = jax.tree.map(functools.partial(_preferred, is_usable), again, exact)
-    return repaired
+    return Operands(*jax.tree.map(functools.partial(_preferred, is_usable), again, exact))
 
 
 def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: Any) -> _T:
@@ -299,8 +295,8 @@ def _in_row_major(tree: Any) -> Any:
     return jax.tree.map(lambda x: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if x.ndim > 1 else x, tree)
 
 
-def _over_vmap(fn: Callable[..., _T], operands: Operands, masks: Masks, *rest: Any) -> _T:
-    """`fn` of these arrays; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
+def _over_vmap(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """`fn` of operands and masks; under `jax.vmap`, of the whole batch at once, or in turn where arrays mask the pairs.
 
     `jax.nn`'s own rule for `jax.vmap` takes few kinds of batches. Arrays over pairs are not repeated for every element.
     """
@@ -324,8 +320,7 @@ def _over_vmap(fn: Callable[..., _T], operands: Operands, masks: Masks, *rest: A
             results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
         return results, jax.tree.map(lambda _: True, results)
 
-    results: _T = op(operands, masks, *rest)
-    return results
+    return op
 
 
 # The kernel.
@@ -360,7 +355,7 @@ def _pull_back_kernel(
 
 def _varying_with(tree: _T, others: Any) -> _T:
     """Inside `jax.shard_map` the results of the kernel do not vary by themselves."""
-    varying: _T = vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
+    varying: _T = sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
     return varying
 
 
@@ -369,10 +364,10 @@ def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Arra
         *operands,
         masks.mask,
         scale=config.plan.scale,
-        is_causal=config.is_causal or config.window is not None,
+        is_causal=config.plan.is_causal or config.plan.window is not None,
         query_seq_lengths=masks.query_lengths,
         key_value_seq_lengths=masks.key_lengths,
-        local_window_size=config.window and (config.window[0], 0),
+        local_window_size=config.plan.window and (config.plan.window[0], 0),
         implementation="cudnn",
         return_residual=True,
     )
@@ -451,7 +446,7 @@ def _intervals(config: Config, operands: Operands, masks: Masks) -> Pairs:
     """The structural masks; made again where they are needed, so that no loop has to carry them."""
     num_queries, num_keys = operands.query.shape[-3], operands.key.shape[-3]
     index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (operands.query.ndim - 3) + (num_queries,))
-    bounds = seen_positions(index, config.is_causal, config.window)
+    bounds = seen_positions(index, config.plan.is_causal, config.plan.window)
     lengths = [None if x is None else x[..., None] for x in masks[1:]]
     return Pairs(*seen_keys(num_queries, num_keys, *bounds, *lengths))
 
@@ -464,8 +459,7 @@ def _allowed_by_arrays(operands: Operands, masks: Masks) -> Array | None:
 def _unmasked_pairs(config: Config, operands: Operands, masks: Masks) -> Array:
     """`[B, K, G, T, S]` up to broadcasting; XLA fuses it into the reductions over it."""
     q, k = operands[:2]
-    allowed = _allowed_by_arrays(operands, masks)
-    grouped = None if allowed is None else grouped_heads(allowed, k.shape[2])
+    grouped = grouped_heads(_allowed_by_arrays(operands, masks), k.shape[2])
     pairs = _intervals(config, operands, masks)._replace(allowed=grouped)
     mask = block_of(pairs, whole(q.shape[1]), whole(k.shape[1])).mask
     assert mask is not None
@@ -504,7 +498,7 @@ def _keys_that_are_seen(config: Config, operands: Operands, masks: Masks) -> Arr
 def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradients: Operands) -> Operands:
     sees_any, is_seen = _queries_that_see_any(config, operands, masks), _keys_that_are_seen(config, operands, masks)
     d_q, d_k, d_v, d_bias = gradients
-    if d_bias is not None and (config.is_causal or masks.key_lengths is not None):
+    if d_bias is not None and (config.plan.is_causal or masks.key_lengths is not None):
         pairs = _unmasked_pairs(config, operands, masks)
         d_bias = _unmasked_bias(d_bias, pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:]))
     return Operands(selected(d_q, sees_any), selected(d_k, is_seen), selected(d_v, is_seen), d_bias)

@@ -38,9 +38,8 @@ class Partial(NamedTuple):
         largest = jnp.maximum(before, after)
         shift = shift_of(largest)
         decay, growth = jnp.exp(before - shift), jnp.exp(after - shift)
-        return Partial(
-            self.weighted * decay + other.weighted * growth, largest, self.total * decay + other.total * growth
-        )
+        weighted = self.weighted * decay + other.weighted * growth
+        return Partial(weighted, largest, self.total * decay + other.total * growth)
 
     def divided(self) -> "Partial":
         """With the output, and the total 1 for a query that sees no key.
@@ -154,7 +153,14 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
 
 
 def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:
-    out, lse = _evaluate(outs, lses)
+    largest, weights, total = _softmax(lses)
+    weighted = [
+        jnp.where((lse == -jnp.inf)[..., None], 0, part) * weight[..., None]
+        for part, lse, weight in zip(outs, lses, weights, strict=True)
+        if part is not None
+    ]
+    lse = jnp.where(largest == -jnp.inf, -jnp.inf, largest + jnp.log(total))
+    out = functools.reduce(jnp.add, weighted)
     return (out, lse), (outs, lses, out)
 
 
@@ -187,18 +193,7 @@ def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
 @with_reverse_rule(_forward, _reverse)
 def merge_parts(outs: Outs, lses: Arrays) -> _Result:
     """The merged output and logsumexp, for wide arrays of one dtype; an output of None is 0 everywhere."""
-    return _evaluate(outs, lses)
-
-
-def _evaluate(outs: Outs, lses: Arrays) -> _Result:
-    largest, weights, total = _softmax(lses)
-    weighted = [
-        jnp.where((lse == -jnp.inf)[..., None], 0, part) * weight[..., None]
-        for part, lse, weight in zip(outs, lses, weights, strict=True)
-        if part is not None
-    ]
-    lse = jnp.where(largest == -jnp.inf, -jnp.inf, largest + jnp.log(total))
-    return functools.reduce(jnp.add, weighted), lse
+    return _forward(outs, lses)[0]
 
 
 def _softmax(lses: Arrays) -> tuple[Array, Arrays, Array]:

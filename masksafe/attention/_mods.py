@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,13 +144,6 @@ _REFUSAL_BESIDE_MANUAL_AXES = message(
 def _varying_alike(values: Sequence[Any]) -> list[Array]:
     arrays = list(map(jnp.asarray, values))
     return list(vary_with(arrays, arrays)) if jax.sharding.get_abstract_mesh().manual_axes else arrays
-
-
-class Mods(NamedTuple):
-    """The user's functions of pairs."""
-
-    score: Mod | None = None
-    mask: Mod | None = None
 
 
 def trace(argument: str, fn: Any, logit_dtype: Any = None) -> Mod | None:

@@ -10,10 +10,10 @@ draws two words for every query of every head, and the draw of a pair mixes thes
 rounds of the generator for every pair would take longer than attention itself.
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,21 +22,20 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
+from masksafe._core.masks import both
 from masksafe._core.tiles import Places, Tile, Tiles, add_to_part, part, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of, unknown
 from masksafe.attention._mods import Indices, Mod, mask_of
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Problems:
+class Problems(NamedTuple):
     """The problems of some samples and key heads, from the given ones on."""
 
-    sample: Array
+    sample: Array | int
     head: Array | int
-    samples: int = dataclasses.field(default=1, metadata={"static": True})
-    heads: int = dataclasses.field(default=1, metadata={"static": True})
+    samples: int
+    heads: int
 
 
 class Pairs(NamedTuple):
@@ -112,8 +111,10 @@ def _of_array(x: Array, axes: str, places: PlacesByName) -> Places:
     return {i: places[axis] for i, axis in enumerate(axes) if axis in places and x.shape[i] != 1}
 
 
-def grouped_heads(x: Array, num_key_heads: int) -> Array:
+def grouped_heads(x: Array | None, num_key_heads: int) -> Array | None:
     """An array over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
+    if x is None:
+        return None
     heads = (1, 1) if x.shape[-3] == 1 else (num_key_heads, x.shape[-3] // num_key_heads)
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
@@ -129,9 +130,8 @@ def seen_positions(
     if is_causal:
         ends.append(positions + 1)
     if window is not None:
-        left, right = window
-        first = positions - left
-        ends.append(positions + right + 1)
+        first = positions - window[0]
+        ends.append(positions + window[1] + 1)
     return first, functools.reduce(jnp.minimum, ends) if ends else None
 
 
@@ -197,40 +197,42 @@ def block_of(pairs: Pairs, queries: Tile, keys: Tile, dropout_rate: float = 0.0)
 
 
 def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) -> Array | None:
-    of_queries, of_keys = lambda x: x[:, None, None, :, None], lambda x: x[:, None, None, None, :]
-    conditions = []
-    if own.first_key is not None:
-        conditions.append(_index(keys, 4) >= of_queries(own.first_key))
-    if own.end_key is not None:
-        conditions.append(_index(keys, 4) < of_queries(own.end_key))
-    if own.key_positions is not None and own.first_position is not None:
-        conditions.append(of_keys(own.key_positions) >= of_queries(own.first_position))
-    if own.key_positions is not None and own.end_position is not None:
-        conditions.append(of_keys(own.key_positions) < of_queries(own.end_position))
-    if own.query_segments is not None and own.key_segments is not None:
-        conditions.append(of_queries(own.query_segments) == of_keys(own.key_segments))
-    if own.allowed is not None:
-        conditions.append(own.allowed)
-    if own.mask_mod is not None and indices is not None:
-        conditions.append(mask_of(own.mask_mod, indices))
-    if own.bias is not None:
-        conditions.append(_is_live_bias(own.bias))
-    if own.live_queries is not None:
-        conditions.append(own.live_queries[..., None])
-    if keys.is_ragged:
-        conditions.append(_index(keys, 4) >= keys.first)
-    if queries.is_ragged:
-        conditions.append(_index(queries, 3) >= queries.first)
-    return _conjunction(conditions)
+    key_index = None if own.end_key is None else _index(keys, 4)  # there is no first key without an end
+    of_queries = own.first_key, own.end_key, own.first_position, own.end_position, own.query_segments
+    first_key, end_key, first_position, end_position, query_segments = jax.tree.map(
+        lambda x: x[:, None, None, :, None], of_queries
+    )
+    # Without an end of positions, those of keys are there for mods alone.
+    of_keys = (None if own.end_position is None else own.key_positions), own.key_segments
+    key_positions, key_segments = jax.tree.map(lambda x: x[:, None, None, None, :], of_keys)
+    conditions = [
+        _compared(operator.ge, key_index, first_key),
+        _compared(operator.lt, key_index, end_key),
+        _compared(operator.ge, key_positions, first_position),
+        _compared(operator.lt, key_positions, end_position),
+        _compared(operator.eq, query_segments, key_segments),
+        own.allowed,
+        None if own.mask_mod is None or indices is None else mask_of(own.mask_mod, indices),
+        None if own.bias is None else own.bias != -jnp.inf,  # True for a NaN, which must stay visible
+        None if own.live_queries is None else own.live_queries[..., None],
+        _index(keys, 4) >= keys.first if keys.is_ragged else None,
+        _index(queries, 3) >= queries.first if queries.is_ragged else None,
+    ]
+    return functools.reduce(both, conditions, None)
+
+
+def _compared(compare: Callable[[Any, Any], Any], a: Array | None, b: Array | None) -> Any:
+    return None if a is None or b is None else compare(a, b)
 
 
 def _index(tile: Tile, axis: int) -> Array:
-    index = lax.broadcasted_iota(jnp.int32, _shape_along(axis, tile.size), axis)
+    index = _iota(jnp.int32, axis, tile.size)
     return index if isinstance(tile.start, int) and tile.start == 0 else tile.start + index
 
 
-def _shape_along(axis: int, size: int) -> tuple[int, ...]:
-    return tuple(size if a == axis else 1 for a in range(len(OVER_PAIRS)))
+def _iota(dtype: Any, axis: int, size: int) -> Array:
+    """The numbers from 0 on along an axis of a block of pairs."""
+    return lax.broadcasted_iota(dtype, [size if a == axis else 1 for a in range(len(OVER_PAIRS))], axis)
 
 
 def _indices(own: Pairs, queries: Tile, keys: Tile) -> Indices | None:
@@ -241,34 +243,20 @@ def _indices(own: Pairs, queries: Tile, keys: Tile) -> Indices | None:
     return own.samples, own.heads[0], query_positions, jnp.broadcast_to(own.key_positions, (number, keys.size))
 
 
-def _is_live_bias(bias: Array) -> Array:
-    return bias != -jnp.inf  # True for a NaN, which must stay visible
-
-
-def _conjunction(conditions: Sequence[Array | None]) -> Array | None:
-    given = [condition for condition in conditions if condition is not None]
-    return functools.reduce(jnp.logical_and, given) if given else None
-
-
 # Blocks with nothing unmasked are skipped. For structural masks, bounds decide whether a block is live, and may call a
 # dead block live; for arrays over pairs and mods, every pair is looked at.
 
 
 def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
     """Where a block is live, `[queries.number, keys.number]`; None means everywhere, or that there is but one."""
-    return None if queries.number == keys.number == 1 else _find_live_blocks(pairs, queries, keys)
+    return None if queries.number == keys.number == 1 else find_live_blocks(pairs, queries, keys)
 
 
-def has_live_block(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    """Whether any block is live; None means that all are."""
-    live = _find_live_blocks(pairs, queries, keys)
-    return None if live is None else any_of(live)
-
-
-def _find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
+def find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
+    """The same, but also if there is only one block."""
     of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE), query_words=None)  # nor are weights drawn for it
     by_pairs = _live_by_pairs(of_pairs, queries, keys) if of_pairs.mask_any() else None
-    return _conjunction([_live_by_structure(pairs, queries, keys), by_pairs])
+    return both(_live_by_structure(pairs, queries, keys), by_pairs)
 
 
 _STRUCTURE = "first_key", "end_key", "first_position", "end_position", "query_segments", "key_segments", "live_queries"
@@ -290,7 +278,7 @@ def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | Non
         lowest, highest = _range_of_tiles(pairs.key_segments, keys)
         query_ids = pairs.query_segments[..., None]
         conditions.append((lowest <= query_ids) & (query_ids <= highest))
-    sees_tile = _conjunction(conditions)
+    sees_tile = functools.reduce(both, conditions, None)
     return None if sees_tile is None else any_of(queries.by_tile(any_of(sees_tile, 0), 0), 1)
 
 
@@ -347,7 +335,7 @@ def words_from_key(words: Array | None, first_key: Array) -> Array | None:
 def _kept(words: Array, keys: Tile, rate: float) -> Array:
     """Which weights of the keys of a tile dropout keeps, from the words of its queries."""
     first, second = jnp.split(words, 2, axis=-1)
-    key = jnp.asarray(keys.start, jnp.uint32) + lax.broadcasted_iota(jnp.uint32, _shape_along(4, keys.size), 4)
+    key = jnp.asarray(keys.start, jnp.uint32) + _iota(jnp.uint32, 4, keys.size)
     # The hash lowbias32 (Wellons, "hash-prospector"), with the second word between its rounds, and without what follows
     # them, which leaves the upper bits as they are.
     mixed = first + key

@@ -12,6 +12,7 @@ so the cotangents of the steps are parts of sums: those of queries are added up 
 values travel with these and come home in the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,9 +25,10 @@ from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, Devices, vary_with
 from masksafe._core.tiles import divide, once_if
 from masksafe._core.typing import Array
-from masksafe.attention._block import Adjustments, Band, Cotangents, Gradients, Inputs, Plan, Ring
+from masksafe._core.unfolded import any_of
+from masksafe.attention._block import Band, Cotangents, Gradients, Inputs, Plan, Ring
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import OVER_PAIRS, add_at, cut, has_live_block, words_from_key
+from masksafe.attention._pairs import OVER_PAIRS, cut, find_live_blocks, words_from_key
 
 _FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
 
@@ -64,16 +66,12 @@ class _Moving(NamedTuple):
     positions: Array | None
     segments: Array | None
 
-    @classmethod
-    def of(cls, ring: Ring, inputs: Inputs) -> "_Moving":
-        of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
-        return cls(inputs.k, inputs.v, *Devices(ring.axis_name).varying(of_keys))
 
-
-def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
-    """`inner(plan, inputs)` for the keys of all devices."""
+def run_forward(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
+    """`inner(plan, inputs)`; in a ring for the keys of all devices."""
     ring = plan.ring
-    assert ring is not None
+    if ring is None:
+        return inner(plan, inputs)
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
     q, k, v, adjustments = vary_with(inputs[:-1], inputs)
     inputs = Inputs(q, k, v, adjustments, inputs.pairs)
@@ -85,21 +83,20 @@ def run_forward_in_ring(inner: Callable[[Plan, Inputs], Partial], plan: Plan, in
             return state.plus(inner(plan_of_step, seen).multiplied())
 
         if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
-            recomputed: Partial = jax.checkpoint(add)(state)
-            return recomputed
+            return jax.checkpoint(add)(state)  # type: ignore[no-any-return]
         return _if_live(plan, add, state, seen)
 
-    nothing = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
-    state: Partial = _go_round(ring, visit, _Moving.of(ring, inputs), nothing)
-    return state.divided()
+    nothing: Partial = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
+    return _go_round(ring, visit, inputs, nothing).divided()
 
 
-def run_reverse_in_ring(
+def run_reverse(
     inner: Callable[[Plan, Cotangents, Inputs], Gradients], plan: Plan, queries: Cotangents, inputs: Inputs
 ) -> Gradients:
-    """`inner(plan, queries, inputs)` for the keys of all devices."""
+    """`inner(plan, queries, inputs)`; in a ring for the keys of all devices."""
     ring = plan.ring
-    assert ring is not None
+    if ring is None:
+        return inner(plan, queries, inputs)
     queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
     inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
@@ -110,13 +107,14 @@ def run_reverse_in_ring(
 
         def add(sums: Gradients) -> Gradients:
             d = inner(plan_of_step, queries, seen)
-            added = _add_adjustments(sums.adjustments, d.adjustments, _first_key(ring, step, moving.k))
-            return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, added)
+            places = {"s": (_first_key(ring, step, moving.k), moving.k.shape[1])}  # in the bias, that of all keys
+            adjustments = sums.adjustments.plus(*d.adjustments, places)
+            return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, adjustments)
 
         return _if_live(plan, add, sums, seen)
 
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), Gradients(q, k, v, adjustments))
-    sums = _go_round(ring, visit, _Moving.of(ring, inputs), vary_with(nothing, q))
+    sums = _go_round(ring, visit, inputs, vary_with(nothing, q))
     way_home = -(ring.first + ring.steps - 1)
     d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
     return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
@@ -125,8 +123,10 @@ def run_reverse_in_ring(
 # The way round.
 
 
-def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], moving: _Moving, state: _State) -> _State:
+def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], inputs: Inputs, state: _State) -> _State:
     """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
+    of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
+    moving = _Moving(inputs.k, inputs.v, *Devices(ring.axis_name).varying(of_keys))
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry
@@ -164,8 +164,8 @@ def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: I
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
     num_queries, num_keys = seen.q.shape[1], seen.k.shape[1]
     of_queries, of_keys = divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys)
-    is_live = has_live_block(seen.adjustments.of(seen.pairs), of_queries, of_keys)
-    return add(state) if is_live is None else once_if(is_live, add, state)
+    live = find_live_blocks(seen.adjustments.of(seen.pairs), of_queries, of_keys)
+    return add(state) if live is None else once_if(any_of(live), add, state)
 
 
 # What a device sees in a step.
@@ -173,9 +173,7 @@ def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: I
 
 def _first_key(ring: Ring, step: Any, k: Array) -> Array:
     """The index of the first of these keys among those of all devices."""
-    device: Array = jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size)
-    first_key: Array = device * k.shape[1]
-    return first_key
+    return jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size) * k.shape[1]
 
 
 def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tuple[Plan, Inputs]:
@@ -183,21 +181,11 @@ def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tup
     ring, (q, _, _, adjustments, pairs) = plan.ring, inputs
     assert ring is not None
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
-
-    def in_step(index: Array | None) -> Array | None:
-        return None if index is None else jnp.clip(index - first_key, 0, num_keys)
-
-    def of_step(x: Array | None) -> Array | None:
-        return None if x is None else cut(x, OVER_PAIRS, {"s": (first_key, num_keys)})
-
-    own = pairs._replace(
-        first_key=in_step(pairs.first_key),
-        end_key=in_step(pairs.end_key),
-        key_positions=moving.positions,
-        key_segments=moving.segments,
-        allowed=of_step(pairs.allowed),
-        query_words=words_from_key(pairs.query_words, first_key),
-    )
+    of_step = functools.partial(jax.tree.map, lambda x: cut(x, OVER_PAIRS, {"s": (first_key, num_keys)}))
+    first, end = jax.tree.map(lambda x: jnp.clip(x - first_key, 0, num_keys), (pairs.first_key, pairs.end_key))
+    words = words_from_key(pairs.query_words, first_key)
+    own = pairs._replace(first_key=first, end_key=end, allowed=of_step(pairs.allowed), query_words=words)
+    own = own._replace(key_positions=moving.positions, key_segments=moving.segments)
     band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
     seen = Inputs(q, moving.k, moving.v, adjustments._replace(bias=of_step(adjustments.bias)), own)
     return plan._replace(band=band), seen
@@ -209,11 +197,3 @@ def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
         return None
     (left, right), behind = ring.band, (ring.first + step) * num_keys
     return (None if left is None else left - behind), right + behind
-
-
-def _add_adjustments(sums: Adjustments, d: Adjustments, first_key: Array) -> Adjustments:
-    """The sums, in which the bias is that of the keys of all devices, plus the cotangents of a step."""
-    bias = sums.bias
-    if bias is not None and d.bias is not None:
-        bias = add_at(bias, d.bias, {"s": (first_key, d.bias.shape[-1])})
-    return Adjustments(bias, tuple(s + d for s, d in zip(sums.captured, d.captured, strict=True)))

@@ -11,7 +11,7 @@ with a constant, such as a maximum, but no selection.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,24 +20,8 @@ from jax import lax
 
 from masksafe._core.tiles import Tile, Tiles, divide, whole
 from masksafe._core.typing import Array
-from masksafe.attention._block import (
-    Adjustments,
-    Cotangents,
-    Gradients,
-    Keys,
-    Plan,
-    Queries,
-    attend_to_block,
-    dot_queries_of_rows,
-    dot_values,
-    drop,
-    exponentials,
-    logits,
-    nonzero,
-    pull_back_block,
-    split_scale,
-    times,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Block, Pairs, block_of
 
@@ -46,69 +30,91 @@ _F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight bel
 
 def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Partial:
     """The results of all keys; a query that sees no key has the sum 1."""
+    attend = _attend_by_softmax if plan.on_accelerator and not plan.is_plain else _attend_by_sums
 
-    def one_tile(tile: "_Tile") -> Partial:
-        block = block_of(pairs, tile.queries, tile.keys, plan.dropout_rate)
-        attend = _attend_by_softmax if plan.on_accelerator and not plan.is_plain else _attend_by_sums
-        return attend(plan, queries.take(tile.queries), keys.take(tile.keys), block)
+    def one_part(part: _Part) -> Any:
+        def one_tile(i: Any) -> Partial:
+            tile = part.tile(i)
+            block = block_of(pairs, tile, part.keys, plan.dropout_rate)
+            return attend(plan, queries.take(tile), keys.take(part.keys), block)
 
-    def one_part(part: _Part) -> Partial:
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
-        solve = lambda i: one_tile(part.tile(i))  # noqa: E731
-        results: Partial = part.tiles.join_map(jax.checkpoint(solve) if plan.is_plain else solve)
-        return results
+        return part.tiles.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
 
-    parts = [one_part(part) for part in _parts(plan, queries.q, keys.k)]
-    return Partial(*(_joined(x) for x in zip(*parts, strict=True)))
+    parts = map(one_part, _parts(plan, queries.q, keys.k))
+    return Partial(*map(_joined, zip(*parts, strict=True)))
 
 
 def _attend_by_sums(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
     """Divided after the product: its derivative at a masked value may overflow, but is in no sum over the row."""
-    return attend_to_block(plan, queries, keys, block).divided()
+    return _block.attend_to_block(plan, queries, keys, block).divided()
 
 
 def _attend_by_softmax(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
     """Divided before the product, which XLA knows as a softmax."""
-    exps, largest, total = exponentials(logits(plan, queries, keys, block))
+    exps, largest, total = _block.exponentials(_block.logits(plan, queries, keys, block))
     factor = _F16_WEIGHTS if keys.v.dtype == jnp.float16 else 1.0
-    out = dot_values(drop(plan, block, exps / nonzero(total)) * factor, keys.v) / factor
+    p = _block.drop(plan, block, exps / _block.nonzero_divisor(total))
+    out = _block.dot_values(p * factor, keys.v) / factor
     return Partial(out, largest, jnp.where(total == 0, 1, total))
 
 
 def pull_back_by_rows(plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments) -> Gradients:
     """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
-
-    def one_tile(tile: "_Tile", sums: Adjustments) -> Gradients:
-        part, tile_keys = queries.take(tile.queries), keys.take(tile.keys)
-        block = block_of(pairs, tile.queries, tile.keys, plan.dropout_rate)
-        d = pull_back_block(plan, part, tile_keys, block)
-        d_k, d_v = dot_queries_of_rows(d.d_dots, part.q), dot_queries_of_rows(d.weights, part.d_out)
-        return Gradients(dot_values(d.d_dots, tile_keys.k), d_k, d_v, sums.plus(d.d_biased, d.d_captured, block))
-
     d_q, d_k, d_v = [], [], []
     for part in _parts(plan, queries.q, keys.k):
-        of_part = _add_up_tiles(part, one_tile, keys, sums, queries.d_lse.dtype)
+        of_part = _pull_back_part(plan, part, queries, keys, pairs, sums)
         sums = of_part.adjustments
         d_q.append(of_part.query)
         d_k.append(_padded(of_part.key, part.keys, keys.k.shape[2]))
         d_v.append(_padded(of_part.value, part.keys, keys.k.shape[2]))
-    d_k_sum = times(functools.reduce(jnp.add, d_k), split_scale(plan, queries.q)[1])
-    return Gradients(times(_joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
+    d_k_sum = _block.times(functools.reduce(jnp.add, d_k), _block.split_scale(plan, queries.q)[1])
+    return Gradients(_block.times(_joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
 
 
-def _joined(parts: Any) -> Array:
-    joined: Array = jnp.concatenate(parts, 3) if len(parts) > 1 else parts[0]
-    return joined
+def _pull_back_part(
+    plan: Plan, part: "_Part", queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments
+) -> Gradients:
+    """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
+
+    def one_tile(i: Any, sums: Adjustments) -> Gradients:
+        tile = part.tile(i)
+        of_tile, tile_keys = queries.take(tile), keys.take(part.keys)
+        block = block_of(pairs, tile, part.keys, plan.dropout_rate)
+        d = _block.pull_back_block(plan, of_tile, tile_keys, block)
+        d_k = _block.dot_queries_of_rows(d.d_dots, of_tile.q)
+        d_v = _block.dot_queries_of_rows(d.weights, of_tile.d_out)
+        sums = sums.plus(d.d_biased, d.d_captured, block.places)
+        return Gradients(_block.dot_values(d.d_dots, tile_keys.k), d_k, d_v, sums)
+
+    if part.tiles.number == 1:
+        return one_tile(0, sums)
+
+    def add_tile(carry: Any, i: Array) -> tuple[Any, Array]:
+        d_k, d_v, sums = carry
+        d = one_tile(i, sums)
+        return (d_k + d.key, d_v + d.value, d.adjustments), d.query
+
+    part_keys = keys.take(part.keys)
+    no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (part_keys.k, part_keys.v))
+    numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
+    (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
+    return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
+
+
+def _joined(parts: Sequence[Array]) -> Array:
+    return jnp.concatenate(parts, 3) if len(parts) > 1 else parts[0]
+
+
+def _padded(x: Array, keys: Tile, num_keys: int) -> Array:
+    """`x` of some keys as an array of all keys, 0 for the others."""
+    if keys.size is num_keys or keys.size == num_keys:
+        return x
+    behind = num_keys - keys.start - keys.size
+    return jnp.pad(x, ((0, 0), (0, 0), (keys.start, behind), (0, 0)))
 
 
 # Parts and tiles. Part of the queries has the same keys, and is small enough for one tile or is gone through in a loop.
-
-
-class _Tile(NamedTuple):
-    """Some queries and all keys that they may see."""
-
-    queries: Tile
-    keys: Tile
 
 
 class _Part(NamedTuple):
@@ -118,9 +124,10 @@ class _Part(NamedTuple):
     tiles: Tiles
     keys: Tile
 
-    def tile(self, i: Any) -> _Tile:
-        start, size, first, is_ragged = self.tiles.tile(i)
-        return _Tile(Tile(self.start + start, size, self.start + first, is_ragged), self.keys)
+    def tile(self, i: Any) -> Tile:
+        """A tile of its queries."""
+        tile = self.tiles.tile(i)
+        return tile._replace(start=self.start + tile.start, first=self.start + tile.first)
 
 
 def most_logits_at_once(plan: Plan) -> int:
@@ -158,28 +165,3 @@ def _seen_keys(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
 
 def _multiple_above(n: int, alignment: int) -> int:
     return -(-n // alignment) * alignment
-
-
-def _add_up_tiles(part: _Part, one_tile: Any, keys: Keys, sums: Adjustments, dtype: Any) -> Gradients:
-    """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
-    if part.tiles.number == 1:
-        gradients: Gradients = one_tile(part.tile(0), sums)
-        return gradients
-
-    def add_tile(carry: Any, i: Array) -> tuple[Any, Array]:
-        d_k, d_v, sums = carry
-        of_tile = one_tile(part.tile(i), sums)
-        return (d_k + of_tile.key, d_v + of_tile.value, of_tile.adjustments), of_tile.query
-
-    no_d_k, no_d_v = (jnp.zeros_like(x, dtype) for x in (keys.take(part.keys).k, keys.take(part.keys).v))
-    numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
-    (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
-    return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
-
-
-def _padded(x: Array, keys: Tile, num_keys: int) -> Array:
-    """`x` of some keys as an array of all keys, 0 for the others."""
-    if keys.size is num_keys or keys.size == num_keys:
-        return x
-    behind = num_keys - keys.start - keys.size
-    return jnp.pad(x, ((0, 0), (0, 0), (keys.start, behind), (0, 0)))

@@ -91,19 +91,12 @@ def _reordered(op: str, x: ArrayLike, shards: int, axis: int, *, undo: bool) -> 
         raise ValueError(message(op, "x", f"shape {array.shape}", expected, "Pad it, and mask the padding."))
     array = array if xp is np else gathered_along(array, axis)
     outer, inner, chunk = array.shape[:axis], array.shape[axis + 1 :], size // (2 * shards)
-
-    def halves(x: Any, axis: int) -> tuple[Any, Any]:
-        return tuple(xp.squeeze(half, axis) for half in xp.split(x, 2, axis))
-
-    at = len(outer)
-    if undo:
-        early, late = halves(array.reshape(*outer, shards, 2, chunk, *inner), at + 1)
-        ordered = xp.concatenate([early, xp.flip(late, at)], at)
-    else:
-        early, late = halves(array.reshape(*outer, 2, shards, chunk, *inner), at)
-        ordered = xp.stack([early, xp.flip(late, at)], at + 1)
-    result: Array = ordered.reshape(array.shape)
-    return result
+    numbers, halves_at = ((shards, 2), axis + 1) if undo else ((2, shards), axis)
+    halves = xp.split(array.reshape(*outer, *numbers, chunk, *inner), 2, halves_at)
+    early, late = (xp.squeeze(half, halves_at) for half in halves)
+    both = [early, xp.flip(late, axis)]
+    ordered: Array = xp.concatenate(both, axis) if undo else xp.stack(both, axis + 1)
+    return ordered.reshape(array.shape)
 
 
 def _as_number_of_shards(op: str, shards: Any) -> int:
