@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
 from masksafe._core.arguments import message
 from masksafe._core.masks import first_of
+from masksafe._core.programs import as_function, is_program, open_program
 from masksafe._core.sharding import is_sharded, vary_with
 from masksafe._core.typing import Array
 from masksafe.attention_masks import AttentionMask
@@ -59,20 +60,16 @@ def _hidden(jaxpr: Jaxpr) -> Iterator[Any]:
     for equation in jaxpr.eqns:
         yield from (id(x.val) for x in equation.invars if isinstance(x, Literal) and np.ndim(x.val))
         for x in _parameters(equation):
-            if isinstance(x, ClosedJaxpr):
-                yield from map(id, x.consts)
-            if _is_jaxpr(x):
-                yield from _hidden(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+            if is_program(x):
+                inner, constants = open_program(x)
+                yield from map(id, constants)
+                yield from _hidden(inner)
             else:
                 yield x if isinstance(x, Hashable) else id(x)
 
 
 def _parameters(equation: Any) -> list[Any]:
-    return jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr)
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return isinstance(x, (ClosedJaxpr, Jaxpr))
+    return jax.tree.leaves(list(equation.params.values()), is_leaf=is_program)
 
 
 @jax.tree_util.register_dataclass
@@ -98,7 +95,7 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         number = len(jaxpr.constvars)
-        return tuple(jaxpr_as_fun(ClosedJaxpr(jaxpr, constants[:number]))(*constants[number:], *inputs))
+        return tuple(as_function(jaxpr, constants[:number])(*constants[number:], *inputs))
     # On a mesh the types say how arrays are split, and may be others than where the function was traced. In shard_map,
     # all inputs of an operation have to vary over the same axes.
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *inputs), strict=True))
@@ -111,13 +108,13 @@ def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> 
         inner, primitive = equation.params.get("jaxpr"), equation.primitive
         if primitive.name in _RETYPINGS:  # which JAX refuses for what varies more here than where it was traced
             results: Sequence[Any] = arguments
-        elif primitive.name == "jit" and isinstance(inner, ClosedJaxpr):
-            results = _evaluate(inner.jaxpr, inner.consts, arguments)
+        elif primitive.name == "jit" and is_program(inner):
+            results = _evaluate(*open_program(inner), arguments)
         else:
             try:
                 found = primitive.bind(*arguments, **primitive.get_bind_params(equation.params))
             except (TypeError, ValueError) as error:
-                if not any(map(_is_jaxpr, _parameters(equation))):
+                if not any(map(is_program, _parameters(equation))):
                     raise
                 raise ValueError(_REFUSAL_ON_A_MESH.format(primitive.name)) from error
             results = found if primitive.multiple_results else [found]
@@ -181,7 +178,7 @@ def _call_mask(mask: AttentionMask, *pair: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _program_of_mask(traced: ClosedJaxpr) -> Program:
+def _program_of_mask(traced: Any) -> Program:
     """That of a mask without a function of the user, which JAX traces once: its arrays come first."""
     return Program(traced.jaxpr, (False,) * (len(traced.jaxpr.invars) - len(_INDICES)))
 

@@ -1,17 +1,12 @@
-"""JAX's programs and primitives: what the search for a NaN has to know of them, by name.
+"""JAX's primitives: what the search for a NaN has to know of them, by name.
 
 What differs between the versions of JAX is told here. A test holds every name to those of the JAX at hand.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.extend import core
-
-
-def open_program(program: Any) -> tuple[Any, Sequence[Any]]:
-    """A program and its constants. Older versions of JAX have a type of its own, `ClosedJaxpr`, for the two of them."""
-    return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
 def has_program(params: Mapping[str, Any]) -> bool:

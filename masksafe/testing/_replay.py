@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from masksafe._core import programs
 from masksafe._core.call_site import is_of_user
 from masksafe._core.sharding import is_random_key
 from masksafe.testing import _primitives
@@ -172,7 +173,7 @@ class Replay:
         self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
 
     def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        jaxpr, consts = _primitives.open_program(program)
+        jaxpr, consts = programs.open_program(program)
         captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
         values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
 
@@ -239,7 +240,7 @@ class Replay:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
         # The last inputs and outputs are stacked over the steps. They are counted by their ranks, one more outside than
         # inside, since the names of the parameters that count them differ between versions of JAX.
-        step, _ = _primitives.open_program(program)
+        step, _ = programs.open_program(program)
         num_xs = _count_stacked(equation.invars, step.invars)
         num_ys = _count_stacked(equation.outvars, step.outvars)
         num_carry = len(equation.outvars) - num_ys
