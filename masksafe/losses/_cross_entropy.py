@@ -393,13 +393,7 @@ def _pull_back_kept(axes: Axes, kept: Array, labels: Array, where: Array | None,
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    axes: Axes,
-    logits: Array,
-    labels: Array,
-    where: Array | None,
-    epsilon: Array | None,
-    rows: Rows,
-    d_loss: Array,
+    axes: Axes, logits: Array, labels: Array, where: Array | None, epsilon: Array | None, rows: Rows, d_loss: Array
 ) -> tuple[Array, Array | None, Array | None]:
     x, t, mask = as_rows(axes, logits, labels, where)
     epsilon = _of_rows(epsilon)

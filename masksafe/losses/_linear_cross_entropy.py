@@ -70,12 +70,7 @@ def linear_softmax_cross_entropy(
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: bool,
-    **options: Unpack[_Options],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **options: Unpack[_Options]
 ) -> Array | tuple[Array, Array]: ...
 
 

@@ -270,13 +270,7 @@ def _read_masks(
 
 
 def _read_options(
-    op: str,
-    temperature: float,
-    direction: str,
-    beta: float,
-    reduction: str,
-    block_size: int | None,
-    **flags: bool,
+    op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
     for name, value, values in (("direction", direction, DIRECTIONS), ("reduction", reduction, _REDUCTIONS)):
         if value not in values:

@@ -54,12 +54,7 @@ def linear_log_probs(
 
 @overload
 def linear_log_probs(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_entropy: bool,
-    **options: Unpack[_Options],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **options: Unpack[_Options]
 ) -> Array | tuple[Array, Array]: ...
 
 

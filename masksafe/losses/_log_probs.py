@@ -236,12 +236,7 @@ def _results(rows: _Rows) -> _Results:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
-    config: _Config,
-    results_alone: bool,
-    logits: Array,
-    labels: Array,
-    where: Array | None,
-    temperature: Array | None,
+    config: _Config, results_alone: bool, logits: Array, labels: Array, where: Array | None, temperature: Array | None
 ) -> _Rows:
     return _evaluate_rows(config, results_alone, *as_rows(config.axes, logits, labels, where), temperature)
 

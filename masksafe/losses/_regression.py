@@ -104,11 +104,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
 
 @public_op
 def huber_loss(
-    predictions: ArrayLike,
-    targets: ArrayLike | None = None,
-    *,
-    delta: ArrayLike = 1.0,
-    where: ArrayLike | None = None,
+    predictions: ArrayLike, targets: ArrayLike | None = None, *, delta: ArrayLike = 1.0, where: ArrayLike | None = None
 ) -> Array:
     r"""The Huber loss of each prediction: quadratic for small errors, linear for large ones.
 

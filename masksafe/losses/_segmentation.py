@@ -288,13 +288,7 @@ class _ClassLosses(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(
-    config: _ClassLosses,
-    p: Array,
-    t: Array,
-    mask: Array | None,
-    smooth: ArrayLike,
-    alpha: ArrayLike,
-    beta: ArrayLike,
+    config: _ClassLosses, p: Array, t: Array, mask: Array | None, smooth: ArrayLike, alpha: ArrayLike, beta: ArrayLike
 ) -> tuple[Array, Array]:
     p, t = wide_selected(p, mask), wide_selected(t, mask)
     if config.apply_softmax:

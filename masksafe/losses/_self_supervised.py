@@ -8,13 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import (
-    as_float_array,
-    as_real_array,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
+from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes

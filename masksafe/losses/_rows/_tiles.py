@@ -203,11 +203,7 @@ def _without_dead(rows: Any, live: Array | None) -> Any:
 
 
 def _over_tiles(
-    inputs: Inputs,
-    size: int,
-    body: Callable[..., State],
-    state: State,
-    prepare: Callable[[Any], Array] | None = None,
+    inputs: Inputs, size: int, body: Callable[..., State], state: State, prepare: Callable[[Any], Array] | None = None
 ) -> State:
     """`body(start, tile, state)` for each tile of the classes, the last of which may be smaller.
 
