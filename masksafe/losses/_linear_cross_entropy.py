@@ -22,10 +22,10 @@ from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP = "linear_softmax_cross_entropy"
 _REDUCTIONS = ("mean", "sum", "none")

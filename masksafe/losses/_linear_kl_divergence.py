@@ -17,10 +17,10 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
 from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Divergence, Kind, TopK, is_repeated
-from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 _REDUCTIONS = ("mean", "sum", "none")

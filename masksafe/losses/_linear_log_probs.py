@@ -10,11 +10,11 @@ from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._log_probs import LogProbAndEntropy
-from masksafe.losses._rows._rules import Options, token_outputs
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs
+from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP = "linear_log_probs"
 

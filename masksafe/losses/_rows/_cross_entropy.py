@@ -62,10 +62,6 @@ class CrossEntropy(LabelFormula):
     of_logsumexp: bool = False
 
     @property
-    def number(self) -> int:
-        return self.of_label + self.of_all_classes + self.of_logsumexp
-
-    @property
     def of_labels(self) -> tuple[bool, ...]:
         return (True,) * (self.of_label + self.of_all_classes) + (False,) * self.of_logsumexp
 

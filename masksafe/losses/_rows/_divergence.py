@@ -82,10 +82,6 @@ class Divergence(Formula):
         return 2 if self.target_gradients else 1
 
     @property
-    def number(self) -> int:
-        return 1
-
-    @property
     def of_labels(self) -> tuple[bool, ...]:
         return (False,)
 

@@ -54,10 +54,6 @@ class LogProbAndEntropy(LabelFormula):
     """The outputs of a row: the log-probability of its label, and its entropy."""
 
     @property
-    def number(self) -> int:
-        return 2
-
-    @property
     def of_labels(self) -> tuple[bool, ...]:
         return True, False
 
