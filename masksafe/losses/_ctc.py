@@ -71,8 +71,7 @@ def ctc_loss(
 
       Graves et al., "Connectionist temporal classification", 2006.
     """
-    arrays = logits, logit_paddings, labels, label_paddings
-    return _ctc_loss("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
+    return _ctc_loss("ctc_loss", (logits, logit_paddings, labels, label_paddings), blank_id, log_epsilon, where)[0]
 
 
 @public_op
@@ -124,7 +123,7 @@ def ctc_loss_with_forward_probs(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss_with_forward_probs>`_.
     """
     arrays = logits, logit_paddings, labels, label_paddings
-    return _ctc_loss("ctc_loss_with_forward_probs", *arrays, blank_id, log_epsilon, where)
+    return _ctc_loss("ctc_loss_with_forward_probs", arrays, blank_id, log_epsilon, where)
 
 
 class _State(NamedTuple):
@@ -141,17 +140,11 @@ def _are_on_the_right(paddings: Array) -> Array:
 
 
 def _ctc_loss(
-    op: str,
-    logits: ArrayLike,
-    logit_paddings: ArrayLike,
-    labels: ArrayLike,
-    label_paddings: ArrayLike,
-    blank_id: int,
-    log_epsilon: ArrayLike,
-    where: ArrayLike | None,
+    op: str, arrays: tuple[ArrayLike, ...], blank_id: int, log_epsilon: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
+    logits, frame_paddings, labels, label_paddings = arrays
     logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    frame_paddings = as_real_array(op, "logit_paddings", logit_paddings)
+    frame_paddings = as_real_array(op, "logit_paddings", frame_paddings)
     label_paddings = as_real_array(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
@@ -161,25 +154,17 @@ def _ctc_loss(
     frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
     live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
     allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
-    bad_labels = either(
-        check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None),
-        check_elements(
-            op,
-            label_paddings,
-            labels.shape,
-            jnp.any(frames, 1, keepdims=True),
-            _are_on_the_right,
-            "0 on the right of a padded label, as if 1 meant a live one",
-            "label_paddings",
-        ),
+    bad_labels = check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
+    text, checked = "0 on the right of a padded label, as if 1 meant a live one", jnp.any(frames, 1, keepdims=True)
+    bad_paddings = check_elements(
+        op, label_paddings, labels.shape, checked, _are_on_the_right, text, argument="label_paddings"
     )
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
     dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
-    state, states = _scan_frames(
-        log_probs, frames.T, labels, live_labels, blank_id, jnp.asarray(log_epsilon, log_probs.dtype)
-    )
+    log_epsilon = jnp.asarray(log_epsilon, dtype)
+    state, states = _scan_frames(log_probs, frames.T, labels, live_labels, blank_id, log_epsilon)
 
     # The sequence may end in its last label or in a blank.
     last_blank = _merge_into_blank(state.blank, state.label)
@@ -189,7 +174,8 @@ def _ctc_loss(
     if mask is not None:
         is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
-    loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
+    bad = either(bad_labels, bad_paddings)
+    loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad is None else jnp.any(bad, 1))
     return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: log_probs.shape[0]], states.label
 
 
@@ -242,10 +228,8 @@ def _check_shapes(
     if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
         expected = f"[batch, length], the batch being the {logits.shape[0]} of logits {logits.shape}"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
-    for name, paddings, shape in (
-        ("logit_paddings", logit_paddings, logits.shape[:2]),
-        ("label_paddings", label_paddings, labels.shape),
-    ):
+    shapes = {"logit_paddings": (logit_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
+    for name, (paddings, shape) in shapes.items():
         if paddings.shape != shape:
             raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
     check_is_known(op, "blank_id", blank_id, "a class")

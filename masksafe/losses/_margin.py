@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -138,10 +138,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss for a margin of 1, the perceptron loss for 0."""
-    arrays = {
-        "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
-        "targets": as_real_array(op, "targets", targets),
-    }
+    named = {"predictor_outputs": scores, "targets": targets}
+    arrays = {name: as_real_array(op, name, x) for name, x in named.items()}
     loss, check = _hinge if margin else _perceptron, _is_one_of("targets", -1, 1)
     return elementwise_loss(op, where, (*arrays, margin), loss, check=check, **arrays)
 
@@ -293,8 +291,7 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
-    losses: Array = _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
-    return losses
+    return cast(Array, _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -368,9 +365,8 @@ def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array 
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
-    return selected(
-        losses * nan_unless(is_sound, score.dtype), None if mask is None else any_of(mask, -1, keepdims=True)
-    )
+    losses *= nan_unless(is_sound, score.dtype)
+    return selected(losses, None if mask is None else any_of(mask, -1, keepdims=True))
 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:

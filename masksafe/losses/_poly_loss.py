@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -76,8 +76,7 @@ def poly_loss_cross_entropy(
     axes = canonical_axes(op, axis, len(shape))
     mask = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     bad_rows = check_distributions(op, broadcast_widened(labels, shape), mask, axes)
-    loss: Array = _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows)
-    return loss
+    return cast(Array, _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

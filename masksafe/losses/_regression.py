@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,10 +62,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
       `optax.losses.squared_error
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.squared_error>`_.
     """
-    op = "squared_error"
-    predictions, targets = _read_operands(op, predictions, targets)
-    _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, _squared_error)
+    return _error_loss("squared_error", predictions, targets, where, _squared_error, of_one_shape=True)
 
 
 @public_op
@@ -96,10 +92,7 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     References:
       `optax.losses.l2_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.l2_loss>`_.
     """
-    op = "l2_loss"
-    predictions, targets = _read_operands(op, predictions, targets)
-    _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, _l2)
+    return _error_loss("l2_loss", predictions, targets, where, _l2, of_one_shape=True)
 
 
 @public_op
@@ -136,10 +129,7 @@ def huber_loss(
     References:
       `optax.losses.huber_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.huber_loss>`_.
     """
-    op = "huber_loss"
-    predictions, targets = _read_operands(op, predictions, targets)
-    delta = as_real_operand(op, "delta", delta)
-    return _error_loss(op, predictions, targets, where, _huber, {"delta": _POSITIVE}, delta=delta)
+    return _error_loss("huber_loss", predictions, targets, where, _huber, delta=delta)
 
 
 @public_op
@@ -172,9 +162,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
 
       Chen et al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
     """
-    op = "log_cosh"
-    predictions, targets = _read_operands(op, predictions, targets)
-    loss = _error_loss(op, predictions, targets, where, _log_cosh)
+    loss = _error_loss("log_cosh", predictions, targets, where, _log_cosh)
     return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
 
@@ -220,7 +208,7 @@ def cosine_similarity(
       `optax.losses.cosine_similarity
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_similarity>`_.
     """
-    return _cosine("cosine_similarity", False, predictions, targets, epsilon, axis, where)
+    return _cosine("cosine_similarity", predictions, targets, epsilon, axis, where)
 
 
 @public_op
@@ -262,34 +250,29 @@ def cosine_distance(
       `optax.losses.cosine_distance
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_distance>`_.
     """
-    return _cosine("cosine_distance", True, predictions, targets, epsilon, axis, where)
-
-
-def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
-    return (
-        as_float_array(op, "predictions", predictions),
-        None if targets is None else as_real_array(op, "targets", targets),
-    )
-
-
-def _check_same_shape(op: str, predictions: Array, targets: Array | None) -> None:
-    if targets is not None and targets.shape != predictions.shape:
-        expected = f"{predictions.shape}, that of predictions"
-        raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
+    return _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
 
 
 def _error_loss(
     op: str,
-    predictions: Array,
-    targets: Array | None,
+    predictions: ArrayLike,
+    targets: ArrayLike | None,
     where: ArrayLike | None,
     loss: Callable[..., Array],
-    ranges: Mapping[str, Range] = MappingProxyType({}),
-    **others: Any,
+    *,
+    of_one_shape: bool = False,
+    **positive: ArrayLike,
 ) -> Array:
-    """`loss` of each prediction, of its target if there are any, and of the other arguments."""
-    arrays: dict[str, Any] = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
-    return elementwise_loss(op, where, tuple(arrays), loss, ranges=ranges, **arrays)
+    """`loss` of each prediction, of its target if there are any, and of other arguments, which are to be positive."""
+    arrays: dict[str, Any] = {"predictions": as_float_array(op, "predictions", predictions)}
+    shape = arrays["predictions"].shape
+    if targets is not None:
+        arrays["targets"] = as_real_array(op, "targets", targets)
+        if of_one_shape and arrays["targets"].shape != shape:
+            expected = f"{shape}, that of predictions"
+            raise ValueError(message(op, "targets", f"shape {arrays['targets'].shape}", expected))
+    arrays |= {name: as_real_operand(op, name, x) for name, x in positive.items()}
+    return elementwise_loss(op, where, tuple(arrays), loss, ranges=dict.fromkeys(positive, _POSITIVE), **arrays)
 
 
 _POSITIVE = Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
@@ -321,21 +304,14 @@ def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
 
 
 def _cosine(
-    op: str,
-    as_distance: bool,
-    predictions: ArrayLike,
-    targets: ArrayLike,
-    epsilon: ArrayLike,
-    axis: Axis | None,
-    where: ArrayLike | None,
+    op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
     a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
     shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
-    config = _CosineConfig(as_distance, shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
-    result: Array = _evaluate_cosine(config, a, b, epsilon, where)
-    return result
+    config = _CosineConfig(op == "cosine_distance", shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
+    return cast(Array, _evaluate_cosine(config, a, b, epsilon, where))
 
 
 class _CosineConfig(NamedTuple):
@@ -352,11 +328,11 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
     axes, row_axes = config.axes, axes_of_row(config.axes, len(config.shape))
 
     sums = _cosine_sums(row_axes, *broadcast_alike((a, b), config.shape), where)
-    similarity, square_a, square_b, unit_a, unit_b = sums
+    similarity = sums.product
     live_rows = None if where is None else any_of(where, axes, keepdims=True)
     # In a row with nothing left, epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
-    for square, unit in ((square_a, unit_a), (square_b, unit_b)):
+    for square, unit in ((sums.square_a, sums.unit_a), (sums.square_b, sums.unit_b)):
         similarity = _divided_by_norm(similarity, square, unit, epsilon)
     result = selected(1 - similarity, live_rows) if config.as_distance else similarity
     return jnp.squeeze(result, axes).astype(config.dtype)
@@ -386,30 +362,26 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         (a, unit_a), (b, unit_b) = (_scaled(wide_selected(x, where), axes) for x in (a, b))
         return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b), ()
 
-    def on_cpu(a: Array, b: Array, where: Array | None) -> _CosineSums:
+    def on_cpu(a: Array, b: Array, where: Array | None) -> Any:
         # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
         is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
         blocks = functools.partial(by_row_blocks, unscaled, leading)
-        product, *squares = platforms.apart((unscaled if is_fused else blocks)(a, b, where)[0])
+        product, square_a, square_b = platforms.apart((unscaled if is_fused else blocks)(a, b, where)[0])
         limits = jnp.finfo(product.dtype)
-        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
+        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in (square_a, square_b))
         is_ordinary_row = of_a & of_b
         if where is not None:
             is_ordinary_row |= ~any_of(where, axes, keepdims=True)
-        ordinary = _CosineSums(product, squares[0], squares[1], jnp.ones_like(product), jnp.ones_like(product))
-        sums_of_rows: _CosineSums = lax.cond(
-            jnp.all(is_ordinary_row),
-            lambda *_: ordinary,
-            lambda *args: by_row_blocks(exactly, leading, *args)[0],
-            *(a, b, where),
-        )
-        return sums_of_rows
+        ordinary = _CosineSums(product, square_a, square_b, jnp.ones_like(product), jnp.ones_like(product))
+        return lax.cond(jnp.all(is_ordinary_row), lambda *_: ordinary, exactly_in_blocks, a, b, where)
+
+    def exactly_in_blocks(*args: Any) -> Any:
+        return by_row_blocks(exactly, leading, *args)[0]
 
     if not may_loop((a, b, where)):
-        of_rows: _CosineSums = by_row_blocks(exactly, leading, a, b, where)[0]
-        return of_rows
-    of_all: _CosineSums = platforms.on_cpu_or_elsewhere(on_cpu, lambda *args: exactly(*args)[0], a, b, where)
-    return of_all
+        return cast(_CosineSums, exactly_in_blocks(a, b, where))
+    in_one_pass = lambda *args: exactly(*args)[0]  # noqa: E731
+    return cast(_CosineSums, platforms.on_cpu_or_elsewhere(on_cpu, in_one_pass, a, b, where))
 
 
 @_cosine_sums.defjvp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,7 @@ def smooth_labels(
     mask = as_mask_of(op, where, labels.shape, "labels")
     shape = broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
     bad = check_numbers(op, "alpha", alpha, _PART, shape, mask)
-    smoothed: Array = _smooth(axes, labels, alpha, mask, bad)
-    return smoothed
+    return cast(Array, _smooth(axes, labels, alpha, mask, bad))
 
 
 _PART = Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
