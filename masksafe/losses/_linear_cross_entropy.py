@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding
-from masksafe._core.arguments import as_bool, as_number, message
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core.arguments import as_bool
+from masksafe._core.label_checks import Range, nan_where_bad
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.precision import wide_dtype, widened
@@ -25,10 +25,11 @@ from masksafe.losses._rows import _arguments as arguments
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Inputs, Linear
+from masksafe.losses._rows._sources import Inputs
 
 _OP = "linear_softmax_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
+_FROM_0_TO_1 = Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
+_FINITE = Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
 class _Options(TypedDict, total=False):
@@ -176,13 +177,13 @@ def linear_softmax_cross_entropy(
 
       Szegedy et al., "Rethinking the Inception Architecture", 2016 (label smoothing).
     """
-    features, kernel, bias = arguments.read_layer(_OP, features, kernel, bias)
-    labels = arguments.read_labels(_OP, features, labels)
+    layer = arguments.read_layer(_OP, features, kernel, bias)
+    kernel, labels = layer.kernel, arguments.read_labels(_OP, layer.features, labels)
     where = arguments.read_where(_OP, where, labels)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
+    arguments.read_choice(_OP, "reduction", reduction, arguments.REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _read_label_smoothing(label_smoothing), _read_z_loss(z_loss)
+    label_smoothing = arguments.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
+    z_loss = arguments.read_number(_OP, "z_loss", z_loss, _FINITE)
     formula = CrossEntropy(
         arguments.read_soft_cap(_OP, logit_soft_cap),
         of_label=label_smoothing < 1,
@@ -194,26 +195,17 @@ def linear_softmax_cross_entropy(
     of_tokens = _read_weights(weights, where, labels)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
-    dtype = wide_dtype(jnp.promote_types(features.dtype, kernel.dtype))
+    dtype = wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
-    bad_rows = check_integer_labels(
-        _OP,
-        labels,
-        None if live is None else live[..., None],
-        (labels.ndim,),
-        (*labels.shape, kernel.shape[1]),
-        axis_name,
-    )
-    layer = Linear(features, kernel, bias)
+    bad_rows = arguments.check_labels(_OP, labels, live, kernel, axis_name)
     inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
     with_components = as_bool(_OP, "with_components", with_components)
+    results: tuple[Array, ...]
     if with_components or reduction == "none":
         losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
-        results: tuple[Array, ...] = (
-            _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
-        )
+        results = _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (weighted_sum(options, inputs, factors),)
@@ -227,20 +219,6 @@ def linear_softmax_cross_entropy(
     return (cross_entropy, results[1]) if with_components else cross_entropy
 
 
-def _read_label_smoothing(label_smoothing: float) -> float:
-    label_smoothing = as_number(_OP, "label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(message(_OP, "label_smoothing", f"value {label_smoothing}", "a number in [0, 1]"))
-    return label_smoothing
-
-
-def _read_z_loss(z_loss: float) -> float:
-    z_loss = as_number(_OP, "z_loss", z_loss)
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
-    return z_loss
-
-
 # Weights: of tokens, as the user gives them, and of labels, those of the tokens times those of their classes. None
 # means that all are 1. A negative weight is NaN.
 
@@ -248,10 +226,7 @@ def _read_z_loss(z_loss: float) -> float:
 def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array) -> Array | None:
     """Those of the tokens, 0 under the mask."""
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
-    if weights is None:
-        return None
-    cleaned: Array = _cleaned(weights, where, labels.shape)
-    return cleaned
+    return None if weights is None else cast(Array, _cleaned(weights, where, labels.shape))
 
 
 @functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
@@ -263,9 +238,8 @@ def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Arr
 def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
     if class_weights is None:
         return None
-    return _not_negative(
-        widened(lax.stop_gradient(arguments.read_per_class(_OP, "class_weights", class_weights, kernel)))
-    )
+    weights = arguments.read_per_class(_OP, "class_weights", class_weights, kernel)
+    return _not_negative(widened(lax.stop_gradient(weights)))
 
 
 def _not_negative(weights: Array) -> Array:
@@ -280,11 +254,9 @@ def _of_labels(
     here = sharding.local_class(axis_name, labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
     index = jnp.where(is_here, here, 0)
-    weights = (
-        sharding.gathered_along(class_weights, 0)
-        .at[index]
-        .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
-    )
+    out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
+    at_index = sharding.gathered_along(class_weights, 0).at[index]
+    weights = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
     weights = sharding.sum_over_devices(axis_name, jnp.where(is_here, weights, 0))
     classes = sharding.size_over_devices(axis_name, class_weights.size)
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen

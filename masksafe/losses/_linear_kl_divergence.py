@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import cast
 
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
-from masksafe._core.label_checks import check_elements, nan_where_bad
+from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
+from masksafe._core.label_checks import Range, check_elements, nan_where_bad
 from masksafe._core.labels import is_class
-from masksafe._core.masks import as_mask, as_mask_of, selected
+from masksafe._core.masks import as_mask, as_mask_of, either, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
@@ -23,8 +24,7 @@ from masksafe.losses._rows._rules import token_outputs, weighted_sum
 from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_REDUCTIONS = ("mean", "sum", "none")
-_RESTS = ("bucket", "drop")
+_PART = Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -128,8 +128,8 @@ def linear_kl_divergence(
 
       Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradients in the forward pass).
     """
-    student = Linear(*arguments.read_layer(_OP, features, kernel, bias))
-    teacher = Linear(*arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_"))
+    student = arguments.read_layer(_OP, features, kernel, bias)
+    teacher = arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -227,13 +227,11 @@ def linear_kl_divergence_with_top_k_targets(
       Agarwal et al., "On-Policy Distillation of Language Models", 2024.
     """
     op = _OP_OF_TOP_K
-    student = Linear(*arguments.read_layer(op, features, kernel, bias))
+    student = arguments.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     live, class_mask = _read_masks(op, tokens, classes, where, class_mask)
-    if rest not in _RESTS:
-        raise ValueError(message(op, "rest", f"value {rest!r}", f"one of {', '.join(_RESTS)}"))
-    with_rest = rest == "bucket"
+    with_rest = arguments.read_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
     student = _without_masked_classes(student, class_mask)
@@ -272,13 +270,13 @@ def _read_masks(
 def _read_options(
     op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
-    for name, value, values in (("direction", direction, DIRECTIONS), ("reduction", reduction, _REDUCTIONS)):
-        if value not in values:
-            raise ValueError(message(op, name, f"value {value!r}", f"one of {', '.join(values)}"))
-    temperature, beta = arguments.read_temperature(op, temperature), as_number(op, "beta", beta)
-    if not 0 < beta < 1:
-        hint = 'For the limits pass direction="forward" or "reverse".'
-        raise ValueError(message(op, "beta", f"value {beta}", "a number between 0 and 1, both excluded", hint))
+    arguments.read_choice(op, "direction", direction, DIRECTIONS)
+    arguments.read_choice(op, "reduction", reduction, arguments.REDUCTIONS)
+    temperature, hint = (
+        arguments.read_temperature(op, temperature),
+        'For the limits pass direction="forward" or "reverse".',
+    )
+    beta = arguments.read_number(op, "beta", beta, _PART, hint)
     kind = Kind(direction, beta if direction == JENSEN_SHANNON else 0.5)
     return Options(Divergence(kind, temperature, **flags), arguments.read_block_size(op, block_size))
 
@@ -302,29 +300,23 @@ def _with_any_class(live: Array | None, tokens: tuple[int, ...], class_mask: Arr
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
     """Reports bad targets, and returns the bad rows, if label checks are on."""
     where, shape = None if live is None else live[..., None], targets.classes.shape
-    check = functools.partial(check_elements, _OP_OF_TOP_K, shape=shape, where=where)
-    check_classes = functools.partial(check, targets.classes, argument="target_classes")
+
+    def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
+        bad = check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
+        return None if bad is None else any_of(bad, -1)
 
     def is_unmasked(classes: Array) -> Array:
         return ~is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
 
-    def is_log_probability(x: Array) -> Array:
-        return x <= 8 * float(jnp.finfo(x.dtype).eps)
-
+    check_classes = functools.partial(check, "target_classes", targets.classes)
+    most = 8 * float(jnp.finfo(targets.log_probs.dtype).eps)
     found = [
-        check_classes(is_valid=lambda x: is_class(x, num_classes), otherwise=f"outside [0, {num_classes})"),
-        check_classes(is_valid=lambda x: ~is_repeated(x), otherwise="repeated in their row"),
-        check(
-            targets.log_probs,
-            is_valid=is_log_probability,
-            otherwise="logarithms above 0 or NaN",
-            argument="target_log_probs",
-        ),
+        check_classes(lambda x: is_class(x, num_classes), f"outside [0, {num_classes})"),
+        check_classes(lambda x: ~is_repeated(x), "repeated in their row"),
+        check("target_log_probs", targets.log_probs, lambda x: x <= most, "logarithms above 0 or NaN"),
+        None if class_mask is None else check_classes(is_unmasked, "at a masked class"),
     ]
-    if class_mask is not None:
-        found.append(check_classes(is_valid=is_unmasked, otherwise="at a masked class"))
-    bad = [any_of(x, -1) for x in found if x is not None]
-    return functools.reduce(jnp.logical_or, bad) if bad else None
+    return functools.reduce(either, found)
 
 
 def _reduced(options: Options, reduction: str, inputs: Inputs, where: Array | None) -> Array:
