@@ -21,7 +21,7 @@ from masksafe._core.row_moments import or_one
 from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._rows import _arguments as arguments
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import token_outputs, weighted_sum
@@ -177,20 +177,20 @@ def linear_softmax_cross_entropy(
 
       Szegedy et al., "Rethinking the Inception Architecture", 2016 (label smoothing).
     """
-    layer = arguments.read_layer(_OP, features, kernel, bias)
-    kernel, labels = layer.kernel, arguments.read_labels(_OP, layer.features, labels)
-    where = arguments.read_where(_OP, where, labels)
-    arguments.read_choice(_OP, "reduction", reduction, arguments.REDUCTIONS)
+    layer = _reading.read_layer(_OP, features, kernel, bias)
+    kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
+    where = _reading.read_where(_OP, where, labels)
+    _reading.read_choice(_OP, "reduction", reduction, _reading.REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing = arguments.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
-    z_loss = arguments.read_number(_OP, "z_loss", z_loss, _FINITE)
+    label_smoothing = _reading.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
+    z_loss = _reading.read_number(_OP, "z_loss", z_loss, _FINITE)
     formula = CrossEntropy(
-        arguments.read_soft_cap(_OP, logit_soft_cap),
+        _reading.read_soft_cap(_OP, logit_soft_cap),
         of_label=label_smoothing < 1,
         of_all_classes=label_smoothing > 0,
         of_logsumexp=z_loss > 0,
     )
-    options = Options(formula, arguments.read_block_size(_OP, block_size), axis_name)
+    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     class_weights = _read_class_weights(class_weights, kernel)
     of_tokens = _read_weights(weights, where, labels)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
@@ -199,7 +199,7 @@ def linear_softmax_cross_entropy(
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
-    bad_rows = arguments.check_labels(_OP, labels, live, kernel, axis_name)
+    bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
     inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
     with_components = as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
@@ -238,7 +238,7 @@ def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Arr
 def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
     if class_weights is None:
         return None
-    weights = arguments.read_per_class(_OP, "class_weights", class_weights, kernel)
+    weights = _reading.read_per_class(_OP, "class_weights", class_weights, kernel)
     return _not_negative(widened(lax.stop_gradient(weights)))
 
 

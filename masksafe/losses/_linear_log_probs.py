@@ -9,7 +9,7 @@ from masksafe._core.arguments import as_bool
 from masksafe._core.label_checks import nan_where_bad
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._rows import _arguments as arguments
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._log_probs import LogProbAndEntropy
 from masksafe.losses._rows._options import Options
@@ -135,15 +135,15 @@ def linear_log_probs(
 
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
     """
-    layer = arguments.read_layer(_OP, features, kernel, bias)
-    labels = arguments.read_labels(_OP, layer.features, labels)
-    where = arguments.read_where(_OP, where, labels)
+    layer = _reading.read_layer(_OP, features, kernel, bias)
+    labels = _reading.read_labels(_OP, layer.features, labels)
+    where = _reading.read_where(_OP, where, labels)
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = as_bool(_OP, "with_entropy", with_entropy)
-    of_logits = arguments.read_soft_cap(_OP, logit_soft_cap), arguments.read_temperature(_OP, temperature)
+    of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
     formula = LogProbAndEntropy(*of_logits) if with_entropy else CrossEntropy(*of_logits)
-    options = Options(formula, arguments.read_block_size(_OP, block_size), axis_name)
-    bad_rows = arguments.check_labels(_OP, labels, where, layer.kernel, axis_name)
+    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
     outputs = token_outputs(options, Inputs((layer,), labels, None, where))
     if with_entropy:
         log_probs, entropies = outputs

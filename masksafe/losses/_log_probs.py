@@ -24,7 +24,7 @@ from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import below_infinity, label_here, takes_part, value_at_label
 from masksafe.losses._labelled import Labelled, read_integer_labels
 from masksafe.losses._layout import from_rows
-from masksafe.losses._rows._arguments import read_temperature
+from masksafe.losses._rows._reading import read_temperature
 
 
 @overload
