@@ -9,14 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding
-from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
+from masksafe._core import arguments, label_checks, platforms, sharding
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.label_checks import check_distributions, nan_where_bad
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
     Plan,
@@ -225,7 +222,7 @@ def softmax_cross_entropy_with_integer_labels(
     axis_name = sharding.as_axis_name(op, axis_name)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
     loss = _cross_entropy(_Config(axes, inputs.logits.dtype, axis_name), inputs, None)
-    return nan_where_bad(sharding.same_on_all_devices(axis_name, loss), bad_rows)
+    return label_checks.nan_where_bad(sharding.same_on_all_devices(axis_name, loss), bad_rows)
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
@@ -242,24 +239,24 @@ def soft_cross_entropy(
     op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
     """`softmax_cross_entropy`, with `op` as the name in errors."""
-    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_real_array(op, "labels", labels)
     are_integers = not is_soft(labels)
     hint = "For integer labels use softmax_cross_entropy_with_integer_labels." if are_integers else ""
-    shape = broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
+    shape = arguments.broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
     dtype = jnp.result_type(logits.dtype, labels)
     labels = labels.astype(dtype) if are_integers else labels
-    axes = canonical_axes(op, axis, len(shape))
+    axes = arguments.canonical_axes(op, axis, len(shape))
     if not _has_classes(logits, axes, shape):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
-        raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
+        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", expected))
     if are_integers and not _has_classes(labels, axes, shape):  # broadcasting would repeat one number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, shape)
-    bad_rows = check_distributions(op, labels, where, axes)
+    bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    return nan_where_bad(_cross_entropy(_Config(axes, dtype), inputs, None), bad_rows)
+    return label_checks.nan_where_bad(_cross_entropy(_Config(axes, dtype), inputs, None), bad_rows)
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
@@ -301,7 +298,7 @@ def _cross_entropy(config: _Config, inputs: Labelled, epsilon: Array | None) -> 
 
 def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
     loss: Array = rows.loss.squeeze(-1).astype(config.dtype)
-    return loss if config.axis_name is None else vary_with(loss, logits)
+    return loss if config.axis_name is None else sharding.vary_with(loss, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

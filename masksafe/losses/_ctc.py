@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, check_is_known, message
-from masksafe._core.label_checks import check_elements, check_integer_labels, nan_where_bad
+from masksafe._core import arguments, label_checks
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
 from masksafe._core.public_op import public_op
@@ -143,9 +142,9 @@ def _ctc_loss(
     op: str, arrays: tuple[ArrayLike, ...], blank_id: int, log_epsilon: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
     logits, frame_paddings, labels, label_paddings = arrays
-    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    frame_paddings = as_real_array(op, "logit_paddings", frame_paddings)
-    label_paddings = as_real_array(op, "label_paddings", label_paddings)
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_label_array(op, "labels", labels)
+    frame_paddings = arguments.as_real_array(op, "logit_paddings", frame_paddings)
+    label_paddings = arguments.as_real_array(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
 
@@ -154,9 +153,9 @@ def _ctc_loss(
     frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
     live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
     allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
-    bad_labels = check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
+    bad_labels = label_checks.check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
     text, checked = "0 on the right of a padded label, as if 1 meant a live one", jnp.any(frames, 1, keepdims=True)
-    bad_paddings = check_elements(
+    bad_paddings = label_checks.check_elements(
         op, label_paddings, labels.shape, checked, _are_on_the_right, text, argument="label_paddings"
     )
 
@@ -175,7 +174,7 @@ def _ctc_loss(
         is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
     bad = either(bad_labels, bad_paddings)
-    loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad is None else jnp.any(bad, 1))
+    loss = label_checks.nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad is None else jnp.any(bad, 1))
     return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: log_probs.shape[0]], states.label
 
 
@@ -224,15 +223,15 @@ def _check_shapes(
     op: str, logits: Array, logit_paddings: Array, labels: Array, label_paddings: Array, blank_id: int
 ) -> None:
     if logits.ndim != 3:
-        raise ValueError(message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
+        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
     if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
         expected = f"[batch, length], the batch being the {logits.shape[0]} of logits {logits.shape}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
     shapes = {"logit_paddings": (logit_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
     for name, (paddings, shape) in shapes.items():
         if paddings.shape != shape:
-            raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
-    check_is_known(op, "blank_id", blank_id, "a class")
+            raise ValueError(arguments.message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    arguments.check_is_known(op, "blank_id", blank_id, "a class")
     if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
         expected = f"a class of logits {logits.shape}"
-        raise ValueError(message(op, "blank_id", f"value {blank_id!r}", expected))
+        raise ValueError(arguments.message(op, "blank_id", f"value {blank_id!r}", expected))

@@ -11,13 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import label_checks, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of
 from masksafe.losses._elementwise import Check, broadcast_alike
 from masksafe.losses._layout import wide_selected
 
@@ -200,7 +198,7 @@ def _divergence(
     shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
     mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
     config = _Config(terms, canonical_axes(op, axis, len(shape)), shape)
-    bad = check_elements(op, t, shape, mask, check.is_valid, check.otherwise)
+    bad = label_checks.check_elements(op, t, shape, mask, check.is_valid, check.otherwise)
     return cast(Array, _evaluate(config, log_p, t, mask, bad))
 
 
@@ -214,15 +212,15 @@ class _Config(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
-    dtype, row_axes = jnp.result_type(log_p, t), axes_of_row(config.axes, len(config.shape))
+    dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(config.axes, len(config.shape))
 
     def of_rows(log_p: Array, t: Array, mask: Array | None) -> tuple[Array, tuple[()]]:
         terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes), ()
 
     log_p, t = broadcast_alike((log_p, t), config.shape)
-    loss: Array = by_row_blocks(of_rows, leading_axes(config.axes), log_p, t, mask)[0]
-    return nan_where_bad(loss.astype(dtype), None if bad is None else any_of(bad, config.axes))
+    loss: Array = row_blocks.by_row_blocks(of_rows, row_blocks.leading_axes(config.axes), log_p, t, mask)[0]
+    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, config.axes))
 
 
 def _kl_terms(log_p: Array, t: Array) -> Array:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from masksafe._core.arguments import as_float_array, as_label_array, canonical_axes, message
-from masksafe._core.label_checks import check_integer_labels
+from masksafe._core import arguments, label_checks
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses import _layout
 
@@ -32,17 +31,17 @@ def read_integer_labels(
     hint_for_distributions: str = "",
 ) -> tuple[Labelled, Axes, Array | None]:
     """Logits and labels that have been checked and broadcast, the axes of the classes, and the bad rows."""
-    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_label_array(op, "labels", labels)
     if axis is None:
-        raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
-    axes = canonical_axes(op, axis, logits.ndim)
+        raise TypeError(arguments.message(op, "axis", "type NoneType", "an int or a tuple of ints"))
+    axes = arguments.canonical_axes(op, axis, logits.ndim)
     if labels.ndim != logits.ndim - len(axes):
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
         hint = hint_for_distributions if labels.ndim == logits.ndim else ""
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
     rows = _layout.common_rows(op, labels, axes, logits=logits)
     shape = _layout.shape_with_classes(axes, rows, logits.shape)
     where = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _layout.broadcast_widened(labels, rows)
-    bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
+    bad_rows = label_checks.check_integer_labels(op, labels, where, axes, shape, axis_name)
     return Labelled(_layout.broadcast_widened(logits, shape), labels, where), axes, bad_rows

@@ -10,17 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
-from masksafe._core.arguments import as_bool
-from masksafe._core.label_checks import Range, nan_where_bad
+from masksafe._core import arguments, label_checks, precision, row_moments, scaling, sharding, unfolded
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
-from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import or_one
-from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -28,8 +22,8 @@ from masksafe.losses._rows._rules import token_outputs, weighted_sum
 from masksafe.losses._rows._sources import Inputs
 
 _OP = "linear_softmax_cross_entropy"
-_FROM_0_TO_1 = Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
-_FINITE = Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
+_FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
+_FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
 class _Options(TypedDict, total=False):
@@ -195,13 +189,13 @@ def linear_softmax_cross_entropy(
     of_tokens = _read_weights(weights, where, labels)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
-    dtype = wide_dtype(layer.dtype)
+    dtype = precision.wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
     bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
     inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
-    with_components = as_bool(_OP, "with_components", with_components)
+    with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     if with_components or reduction == "none":
         losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
@@ -211,11 +205,11 @@ def linear_softmax_cross_entropy(
         results = (weighted_sum(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
-        divide = jnp.divide if of_labels is None else quotient  # a number of tokens has no derivative
+        divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative
         results = tuple(divide(result, total) for result in results)
     if bad_rows is not None and reduction != "none":
-        bad_rows = any_of(bad_rows)
-    cross_entropy = nan_where_bad(results[0], bad_rows)
+        bad_rows = unfolded.any_of(bad_rows)
+    cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)
     return (cross_entropy, results[1]) if with_components else cross_entropy
 
 
@@ -231,7 +225,7 @@ def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array)
 
 @functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
-    weights = _not_negative(selected(jnp.broadcast_to(widened(weights), shape), where))
+    weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 
 
@@ -239,7 +233,7 @@ def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array
     if class_weights is None:
         return None
     weights = _reading.read_per_class(_OP, "class_weights", class_weights, kernel)
-    return _not_negative(widened(lax.stop_gradient(weights)))
+    return _not_negative(precision.widened(lax.stop_gradient(weights)))
 
 
 def _not_negative(weights: Array) -> Array:
@@ -296,5 +290,5 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
 def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else number_of(where), 1).astype(dtype)
+        return row_moments.or_one(jnp.sum(selected(of_labels, where)).astype(dtype))
+    return jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(dtype)

@@ -10,9 +10,8 @@ from typing import cast
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import label_checks, labels
 from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
-from masksafe._core.label_checks import Range, check_elements, nan_where_bad
-from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, as_mask_of, either, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
@@ -24,7 +23,7 @@ from masksafe.losses._rows._rules import token_outputs, weighted_sum
 from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_PART = Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
+_PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -233,7 +232,7 @@ def linear_kl_divergence_with_top_k_targets(
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
     losses = _reduced(options, reduction, _without_masked_classes((student,), targets, live, class_mask), live)
-    return nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
+    return label_checks.nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
 # The arguments.
@@ -297,16 +296,16 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     where, shape = None if live is None else live[..., None], targets.classes.shape
 
     def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
-        bad = check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
+        bad = label_checks.check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
         return None if bad is None else any_of(bad, -1)
 
     def is_unmasked(classes: Array) -> Array:
-        return ~is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
+        return ~labels.is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
 
     check_classes = functools.partial(check, "target_classes", targets.classes)
     most = 8 * float(jnp.finfo(targets.log_probs.dtype).eps)
     found = [
-        check_classes(lambda x: is_class(x, num_classes), f"outside [0, {num_classes})"),
+        check_classes(lambda x: labels.is_class(x, num_classes), f"outside [0, {num_classes})"),
         check_classes(lambda x: ~is_repeated(x), "repeated in their row"),
         check("target_log_probs", targets.log_probs, lambda x: x <= most, "logarithms above 0 or NaN"),
         None if class_mask is None else check_classes(is_unmasked, "at a masked class"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict, Unpack, overload
 
-from masksafe._core import sharding
-from masksafe._core.arguments import as_bool
-from masksafe._core.label_checks import nan_where_bad
+from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _reading
@@ -139,7 +137,7 @@ def linear_log_probs(
     labels = _reading.read_labels(_OP, layer.features, labels)
     where = _reading.read_where(_OP, where, labels)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    with_entropy = as_bool(_OP, "with_entropy", with_entropy)
+    with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
     formula = LogProbAndEntropy(*of_logits) if with_entropy else CrossEntropy(*of_logits)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
@@ -147,5 +145,5 @@ def linear_log_probs(
     outputs = token_outputs(options, Inputs((layer,), labels, None, where))
     if with_entropy:
         log_probs, entropies = outputs
-        return nan_where_bad(log_probs, bad_rows), entropies
-    return nan_where_bad(0 - outputs[0], bad_rows)
+        return label_checks.nan_where_bad(log_probs, bad_rows), entropies
+    return label_checks.nan_where_bad(0 - outputs[0], bad_rows)

@@ -9,18 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import platforms, sharding
-from masksafe._core.arguments import as_bool, as_static_or_array
+from masksafe._core import arguments, label_checks, platforms, precision, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.label_checks import nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
-from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import below_infinity, label_here, takes_part, value_at_label
 from masksafe.losses._labelled import Labelled, read_integer_labels
 from masksafe.losses._layout import from_rows
@@ -138,11 +133,11 @@ def log_probs(
       `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
     """
     op = "log_probs"
-    temperature, with_entropy = read_temperature(op, temperature), as_bool(op, "with_entropy", with_entropy)
+    temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
-    static, array = (1.0, None) if temperature == 1 else as_static_or_array(temperature, *inputs[:2])
+    static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
     log_p, entropy = _of_policy(_Config(axes, static, with_entropy), inputs, array)
-    log_p = nan_where_bad(log_p, bad_rows)
+    log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return log_p if entropy is None else (log_p, entropy)
 
 
@@ -217,7 +212,7 @@ def _evaluate_rows(
     row_values = functools.partial(_row_values, config.with_temperature(temperature), results_alone)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     arithmetic = row_values if where is None and not config.with_entropy else None
-    rows: _Rows = map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
+    rows: _Rows = row_blocks.map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
     return rows
 
 
@@ -241,7 +236,7 @@ def _(config: _Config, results_alone: bool, primals: tuple[Any, ...], tangents: 
 def _row_values(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
     label, is_empty = label_here(None, labels, x.shape[-1]), x.shape[-1] == 0
     where = jnp.zeros(x.shape, bool) if is_empty else where
-    live = None if where is None else any_of(where, -1)
+    live = None if where is None else unfolded.any_of(where, -1)
     log_prob, shift, log_sum, gap = (_zeros if is_empty else _log_prob_and_sums)(config, x, label, where, live)
     # In a row with nothing left the label does not matter.
     valid = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype), live, 1)
@@ -257,7 +252,7 @@ def _log_prob_and_sums(
 ) -> tuple[Array, Array, Array, Array | None]:
     """The log-probability, m, log1p(s), and g if it is wanted; every array is `[...]`."""
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
-    dtype, label_x = wide_dtype(x.dtype), value_at_label(None, x, where, label)
+    dtype, label_x = precision.wide_dtype(x.dtype), value_at_label(None, x, where, label)
     x = lowest_under_mask(x, where)
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = config.divided(x.astype(dtype) - shift)
@@ -273,7 +268,7 @@ def _log_prob_and_sums(
 
 def _zeros(config: _Config, x: Array, *_: Any) -> tuple[Array, Array, Array, Array | None]:
     """The same of rows without classes."""
-    zero = jnp.sum(x, -1, dtype=wide_dtype(x.dtype))
+    zero = jnp.sum(x, -1, dtype=precision.wide_dtype(x.dtype))
     return zero, zero, zero, zero if config.with_entropy else None
 
 

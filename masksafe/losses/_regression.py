@@ -12,23 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import platforms
-from masksafe._core.arguments import (
-    as_float_array,
-    as_real_array,
-    as_real_operand,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
-from masksafe._core.label_checks import Range
+from masksafe._core import arguments, label_checks, platforms, row_blocks, scaling, sharding, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.scaling import reciprocal_power_of_two
-from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of, largest_of, sum_of
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -264,18 +251,18 @@ def _error_loss(
     **positive: ArrayLike,
 ) -> Array:
     """`loss` of each prediction, of its target if there are any, and of other arguments, which are to be positive."""
-    arrays: dict[str, Any] = {"predictions": as_float_array(op, "predictions", predictions)}
+    arrays: dict[str, Any] = {"predictions": arguments.as_float_array(op, "predictions", predictions)}
     shape = arrays["predictions"].shape
     if targets is not None:
-        arrays["targets"] = as_real_array(op, "targets", targets)
+        arrays["targets"] = arguments.as_real_array(op, "targets", targets)
         if of_one_shape and arrays["targets"].shape != shape:
             expected = f"{shape}, that of predictions"
-            raise ValueError(message(op, "targets", f"shape {arrays['targets'].shape}", expected))
-    arrays |= {name: as_real_operand(op, name, x) for name, x in positive.items()}
+            raise ValueError(arguments.message(op, "targets", f"shape {arrays['targets'].shape}", expected))
+    arrays |= {name: arguments.as_real_operand(op, name, x) for name, x in positive.items()}
     return elementwise_loss(op, where, tuple(arrays), loss, ranges=dict.fromkeys(positive, _POSITIVE), **arrays)
 
 
-_POSITIVE = Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
+_POSITIVE = label_checks.Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
 
 
 def _error(predictions: Array, targets: Array | None) -> Array:
@@ -306,9 +293,9 @@ def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
 def _cosine(
     op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
-    a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
-    shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
-    axes = canonical_axes(op, axis, len(shape))
+    a, b = arguments.as_float_array(op, "predictions", predictions), arguments.as_float_array(op, "targets", targets)
+    shape = arguments.broadcast_shapes(op, predictions=a.shape, targets=b.shape)
+    axes = arguments.canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
     config = _CosineConfig(op == "cosine_distance", shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
     return cast(Array, _evaluate_cosine(config, a, b, epsilon, where))
@@ -325,11 +312,11 @@ class _CosineConfig(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
-    axes, row_axes = config.axes, axes_of_row(config.axes, len(config.shape))
+    axes, row_axes = config.axes, row_blocks.axes_of_row(config.axes, len(config.shape))
 
     sums = _cosine_sums(row_axes, *broadcast_alike((a, b), config.shape), where)
     similarity = sums.product
-    live_rows = None if where is None else any_of(where, axes, keepdims=True)
+    live_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In a row with nothing left, epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
     for square, unit in ((sums.square_a, sums.unit_a), (sums.square_b, sums.unit_b)):
@@ -350,8 +337,8 @@ class _CosineSums(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _CosineSums:
-    leading = leading_axes(tuple(axis % a.ndim for axis in axes))
-    total = functools.partial(sum_of, axis=axes, keepdims=True)
+    leading = row_blocks.leading_axes(tuple(axis % a.ndim for axis in axes))
+    total = functools.partial(unfolded.sum_of, axis=axes, keepdims=True)
 
     # All three sums read the vectors at once. To find the units first is a further pass, which ordinary rows save.
     def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Any, tuple[()]]:
@@ -365,20 +352,20 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
     def on_cpu(a: Array, b: Array, where: Array | None) -> Any:
         # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
         is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
-        blocks = functools.partial(by_row_blocks, unscaled, leading)
+        blocks = functools.partial(row_blocks.by_row_blocks, unscaled, leading)
         product, square_a, square_b = platforms.apart((unscaled if is_fused else blocks)(a, b, where)[0])
         limits = jnp.finfo(product.dtype)
         of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in (square_a, square_b))
         is_ordinary_row = of_a & of_b
         if where is not None:
-            is_ordinary_row |= ~any_of(where, axes, keepdims=True)
+            is_ordinary_row |= ~unfolded.any_of(where, axes, keepdims=True)
         ordinary = _CosineSums(product, square_a, square_b, jnp.ones_like(product), jnp.ones_like(product))
         return lax.cond(jnp.all(is_ordinary_row), lambda *_: ordinary, exactly_in_blocks, a, b, where)
 
     def exactly_in_blocks(*args: Any) -> Any:
-        return by_row_blocks(exactly, leading, *args)[0]
+        return row_blocks.by_row_blocks(exactly, leading, *args)[0]
 
-    if not may_loop((a, b, where)):
+    if not sharding.may_loop((a, b, where)):
         return cast(_CosineSums, exactly_in_blocks(a, b, where))
     in_one_pass = lambda *args: exactly(*args)[0]  # noqa: E731
     return cast(_CosineSums, platforms.on_cpu_or_elsewhere(on_cpu, in_one_pass, a, b, where))
@@ -405,8 +392,8 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 
 def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
     """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
-    largest = largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
-    unit = jnp.where(largest == 0, 1, reciprocal_power_of_two(largest))
+    largest = unfolded.largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
+    unit = jnp.where(largest == 0, 1, scaling.reciprocal_power_of_two(largest))
     return x * unit, unit
 
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
-from masksafe._core.label_checks import check_probabilities, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of, number_of, sum_of
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -172,10 +171,10 @@ def multiclass_generalized_dice_loss(
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
     losses, live_rows = _class_losses(op, p, t, mask, axes, _Weights(smooth), apply_softmax)
 
-    frequencies = sum_of(wide_selected(t, mask), range(p.ndim - 1))
-    is_present = any_of(live_rows, range(live_rows.ndim - 1))
+    frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
+    is_present = unfolded.any_of(live_rows, range(live_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
-    number = number_of(is_present).astype(weights.dtype)
+    number = unfolded.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, live_rows)
     losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
@@ -270,10 +269,10 @@ def _class_losses(
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
     live = None if mask is None else jnp.broadcast_to(mask, p.shape)
-    bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
+    bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, live)
     losses, live_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)
-    bad = None if bad_pixels is None else any_of(bad_pixels, axes)[..., None]
-    return selected(nan_where_bad(losses, bad), live_rows), live_rows
+    bad = None if bad_pixels is None else unfolded.any_of(bad_pixels, axes)[..., None]
+    return selected(label_checks.nan_where_bad(losses, bad), live_rows), live_rows
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -284,11 +283,11 @@ def _evaluate(
     if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
     p = selected(p, mask)
-    overlap, sum_p, sum_t = (sum_of(x, axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
     smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    live_rows = jnp.ones((), bool) if mask is None else any_of(mask, axes)
+    live_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
     live_rows = jnp.broadcast_to(live_rows, union.shape)
     return 1 - (overlap + smooth) / jnp.where(live_rows, union, 1), live_rows
 
@@ -298,7 +297,7 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
     if mask is None or mask.shape[-1] == 1:
         return softmax(p, -1)
     # A pixel with nothing left is computed as one of zeros.
-    live = mask | ~any_of(mask, -1, keepdims=True)
+    live = mask | ~unfolded.any_of(mask, -1, keepdims=True)
     return softmax(jnp.where(live, p, -jnp.inf), -1)
 
 

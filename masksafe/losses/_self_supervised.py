@@ -8,11 +8,10 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Axes
 from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
@@ -74,7 +73,7 @@ def ntxent(
     dtype = jnp.result_type(z.dtype, temperature)
 
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
-    batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
+    batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
     row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
     live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
     same = row_label[:, None] == every_label[None]
@@ -92,7 +91,7 @@ def ntxent(
 
 def _reshard_first_axis(x: Any, batch: Any) -> Any:
     """`x`, an array or None, with its first axis split over the axes `batch` of an explicit mesh, and no other axis."""
-    if x is None or (batch is None and not is_sharded(x)):
+    if x is None or (batch is None and not sharding.is_sharded(x)):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
@@ -174,7 +173,7 @@ def _evaluate_triplets(
     eps: ArrayLike,
 ) -> Array:
     ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
-    row_axes = axes_of_row(axes, ndim)
+    row_axes = row_blocks.axes_of_row(axes, ndim)
 
     def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Any, tuple[()]]:
         a, p, n = (wide_selected(x, mask) for x in (a, p, n))
@@ -185,7 +184,7 @@ def _evaluate_triplets(
     if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
         sums, _ = sums_of_rows(*arrays)
     else:
-        sums, _ = by_row_blocks(sums_of_rows, leading_axes(axes), *arrays)
+        sums, _ = row_blocks.by_row_blocks(sums_of_rows, row_blocks.leading_axes(axes), *arrays)
     # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
     of_p, of_n = (jnp.power(selected(jnp.squeeze(s, axes) + eps, live_rows, 1), 1 / degree) for s in sums)
     losses = jnp.maximum(of_p - of_n + margin, 0)

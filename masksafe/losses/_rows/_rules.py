@@ -14,15 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import platforms, sharding
+from masksafe._core import labels, own_shard_map, platforms, precision, sharding, unfolded
 from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
-from masksafe._core.labels import is_class
 from masksafe._core.masks import both, selected
-from masksafe._core.own_shard_map import Split, on_each_device, split_of
-from masksafe._core.precision import widened
-from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of
 from masksafe.losses._rows import _tiles
 from masksafe.losses._rows._blocks import sums_and_gradients
 from masksafe.losses._rows._options import Options, Sizes
@@ -52,7 +47,7 @@ def weighted_sum(options: Options, inputs: Inputs, weights: Outputs) -> Array:
 
 def _evaluate(core: _Core, options: Options, *args: Any) -> Any:
     """What a core returns, computed on each device by itself if the arrays are split."""
-    split = None if options.axis_name is not None else split_of(args, _dimensions(options, *args))
+    split = None if options.axis_name is not None else own_shard_map.split_of(args, _dimensions(options, *args))
     if split is None:
         return _on_device(core, options, *args)
     return _evaluate_on_each_device(core, options, split, *args)
@@ -60,7 +55,7 @@ def _evaluate(core: _Core, options: Options, *args: Any) -> Any:
 
 @explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _evaluate_on_each_device(core: _Core, options: Options, split: Split, *args: Any) -> Any:
+def _evaluate_on_each_device(core: _Core, options: Options, split: own_shard_map.Split, *args: Any) -> Any:
     names = _dimensions(options, *args)
     of_tokens = PartitionSpec(*names[0].layers[0].features[:-1])
     over_tokens = split.axes(*of_tokens) or None
@@ -71,7 +66,7 @@ def _evaluate_on_each_device(core: _Core, options: Options, split: Split, *args:
         return sharding.sum_over_devices(over_tokens, results) if core is _weighted_sum else results
 
     of_results = PartitionSpec() if core is _weighted_sum else (of_tokens,) * len(options.formula.of_labels)
-    return on_each_device(on_device, split, args, names, of_results)
+    return own_shard_map.on_each_device(on_device, split, args, names, of_results)
 
 
 def _on_device(core: _Core, options: Options, *args: Any) -> Any:
@@ -246,18 +241,18 @@ def _plain_outputs(options: Options, inputs: Inputs) -> Outputs:
     else:
         block = options.sizes(inputs, on_cpu=True, is_masked=False).token_block
         outputs = lax.map(jax.checkpoint(of_tokens), rows, batch_size=block)
-    return cast(Outputs, vary_with(tuple(x[:, 0].reshape(inputs.tokens) for x in outputs), inputs))
+    return cast(Outputs, sharding.vary_with(tuple(x[:, 0].reshape(inputs.tokens) for x in outputs), inputs))
 
 
 def _plain_outputs_and_saved(options: Options, inputs: Inputs, weights: Outputs | None) -> tuple[Outputs, _Saved]:
     nothing = options.formula.nothing(jnp.zeros((math.prod(inputs.tokens), 1), inputs.sum_dtype))
     gradients = () if weights is None else _no_gradients(options, inputs)
-    return _plain_outputs(options, inputs), _Saved(gradients, vary_with(nothing, inputs))
+    return _plain_outputs(options, inputs), _Saved(gradients, sharding.vary_with(nothing, inputs))
 
 
 def _no_gradients(options: Options, inputs: Inputs) -> Gradients:
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, inputs.sum_dtype), inputs.layers[: options.formula.gradients])
-    return cast(Gradients, vary_with(zeros, inputs))
+    return cast(Gradients, sharding.vary_with(zeros, inputs))
 
 
 def _plain_outputs_and_gradients(options: Options, inputs: Inputs, d_outputs: Outputs) -> tuple[Outputs, Gradients]:
@@ -270,7 +265,7 @@ def _plain_outputs_and_gradients(options: Options, inputs: Inputs, d_outputs: Ou
 
     layers = inputs.layers[:number]
     if _is_float16(layers):  # the scaled cotangents would overflow in float16
-        layers = jax.tree.map(widened, layers)
+        layers = jax.tree.map(precision.widened, layers)
     outputs, reverse = jax.vjp(outputs_of, layers)
     # The product splits the cotangents over devices like the outputs.
     d_outputs = tuple(
@@ -279,7 +274,7 @@ def _plain_outputs_and_gradients(options: Options, inputs: Inputs, d_outputs: Ou
     )
     # In the dtype of sums, as in blocks, whatever dtypes the arguments have.
     (gradients,) = jax.tree.map(lambda d: d.astype(dtype), reverse(d_outputs))
-    return cast(tuple[Outputs, Gradients], vary_with((outputs, gradients), (inputs, d_outputs)))
+    return cast(tuple[Outputs, Gradients], sharding.vary_with((outputs, gradients), (inputs, d_outputs)))
 
 
 def _without_unwanted_labels(options: Options, inputs: Inputs, d_outputs: Outputs) -> Inputs:
@@ -287,7 +282,7 @@ def _without_unwanted_labels(options: Options, inputs: Inputs, d_outputs: Output
     of_labels = [d for d, is_of_label in zip(d_outputs, options.formula.of_labels, strict=True) if is_of_label]
     if not of_labels:
         return inputs
-    is_kept = is_class(inputs.data, inputs.classes(options.axis_name).number) | _is_wanted(tuple(of_labels))
+    is_kept = labels.is_class(inputs.data, inputs.classes(options.axis_name).number) | _is_wanted(tuple(of_labels))
     return inputs._replace(data=jnp.where(is_kept, inputs.data, 0))
 
 
@@ -308,7 +303,7 @@ def _multiplied(options: Options, inputs: Inputs, weights: Outputs, saved: _Save
     products = jax.tree.map(functools.partial(_times, d_total), saved.gradients)
     if live is not None:
         # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-        of_classes = functools.partial(selected, where=any_of(live))
+        of_classes = functools.partial(selected, where=unfolded.any_of(live))
         products = tuple(
             Linear(selected(d.features, live[..., None]), *jax.tree.map(of_classes, d[1:])) for d in products
         )
@@ -373,7 +368,7 @@ def _with_outputs(options: Options, inputs: Inputs, flat: Inputs, sums: Any) -> 
     """The outputs in the user's layout, 0 where masked; and the sums."""
     outputs = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
     outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.live) for x in outputs)
-    return cast(tuple[Outputs, Any], vary_with((outputs, sums), inputs))
+    return cast(tuple[Outputs, Any], sharding.vary_with((outputs, sums), inputs))
 
 
 @with_derivatives_of(_plain_gradients)

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
-from masksafe._core.precision import wide_dtype
+from masksafe._core import precision, sharding
 from masksafe._core.tiles import add_to_part, divide, take
 from masksafe._core.typing import Array
 from masksafe.losses._rows._formula import Classes
@@ -56,7 +55,7 @@ class Inputs(NamedTuple):
         """That of the sums: of all floats but the weights, at least float32."""
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
-        return functools.reduce(jnp.promote_types, map(wide_dtype, [x.dtype for x in self.layers] + floats))
+        return functools.reduce(jnp.promote_types, map(precision.wide_dtype, [x.dtype for x in self.layers] + floats))
 
 
 def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile: int) -> Array:
@@ -81,4 +80,4 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
 def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product, accumulated in the wide dtype."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=precision.wide_dtype(b.dtype))

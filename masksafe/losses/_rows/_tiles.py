@@ -20,11 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
-from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of
 from masksafe.losses._rows._formula import LabelFormula, Part
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Inputs, Linear, matmul
@@ -63,7 +62,7 @@ def sums(options: Options, sizes: Sizes, inputs: Inputs) -> Any:
 
         return _over_blocks(packed, of_block, rows)
 
-    nothing = vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
+    nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
     rows = formula.add_devices(options.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
     return jax.tree.map(lambda x: packed.unpacked(x, number), rows)
 
@@ -103,7 +102,7 @@ def gradients(
     features, labels, of_rows = packed.packed((layer.features, classes.local(inputs.data), rows_of_all))
     operands = features, labels, _without_dead(of_rows, packed.live)
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
-    any_live = factor != 0 if live is None else (factor != 0) & any_of(live)
+    any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
     def of_tile(tile: _Tile, state: _Gradients, is_label: Array | None = None) -> _Gradients:
         def of_block(i: Any, sums: _Gradients) -> _Gradients:
@@ -133,7 +132,7 @@ def gradients(
     d_features = jnp.zeros((packed.length, layer.kernel.shape[0]), dtype)
     d_bias = None if layer.bias is None else jnp.zeros(layer.bias.shape, dtypes.bias)
     state = _Gradients(d_features, jnp.zeros(layer.kernel.shape, dtypes.kernel), d_bias)
-    state = vary_with(state, (inputs, rows, d_outputs, factor))
+    state = sharding.vary_with(state, (inputs, rows, d_outputs, factor))
     state = _over_tiles(inputs, sizes.class_tile, of_tile, state, labels_of_first_block)
     d_features = packed.unpacked(state.features, number) * factor.astype(dtype)
     has_gradient = factor != 0 if live is None else (factor != 0) & live[:, None]
