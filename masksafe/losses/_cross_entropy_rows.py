@@ -115,10 +115,8 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:
-    if isinstance(tangent, SymbolicZero):
-        tangent = zero_from_primal(primal, symbolic_zeros=False)
-    dense: Array = tangent
-    return dense
+    is_zero = isinstance(tangent, SymbolicZero)
+    return cast(Array, zero_from_primal(primal, symbolic_zeros=False) if is_zero else tangent)
 
 
 def _row_values(

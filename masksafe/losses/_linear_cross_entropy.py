@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,17 +26,12 @@ _FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
 _FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
-class _Options(TypedDict, total=False):
+class _Options(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    bias: ArrayLike | None
-    where: ArrayLike | None
     reduction: str
-    logit_soft_cap: float | None
     label_smoothing: float
     z_loss: float
-    block_size: int | None
-    axis_name: str | None
     class_weights: ArrayLike | None
     weights: ArrayLike | None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
 from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.public_op import public_op
@@ -17,15 +17,10 @@ from masksafe.losses._rows._sources import Inputs
 _OP = "linear_log_probs"
 
 
-class _Options(TypedDict, total=False):
+class _Options(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    bias: ArrayLike | None
-    where: ArrayLike | None
     temperature: float
-    logit_soft_cap: float | None
-    block_size: int | None
-    axis_name: str | None
 
 
 @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -163,8 +163,7 @@ class _Config(NamedTuple):
     def divided(self, x: Array) -> Array:
         """`x` divided by the temperature."""
         temperature = self.temperature
-        quotient: Array = x / (temperature if isinstance(temperature, float) else temperature.astype(x.dtype))
-        return quotient
+        return x / (temperature if isinstance(temperature, float) else temperature.astype(x.dtype))
 
 
 class _Rows(NamedTuple):
@@ -279,12 +278,7 @@ def _gaps(z: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: _Config,
-    inputs: Labelled,
-    temperature: Array | None,
-    rows: _Rows,
-    d_log_p: Array,
-    d_entropy: Array | None,
+    config: _Config, inputs: Labelled, temperature: Array | None, rows: _Rows, d_log_p: Array, d_entropy: Array | None
 ) -> Array:
     config, logits = config.with_temperature(temperature), inputs.logits
     x, _, mask = inputs._replace(labels=rows.label.squeeze(-1)).rows(config.axes)
@@ -316,12 +310,10 @@ def _slopes(config: _Config, x: Array, where: Array | None, rows: _Rows) -> tupl
 
 def _has_log_prob(rows: _Rows) -> Array:
     """False for a row without an entropy, and for one whose label is out of range."""
-    has_log_prob: Array = _has_entropy(rows) & (rows.log_prob == rows.log_prob)
-    return has_log_prob
+    return cast(Array, _has_entropy(rows) & (rows.log_prob == rows.log_prob))
 
 
 def _has_entropy(rows: _Rows) -> Array:
     """False for a row that contains a NaN or +inf, or contains only -inf."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    has_entropy: Array = jnp.abs(rows.log_sum) < jnp.inf
-    return has_entropy
+    return jnp.abs(rows.log_sum) < jnp.inf

@@ -181,9 +181,7 @@ def _normalizers_of_tile(*logits: Array) -> Normalizers:
 def _add_normalizers(a: Normalizers, b: Normalizers) -> Normalizers:
     largest = [jnp.maximum(x.largest, y.largest) for x, y in zip(a, b, strict=True)]
 
-    def moved(x: Normalizer, m: Array) -> Array:
-        return x.total * jnp.exp(x.largest - m)
-
+    moved = lambda x, m: x.total * jnp.exp(x.largest - m)  # noqa: E731
     return tuple(Normalizer(m, moved(x, m) + moved(y, m)) for x, y, m in zip(a, b, largest, strict=True))
 
 
@@ -270,9 +268,7 @@ def divergence_sums(kind: Kind, teacher: Array, student: Array, tile_size: int) 
         terms = _terms(kind, pair_of(teacher, student, of_teacher, of_student))
         return tuple(jnp.sum(x, -1, keepdims=True) for x in terms)
 
-    def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(map(jnp.add, a, b))
-
+    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
     nothing = lambda zero: (zero,) * _number_of_sums(kind)  # noqa: E731
     return Rows(of_teacher, of_student, _over_tiles(of_tile, add, nothing, tile_size, teacher, student))
 
@@ -414,8 +410,7 @@ def _over_tiles(
         return add(total, of_tile(*(_taken(x, tile) for x in logits)))
 
     zero = functools.reduce(jnp.add, (jnp.zeros_like(x[..., :1]) for x in logits))
-    total: Sums = lax.fori_loop(0, classes.number, step, nothing(zero))
-    return total
+    return cast(Sums, lax.fori_loop(0, classes.number, step, nothing(zero)))
 
 
 def _taken(x: Array, tile: Tile) -> Array:

@@ -117,9 +117,9 @@ class LabelFormula(Formula):
     def add_devices(self, axis_name: Any, sums: Any) -> Any:
         """The sums over the classes of all devices."""
 
-    @abc.abstractmethod
     def outputs_of_part(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
         """The outputs from all logits, of all devices, in a form that JAX differentiates to any order."""
+        return self.outputs(self.add_devices(axis_name, self.sums(part)), labels, classes)
 
     @abc.abstractmethod
     def row_cotangents(self, sums: Any, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Any:

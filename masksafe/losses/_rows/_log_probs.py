@@ -17,7 +17,7 @@ Within each of the two outputs all terms have one sign: nothing cancels, however
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -162,5 +162,4 @@ def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
     has_largest = largest == sharding.max_over_devices(axis_name, largest)
     device = lax.axis_index(axis_name)
     first = lax.pmin(jnp.where(has_largest, device, lax.axis_size(axis_name)), axis_name)
-    is_first: Array = is_top & has_largest & (device == first)
-    return is_first
+    return cast(Array, is_top & has_largest & (device == first))

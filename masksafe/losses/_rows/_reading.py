@@ -1,7 +1,7 @@
 """The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
 
 import numbers
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 
@@ -12,6 +12,16 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows._sources import Linear
 
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class LabelOptions(TypedDict, total=False):
+    """The parameters that losses of a layer and labels have in common, besides the arrays."""
+
+    bias: ArrayLike | None
+    where: ArrayLike | None
+    logit_soft_cap: float | None
+    block_size: int | None
+    axis_name: str | None
 
 
 def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = "") -> Linear:

@@ -97,10 +97,7 @@ class _Saved(NamedTuple):
 
 
 def _token_outputs_forward(options: Options, inputs: Inputs) -> tuple[Outputs, Any]:
-    if _needs_one_pass(inputs):
-        outputs = _plain_outputs(options, inputs)
-        return outputs, (inputs, outputs, None)
-    outputs, saved = _outputs_and_saved(options, inputs, None)
+    outputs, saved = _evaluated(options, inputs, None)
     return outputs, (inputs, outputs, saved.sums)
 
 
@@ -126,15 +123,11 @@ def _cotangents_of(inputs: Inputs, gradients: Gradients) -> Inputs:
 
 @with_reverse_rule(_token_outputs_forward, _token_outputs_reverse, static_argnums=(0,))
 def _token_outputs(options: Options, inputs: Inputs) -> Outputs:
-    return _outputs(options, inputs)
+    return _evaluated(options, inputs, None)[0]
 
 
 def _weighted_sum_forward(options: Options, inputs: Inputs, weights: Outputs) -> tuple[Array, Any]:
-    if _needs_one_pass(inputs):
-        outputs, gradients = _plain_outputs_and_gradients(options, inputs, _scaled_weights(options, inputs, weights))
-        saved = _Saved(gradients, None)
-    else:
-        outputs, saved = _outputs_and_saved(options, inputs, weights)
+    outputs, saved = _evaluated(options, inputs, weights)
     kept = tuple(x if w.ndim else None for x, w in zip(outputs, weights, strict=True))
     return _sum_of(outputs, weights), (inputs, weights, kept, saved)
 
@@ -167,7 +160,7 @@ def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
 
 @with_reverse_rule(_weighted_sum_forward, _weighted_sum_reverse, static_argnums=(0,))
 def _weighted_sum(options: Options, inputs: Inputs, weights: Outputs) -> Array:
-    return _sum_of(_outputs(options, inputs), weights)
+    return _sum_of(_evaluated(options, inputs, None)[0], weights)
 
 
 def _is_float16(layers: tuple[Linear, ...]) -> bool:
@@ -217,10 +210,14 @@ def _flat(inputs: Inputs) -> Inputs:
     return Inputs(layers, jax.tree.map(rows, inputs.data), inputs.class_weights, live)
 
 
-def _outputs(options: Options, inputs: Inputs) -> Outputs:
-    if _needs_one_pass(inputs):
-        return _plain_outputs(options, inputs)
-    return _outputs_and_saved(options, inputs, None)[0]
+def _evaluated(options: Options, inputs: Inputs, weights: Outputs | None) -> tuple[Outputs, _Saved]:
+    """The outputs, and what is saved for the reverse pass of them or, with weights, of their sum."""
+    if not _needs_one_pass(inputs):
+        return _outputs_and_saved(options, inputs, weights)
+    if weights is None:
+        return _plain_outputs(options, inputs), _Saved((), None)
+    outputs, gradients = _plain_outputs_and_gradients(options, inputs, _scaled_weights(options, inputs, weights))
+    return outputs, _Saved(gradients, None)
 
 
 def _plain_outputs(options: Options, inputs: Inputs) -> Outputs:

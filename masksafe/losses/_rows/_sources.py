@@ -1,7 +1,7 @@
 """Where logits come from: linear layers, their logits, and their gradients from the cotangents of the logits."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -73,8 +73,7 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
             part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
         return add_to_part(d_kernel, matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
 
-    total: Array = lax.fori_loop(0, classes.number, add, d_kernel)
-    return total
+    return cast(Array, lax.fori_loop(0, classes.number, add, d_kernel))
 
 
 def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
