@@ -53,9 +53,7 @@ class RowCotangents(NamedTuple):
 class LogProbAndEntropy(LabelFormula):
     """The outputs of a row: the log-probability of its label, and its entropy."""
 
-    @property
-    def of_labels(self) -> tuple[bool, ...]:
-        return True, False
+    of_labels = True, False
 
     def nothing(self, zero: Array) -> Sums:
         return Sums(zero - jnp.inf, zero - 1, zero, zero)
