@@ -14,10 +14,7 @@ from masksafe.losses._divergence import (
 )
 from masksafe.losses._fenchel_young import make_fenchel_young_loss
 from masksafe.losses._linear_cross_entropy import linear_softmax_cross_entropy
-from masksafe.losses._linear_kl_divergence import (
-    linear_kl_divergence,
-    linear_kl_divergence_with_top_k_targets,
-)
+from masksafe.losses._linear_kl_divergence import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
 from masksafe.losses._linear_log_probs import linear_log_probs
 from masksafe.losses._log_probs import log_probs
 from masksafe.losses._margin import (

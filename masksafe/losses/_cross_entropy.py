@@ -9,21 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms, sharding
-from masksafe._core.arguments import (
-    as_float_array,
-    as_label_array,
-    as_real_array,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
+from masksafe._core import arguments, label_checks, platforms, sharding
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.label_checks import check_distributions, check_integer_labels, nan_where_bad
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
-from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._cross_entropy_rows import (
     Plan,
@@ -36,14 +26,8 @@ from masksafe.losses._cross_entropy_rows import (
     takes_part,
     target_costs,
 )
-from masksafe.losses._layout import (
-    as_mask_of_classes_or_rows,
-    as_rows,
-    broadcast_widened,
-    common_rows,
-    from_rows,
-    shape_with_classes,
-)
+from masksafe.losses._labelled import Labelled, read_integer_labels
+from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened, from_rows
 
 # The public functions: they check the arguments and call the core.
 
@@ -231,61 +215,48 @@ def softmax_cross_entropy_with_integer_labels(
       `optax.losses.softmax_cross_entropy_with_integer_labels
       <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which this function replaces.
     """
-    op = "softmax_cross_entropy_with_integer_labels"
-    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    axis_name = sharding.as_axis_name(op, axis_name)
-    if axis is None:
-        raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
-    axes = canonical_axes(op, axis, logits.ndim)
-    if labels.ndim != logits.ndim - len(axes):
-        expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
-        hint = "For soft labels and one-hot rows use softmax_cross_entropy." if labels.ndim == logits.ndim else ""
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
-    rows = common_rows(op, labels, axes, logits=logits)
-    shape = shape_with_classes(axes, rows, logits.shape)
-    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
-    labels = broadcast_widened(labels, rows)
-    bad_rows = check_integer_labels(op, labels, where, axes, shape, axis_name)
-    config = _Config(axes, logits.dtype, axis_name)
-    loss = sharding.Devices(axis_name).shared(
-        _cross_entropy(config, broadcast_widened(logits, shape), labels, where, None)
+    op, hint = (
+        "softmax_cross_entropy_with_integer_labels",
+        "For soft labels and one-hot rows use softmax_cross_entropy.",
     )
-    return nan_where_bad(loss, bad_rows)
+    axis_name = sharding.as_axis_name(op, axis_name)
+    inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
+    loss = _cross_entropy(_Config(axes, inputs.logits.dtype, axis_name), inputs, None)
+    return label_checks.nan_where_bad(sharding.Devices(axis_name).shared(loss), bad_rows)
 
 
 def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
     """The loss of targets that have the shape of the logits and need not be distributions; nothing is checked."""
-    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), logits, targets, where, None)
+    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), Labelled(logits, targets, where), None)
 
 
 def poly_loss(axes: Axes, dtype: Any, logits: Array, targets: Array, where: Array | None, epsilon: Array) -> Array:
     """The loss of targets that have the shape of the logits, for an epsilon of each row; nothing is checked."""
-    return _cross_entropy(_Config(axes, dtype), logits, targets, where, epsilon)
+    return _cross_entropy(_Config(axes, dtype), Labelled(logits, targets, where), epsilon)
 
 
 def soft_cross_entropy(
     op: str, logits: ArrayLike, labels: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
     """`softmax_cross_entropy`, with `op` as the name in errors."""
-    logits, labels = as_float_array(op, "logits", logits), as_real_array(op, "labels", labels)
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_real_array(op, "labels", labels)
     are_integers = not is_soft(labels)
     hint = "For integer labels use softmax_cross_entropy_with_integer_labels." if are_integers else ""
-    shape = broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
+    shape = arguments.broadcast_shapes(op, hint, logits=logits.shape, labels=labels.shape)
     dtype = jnp.result_type(logits.dtype, labels)
     labels = labels.astype(dtype) if are_integers else labels
-    axes = canonical_axes(op, axis, len(shape))
+    axes = arguments.canonical_axes(op, axis, len(shape))
     if not _has_classes(logits, axes, shape):
         expected = f"as many classes as labels {labels.shape}, on axis {axis}"
-        raise ValueError(message(op, "logits", f"shape {logits.shape}", expected))
+        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", expected))
     if are_integers and not _has_classes(labels, axes, shape):  # broadcasting would repeat one number for every class
         expected = f"one-hot rows of the classes of logits {logits.shape} on axis {axis}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected, hint))
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
     where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = broadcast_widened(labels, shape)
-    bad_rows = check_distributions(op, labels, where, axes)
-    return nan_where_bad(
-        _cross_entropy(_Config(axes, dtype), broadcast_widened(logits, shape), labels, where, None), bad_rows
-    )
+    bad_rows = label_checks.check_distributions(op, labels, where, axes)
+    inputs = Labelled(broadcast_widened(logits, shape), labels, where)
+    return label_checks.nan_where_bad(_cross_entropy(_Config(axes, dtype), inputs, None), bad_rows)
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
@@ -297,8 +268,6 @@ def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
 # The core. It takes the arguments in the user's layout, which avoids copies among the residuals. It is jitted, which
 # hides the NaN of masked elements even from jax_debug_nans.
 
-_Residuals = tuple[Array, Array, Array | None, Array | None, Rows]
-
 
 class _Config(NamedTuple):
     """The static arguments."""
@@ -308,42 +277,35 @@ class _Config(NamedTuple):
     axis_name: str | None = None  # the mesh axis over which the classes are split
 
 
-def _forward(
-    config: _Config, logits: Array, labels: Array, where: Array | None, epsilon: Array | None
-) -> tuple[Array, _Residuals]:
-    if _may_keep_exps(config, logits, labels, where):
-        kept, rows = _evaluate_and_keep(config.axes, logits, labels, where)
+def _forward(config: _Config, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Any]:
+    if _may_keep_exps(config, inputs):
+        kept, rows = _evaluate_and_keep(config.axes, inputs)
     else:
-        kept, rows = logits, _evaluate(config, False, logits, labels, where, epsilon)
-    return _loss_of_rows(config, logits, rows), (kept, labels, where, epsilon, rows)
+        kept, rows = inputs.logits, _evaluate(config, False, inputs, epsilon)
+    return _loss_of_rows(config, inputs.logits, rows), (inputs._replace(logits=kept), epsilon, rows)
 
 
-def _reverse(config: _Config, residuals: _Residuals, d_loss: Array) -> tuple[Array, Array | None, None, Array | None]:
-    kept, labels, where, _, rows = residuals
+def _reverse(config: _Config, residuals: Any, d_loss: Array) -> tuple[Labelled, Array | None]:
     d_loss = sharding.Devices(config.axis_name).sum(d_loss)
-    if _may_keep_exps(config, kept, labels, where):
-        return _pull_back_kept(config.axes, kept, labels, where, rows, d_loss), None, None, None
-    d_logits, d_labels, d_epsilon = _pull_back(config.axes, *residuals, d_loss)
-    return d_logits, d_labels, None, d_epsilon
+    pull_back = _pull_back_kept if _may_keep_exps(config, residuals[0]) else _pull_back
+    return cast(tuple[Labelled, Array | None], pull_back(config.axes, *residuals, d_loss))
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _cross_entropy(config: _Config, logits: Array, labels: Array, where: Array | None, epsilon: Array | None) -> Array:
-    return _loss_of_rows(config, logits, _evaluate(config, True, logits, labels, where, epsilon))
+def _cross_entropy(config: _Config, inputs: Labelled, epsilon: Array | None) -> Array:
+    return _loss_of_rows(config, inputs.logits, _evaluate(config, True, inputs, epsilon))
 
 
 def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
     loss: Array = rows.loss.squeeze(-1).astype(config.dtype)
-    return loss if config.axis_name is None else vary_with(loss, logits)
+    return loss if config.axis_name is None else sharding.vary_with(loss, logits)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(
-    config: _Config, loss_alone: bool, logits: Array, labels: Array, where: Array | None, epsilon: Array | None
-) -> Rows:
+def _evaluate(config: _Config, loss_alone: bool, inputs: Labelled, epsilon: Array | None) -> Rows:
     # In blocks, the devices would have to exchange sums once per block.
     plan = Plan(config.axis_name is None, loss_alone, config.axis_name)
-    return evaluate_rows(plan, *as_rows(config.axes, logits, labels, where), _of_rows(epsilon))
+    return evaluate_rows(plan, *inputs.rows(config.axes), _of_rows(epsilon))
 
 
 def _of_rows(x: Array | None) -> Array | None:
@@ -355,63 +317,55 @@ def _of_rows(x: Array | None) -> Array | None:
 # applied once before the maximum and once after the exponentials, each time to an array in memory.
 
 
-def _may_keep_exps(config: _Config, logits: Array, labels: Array, where: Array | None) -> bool:
-    may_loop = config.axis_name is None and sharding.may_loop((logits, labels, where))
+def _may_keep_exps(config: _Config, inputs: Labelled) -> bool:
+    logits, labels, where = inputs
+    may_loop = config.axis_name is None and sharding.may_loop(inputs)
     return may_loop and masks_rows(where, config.axes) and logits.dtype.itemsize >= 4 and not is_soft(labels)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _evaluate_and_keep(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
+def _evaluate_and_keep(axes: Axes, inputs: Labelled) -> tuple[Array, Rows]:
     """The exponentials on a CPU, elsewhere the logits; and the rows."""
 
-    def on_cpu(logits: Array, x: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
-        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), x, labels, where, None)
-        return from_rows(axes, logits, cast(Array, rows.exps)), rows._replace(exps=None)
+    def on_cpu(inputs: Labelled) -> tuple[Array, Rows]:
+        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), *inputs.rows(axes))
+        return from_rows(axes, inputs.logits, cast(Array, rows.exps)), rows._replace(exps=None)
 
-    def elsewhere(logits: Array, x: Array, labels: Array, where: Array | None) -> tuple[Array, Rows]:
-        return logits, evaluate_rows(Plan(in_blocks=False), x, labels, where, None)
+    def elsewhere(inputs: Labelled) -> tuple[Array, Rows]:
+        return inputs.logits, evaluate_rows(Plan(in_blocks=False), *inputs.rows(axes))
 
-    kept: tuple[Array, Rows] = platforms.on_cpu_or_elsewhere(
-        on_cpu, elsewhere, logits, *as_rows(axes, logits, labels, where)
-    )
-    return kept
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pull_back_kept(axes: Axes, kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
-    def on_cpu(kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
-        exps, _, mask = as_rows(axes, kept, labels, where)
+def _pull_back_kept(axes: Axes, kept: Labelled, _: None, rows: Rows, d_loss: Array) -> tuple[Labelled, None]:
+    def on_cpu(kept: Labelled, rows: Rows, d_loss: Array) -> Array:
+        exps, _, mask = kept.rows(axes)
         d_x = gradient_of_exps(rows._replace(exps=exps), mask, d_loss.astype(rows.loss.dtype)[..., None])
-        return from_rows(axes, kept, d_x)
+        return from_rows(axes, kept.logits, d_x)
 
-    def elsewhere(kept: Array, labels: Array, where: Array | None, rows: Rows, d_loss: Array) -> Array:
-        return cast(Array, _pull_back(axes, kept, labels, where, None, rows, d_loss)[0])
+    def elsewhere(kept: Labelled, rows: Rows, d_loss: Array) -> Array:
+        d_inputs: Labelled = _pull_back(axes, kept, None, rows, d_loss)[0]
+        return d_inputs.logits
 
-    d_logits: Array = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, labels, where, rows, d_loss)
-    return d_logits
+    d_logits = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, rows, d_loss)
+    return Labelled(d_logits, None, None), None
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    axes: Axes,
-    logits: Array,
-    labels: Array,
-    where: Array | None,
-    epsilon: Array | None,
-    rows: Rows,
-    d_loss: Array,
-) -> tuple[Array, Array | None, Array | None]:
-    x, t, mask = as_rows(axes, logits, labels, where)
-    epsilon = _of_rows(epsilon)
+    axes: Axes, inputs: Labelled, epsilon: Array | None, rows: Rows, d_loss: Array
+) -> tuple[Labelled, Array | None]:
+    (logits, labels, _), (x, t, mask), epsilon = inputs, inputs.rows(axes), _of_rows(epsilon)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
         rows, x, t = platforms.unfused_on_cpu((rows, x, t))
-        if is_soft(labels) and platforms.fits_into_a_kernel(axes, logits.shape):
+        if is_soft(t) and platforms.fits_into_a_kernel(axes, logits.shape):
             rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
     d_loss = d_loss.astype(rows.loss.dtype)[..., None]
     live = takes_part(is_sound(rows), d_loss, mask)
     slopes = probs_minus_targets(x, t, mask, rows)
-    costs = target_costs(x, t, mask, rows) if is_soft(labels) else None
+    costs = target_costs(x, t, mask, rows) if is_soft(t) else None
     d_epsilon = None
     if epsilon is not None:
         of_logits, of_targets = missed_slopes(x, t, mask, rows)
@@ -420,9 +374,10 @@ def _pull_back(
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
     if costs is None:
-        return d_logits, None, None
+        return Labelled(d_logits, None, None), None
     live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)
-    return d_logits, from_rows(axes, labels, jnp.where(live, costs * d_loss, 0)), d_epsilon
+    d_labels = from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))
+    return Labelled(d_logits, d_labels, None), d_epsilon
 
 
 def _keep_rows(rows: Rows, x: Array, t: Array, *_: Array | None) -> tuple[Rows, Array, Array]:

@@ -37,15 +37,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from masksafe._core import sharding
+from masksafe._core import precision, row_blocks, sharding, unfolded
 from masksafe._core.labels import class_index, is_class, is_soft, nan_unless
 from masksafe._core.masks import both, lowest_under_mask, selected
-from masksafe._core.precision import wide_dtype
-from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, product_or_zero, sum_of_row
-from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of, sum_of
 
 
 class Plan(NamedTuple):
@@ -83,7 +79,7 @@ def evaluate_rows(plan: Plan, x: Array, labels: Array, where: Array | None, epsi
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     in_one_pass = where is None and (plan.loss_alone or not is_soft(labels))
     arithmetic = by_arithmetic if in_one_pass else None
-    return map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)
+    return row_blocks.map_row_blocks(by_selection, x, labels, where, epsilon, arithmetic=arithmetic)
 
 
 @functools.partial(evaluate_rows.defjvp, symbolic_zeros=True)
@@ -119,10 +115,8 @@ def _evaluate_rows_jvp(plan: Plan, primals: tuple[Any, ...], tangents: tuple[Any
 
 
 def _instantiate(tangent: Any, primal: Array) -> Array:
-    if isinstance(tangent, SymbolicZero):
-        tangent = zero_from_primal(primal, symbolic_zeros=False)
-    dense: Array = tangent
-    return dense
+    is_zero = isinstance(tangent, SymbolicZero)
+    return cast(Array, zero_from_primal(primal, symbolic_zeros=False) if is_zero else tangent)
 
 
 def _row_values(
@@ -140,8 +134,8 @@ def _row_values(
 
 def _rows_of_labels(plan: Plan, x: Array, labels: Array, where: Array | None) -> Rows:
     axis_name = plan.axis_name
-    dtype, label = wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
-    live_rows = None if where is None else sharding.Devices(axis_name).any(any_of(where, -1))
+    dtype, label = precision.wide_dtype(x.dtype), label_here(axis_name, labels, x.shape[-1])
+    live_rows = None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1))
     label_x = value_at_label(axis_name, x, where, label).astype(dtype)
     valid = is_class(labels, x.shape[-1] * sharding.Devices(axis_name).size)
 
@@ -170,7 +164,7 @@ def _rows_of_targets(
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
-    log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), sum_of(t, -1, keepdims=True)
+    log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), unfolded.sum_of(t, -1, keepdims=True)
     products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
     loss = total * log_sum - sum_of_row(products)
     if epsilon is None:
@@ -286,7 +280,7 @@ def _with_label(x: Array, label: Array, value: Array | float) -> Array:
 
 def _pick(x: Array, index: Array) -> Array:
     """x[..., index]."""
-    if is_sharded(x) or is_sharded(index):  # JAX refuses to index along a sharded axis
+    if sharding.is_sharded(x) or sharding.is_sharded(index):  # JAX refuses to index along a sharded axis
         shape = jnp.broadcast_shapes(x.shape, (*index.shape[:-1], 1))
         picked = jnp.where(class_index(shape) == index, x, jnp.zeros((), x.dtype))
         return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else sum_of_row(picked)
@@ -294,4 +288,4 @@ def _pick(x: Array, index: Array) -> Array:
 
 
 def _accumulation_dtype(x: Array, labels: Array) -> Any:
-    return wide_dtype(jnp.promote_types(x.dtype, labels.dtype) if is_soft(labels) else x.dtype)
+    return precision.wide_dtype(jnp.promote_types(x.dtype, labels.dtype) if is_soft(labels) else x.dtype)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, check_is_known, message
-from masksafe._core.label_checks import check_elements, check_integer_labels, nan_where_bad
+from masksafe._core import arguments, label_checks
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
 from masksafe._core.public_op import public_op
@@ -71,8 +70,7 @@ def ctc_loss(
 
       Graves et al., "Connectionist temporal classification", 2006.
     """
-    arrays = logits, logit_paddings, labels, label_paddings
-    return _ctc_loss("ctc_loss", *arrays, blank_id, log_epsilon, where)[0]
+    return _ctc_loss("ctc_loss", (logits, logit_paddings, labels, label_paddings), blank_id, log_epsilon, where)[0]
 
 
 @public_op
@@ -124,7 +122,7 @@ def ctc_loss_with_forward_probs(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.ctc_loss_with_forward_probs>`_.
     """
     arrays = logits, logit_paddings, labels, label_paddings
-    return _ctc_loss("ctc_loss_with_forward_probs", *arrays, blank_id, log_epsilon, where)
+    return _ctc_loss("ctc_loss_with_forward_probs", arrays, blank_id, log_epsilon, where)
 
 
 class _State(NamedTuple):
@@ -135,7 +133,7 @@ class _State(NamedTuple):
 
 
 def _as_paddings(op: str, argument: str, paddings: ArrayLike) -> Array:
-    array = as_real_array(op, argument, paddings)
+    array = arguments.as_real_array(op, argument, paddings)
     return array.astype(jnp.int32) if array.dtype == jnp.bool_ else array
 
 
@@ -146,17 +144,11 @@ def _are_on_the_right(paddings: Array) -> Array:
 
 
 def _ctc_loss(
-    op: str,
-    logits: ArrayLike,
-    logit_paddings: ArrayLike,
-    labels: ArrayLike,
-    label_paddings: ArrayLike,
-    blank_id: int,
-    log_epsilon: ArrayLike,
-    where: ArrayLike | None,
+    op: str, arrays: tuple[ArrayLike, ...], blank_id: int, log_epsilon: ArrayLike, where: ArrayLike | None
 ) -> tuple[Array, Array, Array]:
-    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    frame_paddings = _as_paddings(op, "logit_paddings", logit_paddings)
+    logits, frame_paddings, labels, label_paddings = arrays
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_label_array(op, "labels", labels)
+    frame_paddings = _as_paddings(op, "logit_paddings", frame_paddings)
     label_paddings = _as_paddings(op, "label_paddings", label_paddings)
     _check_shapes(op, logits, frame_paddings, labels, label_paddings, blank_id)
     mask = as_mask_of_elements_or_rows(op, where, logits.shape, (1, 2))
@@ -166,25 +158,17 @@ def _ctc_loss(
     frames = frame_paddings == 0 if mask is None else jnp.any(live, -1)
     live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
     allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
-    bad_labels = either(
-        check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None),
-        check_elements(
-            op,
-            label_paddings,
-            labels.shape,
-            jnp.any(frames, 1, keepdims=True),
-            _are_on_the_right,
-            "0 on the right of a padded label, as if 1 meant a live one",
-            "label_paddings",
-        ),
+    bad_labels = label_checks.check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
+    text, checked = "0 on the right of a padded label, as if 1 meant a live one", jnp.any(frames, 1, keepdims=True)
+    bad_paddings = label_checks.check_elements(
+        op, label_paddings, labels.shape, checked, _are_on_the_right, text, argument="label_paddings"
     )
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
     dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
-    state, states = _scan_frames(
-        log_probs, frames.T, labels, live_labels, blank_id, jnp.asarray(log_epsilon, log_probs.dtype)
-    )
+    log_epsilon = jnp.asarray(log_epsilon, dtype)
+    state, states = _scan_frames(log_probs, frames.T, labels, live_labels, blank_id, log_epsilon)
 
     # The sequence may end in its last label or in a blank.
     last_blank = _merge_into_blank(state.blank, state.label)
@@ -194,7 +178,8 @@ def _ctc_loss(
     if mask is not None:
         is_ruled_out = live_labels & is_valid & ~jnp.any(at_label(labels, logits.shape[-1]) & allowed, -1)
         loss += jnp.where(jnp.any(is_ruled_out, 1), jnp.inf, 0).astype(dtype)
-    loss = nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad_labels is None else jnp.any(bad_labels, 1))
+    bad = either(bad_labels, bad_paddings)
+    loss = label_checks.nan_where_bad(selected(loss, jnp.any(frames, 1)), None if bad is None else jnp.any(bad, 1))
     return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: log_probs.shape[0]], states.label
 
 
@@ -243,17 +228,15 @@ def _check_shapes(
     op: str, logits: Array, logit_paddings: Array, labels: Array, label_paddings: Array, blank_id: int
 ) -> None:
     if logits.ndim != 3:
-        raise ValueError(message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
+        raise ValueError(arguments.message(op, "logits", f"shape {logits.shape}", "[batch, time, num_classes]"))
     if labels.ndim != 2 or labels.shape[0] != logits.shape[0]:
         expected = f"[batch, length], the batch being the {logits.shape[0]} of logits {logits.shape}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
-    for name, paddings, shape in (
-        ("logit_paddings", logit_paddings, logits.shape[:2]),
-        ("label_paddings", label_paddings, labels.shape),
-    ):
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected))
+    shapes = {"logit_paddings": (logit_paddings, logits.shape[:2]), "label_paddings": (label_paddings, labels.shape)}
+    for name, (paddings, shape) in shapes.items():
         if paddings.shape != shape:
-            raise ValueError(message(op, name, f"shape {paddings.shape}", f"{shape}"))
-    check_is_known(op, "blank_id", blank_id, "a class")
+            raise ValueError(arguments.message(op, name, f"shape {paddings.shape}", f"{shape}"))
+    arguments.check_is_known(op, "blank_id", blank_id, "a class")
     if not isinstance(blank_id, numbers.Integral) or not -logits.shape[-1] <= blank_id < logits.shape[-1]:
         expected = f"a class of logits {logits.shape}"
-        raise ValueError(message(op, "blank_id", f"value {blank_id!r}", expected))
+        raise ValueError(arguments.message(op, "blank_id", f"value {blank_id!r}", expected))

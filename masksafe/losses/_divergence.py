@@ -5,20 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import label_checks, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of
-from masksafe.losses._elementwise import broadcast_alike
+from masksafe.losses._elementwise import Check, broadcast_alike
 from masksafe.losses._layout import wide_selected
 
 Terms = Callable[[Array, Array], Array]  # from log predictions and targets to the terms of a divergence
@@ -62,7 +60,7 @@ def kl_divergence(
 
       Kullback and Leibler, "On Information and Sufficiency", 1951.
     """
-    return _divergence_from_targets("kl_divergence", log_predictions, targets, axis, where, _kl_terms)
+    return _divergence("kl_divergence", _kl_terms, _POSITIVE, log_predictions, targets, axis, where)
 
 
 @public_op
@@ -101,8 +99,8 @@ def generalized_kl_divergence(
 
       Bregman, "The relaxation method of finding the common point of convex sets", 1967.
     """
-    return _divergence_from_targets(
-        "generalized_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
+    return _divergence(
+        "generalized_kl_divergence", _generalized_kl_terms, _POSITIVE, log_predictions, targets, axis, where
     )
 
 
@@ -138,9 +136,7 @@ def convex_kl_divergence(
       `optax.losses.convex_kl_divergence
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.convex_kl_divergence>`_.
     """
-    return _divergence_from_targets(
-        "convex_kl_divergence", log_predictions, targets, axis, where, _generalized_kl_terms
-    )
+    return _divergence("convex_kl_divergence", _generalized_kl_terms, _POSITIVE, log_predictions, targets, axis, where)
 
 
 @public_op
@@ -180,31 +176,30 @@ def kl_divergence_with_log_targets(
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.kl_divergence_with_log_targets>`_.
     """
     op = "kl_divergence_with_log_targets"
-    log_p, log_t = (
-        as_float_array(op, "log_predictions", log_predictions),
-        as_float_array(op, "log_targets", log_targets),
-    )
-    shape, axes, mask = _read_layout(op, log_p, log_t, "log_targets", axis, where)
-    bad = check_elements(op, log_t, shape, mask, lambda t: t < jnp.inf, "NaN or +inf as logarithms")
-    return _sum_terms(log_p, log_t, shape, axes, mask, _kl_terms_of_logs, bad)
+    return _divergence(op, _kl_terms_of_logs, _LOGARITHMS, log_predictions, log_targets, axis, where)
 
 
-def _divergence_from_targets(
-    op: str, log_predictions: ArrayLike, targets: ArrayLike, axis: Axis | None, where: ArrayLike | None, terms: Terms
+_POSITIVE = Check("targets", lambda t: (t >= 0) & (t < jnp.inf), "negative or not finite")
+_LOGARITHMS = Check("log_targets", lambda t: t < jnp.inf, "NaN or +inf as logarithms")
+
+
+def _divergence(
+    op: str,
+    terms: Terms,
+    check: Check,
+    log_predictions: ArrayLike,
+    targets: ArrayLike,
+    axis: Axis | None,
+    where: ArrayLike | None,
 ) -> Array:
     """The sum of the unmasked `terms(log_predictions, targets)`, which are called with 0 for masked elements."""
-    log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, "targets", targets)
-    shape, axes, mask = _read_layout(op, log_p, t, "targets", axis, where)
-    is_valid = lambda t: (t >= 0) & (t < jnp.inf)  # noqa: E731
-    bad = check_elements(op, t, shape, mask, is_valid, "negative or not finite")
-    return _sum_terms(log_p, t, shape, axes, mask, terms, bad)
-
-
-def _sum_terms(
-    log_p: Array, t: Array, shape: tuple[int, ...], axes: Axes, mask: Array | None, terms: Terms, bad: Array | None
-) -> Array:
-    loss: Array = _evaluate(_Config(terms, axes, shape), log_p, t, mask, bad)
-    return loss
+    name = check.argument
+    log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, name, targets)
+    shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
+    mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
+    config = _Config(terms, canonical_axes(op, axis, len(shape)), shape)
+    bad = label_checks.check_elements(op, t, shape, mask, check.is_valid, check.otherwise)
+    return cast(Array, _evaluate(config, log_p, t, mask, bad))
 
 
 class _Config(NamedTuple):
@@ -217,24 +212,15 @@ class _Config(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
-    dtype, row_axes = jnp.result_type(log_p, t), axes_of_row(config.axes, len(config.shape))
+    dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(config.axes, len(config.shape))
 
     def of_rows(log_p: Array, t: Array, mask: Array | None) -> tuple[Array, tuple[()]]:
         terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes), ()
 
     log_p, t = broadcast_alike((log_p, t), config.shape)
-    loss: Array = by_row_blocks(of_rows, leading_axes(config.axes), log_p, t, mask)[0]
-    return nan_where_bad(loss.astype(dtype), None if bad is None else any_of(bad, config.axes))
-
-
-def _read_layout(
-    op: str, log_p: Array, t: Array, name: str, axis: Axis | None, where: ArrayLike | None
-) -> tuple[tuple[int, ...], Axes, Array | None]:
-    """The common shape, the axes of the classes, and the mask at the rank of the shape."""
-    shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
-    mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
-    return shape, canonical_axes(op, axis, len(shape)), mask
+    loss: Array = row_blocks.by_row_blocks(of_rows, row_blocks.leading_axes(config.axes), log_p, t, mask)[0]
+    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, config.axes))
 
 
 def _kl_terms(log_p: Array, t: Array) -> Array:

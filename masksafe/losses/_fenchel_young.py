@@ -7,9 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_real_array, broadcast_shapes, message
+from masksafe._core import arguments, precision
 from masksafe._core.masks import selected
-from masksafe._core.precision import float_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._elementwise import broadcast_alike
@@ -57,14 +56,14 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
         scores: ArrayLike, targets: ArrayLike, *args: Any, where: ArrayLike | None = None, **kwargs: Any
     ) -> Array:
         op = "fenchel_young_loss"
-        scores, targets = as_real_array(op, "scores", scores), as_real_array(op, "targets", targets)
-        shape = broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
+        scores, targets = arguments.as_real_array(op, "scores", scores), arguments.as_real_array(op, "targets", targets)
+        shape = arguments.broadcast_shapes(op, scores=scores.shape, targets=targets.shape)
         if scores.shape[-1:] != targets.shape[-1:] or not shape:
             expected = f"[..., dim], dim being that of scores {scores.shape}"
-            raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
+            raise ValueError(arguments.message(op, "targets", f"shape {targets.shape}", expected))
         axes = (len(shape) - 1,)
         mask = as_mask_of_elements_or_rows(op, where, shape, axes)
-        dtype = float_dtype(jnp.result_type(scores, targets))
+        dtype = precision.float_dtype(jnp.result_type(scores, targets))
         s, t = (wide_selected(jnp.broadcast_to(x, shape), mask) for x in (scores, targets))
 
         if mask is None or mask.shape[-1] == 1:  # only whole rows are masked: max_fun need not take a mask

@@ -9,12 +9,10 @@ import math
 
 import jax.numpy as jnp
 
-from masksafe._core.arguments import at_rank_of, check_broadcasts_to, leading_axes_hint, message
+from masksafe._core import arguments, precision, unfolded
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import as_mask, masks_rows, selected
-from masksafe._core.precision import widened
 from masksafe._core.typing import Array, ArrayLike, Axes
-from masksafe._core.unfolded import any_of
 
 
 def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[int, ...], axes: Axes) -> Array | None:
@@ -26,16 +24,16 @@ def as_mask_of_elements_or_rows(op: str, where: ArrayLike | None, shape: tuple[i
         return None
     where, rows = as_mask(op, "where", where), shape_without(axes, shape)
     if where.ndim == len(shape):
-        check_broadcasts_to(op, "where", where.shape, shape, "the input")
+        arguments.check_broadcasts_to(op, "where", where.shape, shape, "the input")
         return where
     if where.ndim == len(rows):
-        check_broadcasts_to(op, "where", where.shape, rows, "the loss")
+        arguments.check_broadcasts_to(op, "where", where.shape, rows, "the loss")
         return jnp.expand_dims(where, axes)
     expected = f"rank {len(shape)}, to mask elements of the input {shape}"
     if axes:
         expected += f", or rank {len(rows)}, to mask rows of the loss {rows}"
-    hint = leading_axes_hint("where", where.shape, shape)
-    raise ValueError(message(op, "where", f"shape {where.shape}", expected, hint))
+    hint = arguments.leading_axes_hint("where", where.shape, shape)
+    raise ValueError(arguments.message(op, "where", f"shape {where.shape}", expected, hint))
 
 
 def as_mask_of_classes_or_rows(
@@ -49,9 +47,9 @@ def as_mask_of_classes_or_rows(
         return None
     where = as_mask(op, "where", where)
     if where.ndim in (logits_ndim, len(shape)):
-        return at_rank_of(op, "where", where, shape, "logits and labels together")
+        return arguments.at_rank_of(op, "where", where, shape, "logits and labels together")
     of_rows = "the loss, for a mask of rows; a mask of classes has the rank of logits"
-    return jnp.expand_dims(at_rank_of(op, "where", where, shape_without(axes, shape), of_rows), axes)
+    return jnp.expand_dims(arguments.at_rank_of(op, "where", where, shape_without(axes, shape), of_rows), axes)
 
 
 def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[int, ...]:
@@ -65,7 +63,7 @@ def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[in
             f"shapes {x.shape} and {labels.shape}",
             f"labels that broadcast with the rows {rows} of {name}",
         )
-        raise ValueError(message(op, f"{name} and labels", shapes, expected)) from error
+        raise ValueError(arguments.message(op, f"{name} and labels", shapes, expected)) from error
 
 
 def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -75,12 +73,12 @@ def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def find_live_rows(where: Array | None, axes: Axes) -> Array | None:
     """Which rows have an unmasked element; None means all."""
-    return None if where is None else any_of(where, axes)
+    return None if where is None else unfolded.any_of(where, axes)
 
 
 def wide_selected(x: Array, where: Array | None) -> Array:
     """`x` in its wide dtype, with 0 under the mask."""
-    return widened(selected(x, where))
+    return precision.widened(selected(x, where))
 
 
 def shape_with_classes(axes: Axes, rows: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -93,7 +91,7 @@ def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
     """`x` broadcast to `shape`; repeated floats are widened, so their gradient, a sum, is rounded only once."""
     if x.shape == shape:
         return x
-    wide = widened(x) if is_soft(x) else x
+    wide = precision.widened(x) if is_soft(x) else x
     return jnp.broadcast_to(wide, shape)
 
 

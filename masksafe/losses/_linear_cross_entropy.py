@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
-from masksafe._core.arguments import as_bool, as_number, message
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core import arguments, label_checks, precision, row_moments, scaling, sharding, unfolded
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
-from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import nonzero_divisor
-from masksafe._core.scaling import quotient
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Inputs
 
 _OP = "linear_softmax_cross_entropy"
-_REDUCTIONS = ("mean", "sum", "none")
+_FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
+_FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
-class _Options(TypedDict, total=False):
+class _Options(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    bias: ArrayLike | None
-    where: ArrayLike | None
     reduction: str
-    logit_soft_cap: float | None
     label_smoothing: float
     z_loss: float
-    block_size: int | None
-    axis_name: str | None
     class_weights: ArrayLike | None
     weights: ArrayLike | None
 
@@ -70,12 +60,7 @@ def linear_softmax_cross_entropy(
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_components: bool,
-    **options: Unpack[_Options],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **options: Unpack[_Options]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -181,69 +166,46 @@ def linear_softmax_cross_entropy(
 
       Szegedy et al., "Rethinking the Inception Architecture", 2016 (label smoothing).
     """
-    features, kernel, bias = arguments.read_layer(_OP, features, kernel, bias)
-    labels = arguments.read_labels(_OP, features, labels)
-    where = arguments.read_where(_OP, where, labels)
-    if reduction not in _REDUCTIONS:
-        raise ValueError(message(_OP, "reduction", f"value {reduction!r}", f"one of {', '.join(_REDUCTIONS)}"))
+    layer = _reading.read_layer(_OP, features, kernel, bias)
+    kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
+    where = _reading.read_where(_OP, where, labels)
+    _reading.read_choice(_OP, "reduction", reduction, _reading.REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _read_label_smoothing(label_smoothing), _read_z_loss(z_loss)
+    label_smoothing = _reading.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
+    z_loss = _reading.read_number(_OP, "z_loss", z_loss, _FINITE)
     formula = CrossEntropy(
-        arguments.read_soft_cap(_OP, logit_soft_cap),
+        _reading.read_soft_cap(_OP, logit_soft_cap),
         of_label=label_smoothing < 1,
         of_all_classes=label_smoothing > 0,
         of_logsumexp=z_loss > 0,
     )
-    options = Options(formula, arguments.read_block_size(_OP, block_size), axis_name)
+    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     class_weights = _read_class_weights(class_weights, kernel)
     of_tokens = _read_weights(weights, where, labels)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
-    dtype = wide_dtype(jnp.promote_types(features.dtype, kernel.dtype))
+    dtype = precision.wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
-    bad_rows = check_integer_labels(
-        _OP,
-        labels,
-        None if live is None else live[..., None],
-        (labels.ndim,),
-        (*labels.shape, kernel.shape[1]),
-        axis_name,
-    )
-    layer = Linear(features, kernel, bias)
+    bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
     inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
-    with_components = as_bool(_OP, "with_components", with_components)
+    with_components = arguments.as_bool(_OP, "with_components", with_components)
+    results: tuple[Array, ...]
     if with_components or reduction == "none":
         losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
-        results: tuple[Array, ...] = (
-            _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
-        )
+        results = _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (weighted_sum(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
-        divide = jnp.divide if of_labels is None else quotient  # a number of tokens has no derivative
+        divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative
         results = tuple(divide(result, total) for result in results)
     if bad_rows is not None and reduction != "none":
-        bad_rows = any_of(bad_rows)
-    cross_entropy = nan_where_bad(results[0], bad_rows)
+        bad_rows = unfolded.any_of(bad_rows)
+    cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)
     return (cross_entropy, results[1]) if with_components else cross_entropy
-
-
-def _read_label_smoothing(label_smoothing: float) -> float:
-    label_smoothing = as_number(_OP, "label_smoothing", label_smoothing)
-    if not 0 <= label_smoothing <= 1:
-        raise ValueError(message(_OP, "label_smoothing", f"value {label_smoothing}", "a number in [0, 1]"))
-    return label_smoothing
-
-
-def _read_z_loss(z_loss: float) -> float:
-    z_loss = as_number(_OP, "z_loss", z_loss)
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(message(_OP, "z_loss", f"value {z_loss}", "a finite non-negative number"))
-    return z_loss
 
 
 # Weights: of tokens, as the user gives them, and of labels, those of the tokens times those of their classes. None
@@ -253,24 +215,20 @@ def _read_z_loss(z_loss: float) -> float:
 def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array) -> Array | None:
     """Those of the tokens, 0 under the mask."""
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
-    if weights is None:
-        return None
-    cleaned: Array = _cleaned(weights, where, labels.shape)
-    return cleaned
+    return None if weights is None else cast(Array, _cleaned(weights, where, labels.shape))
 
 
 @functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
-    weights = _not_negative(selected(jnp.broadcast_to(widened(weights), shape), where))
+    weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 
 
 def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
     if class_weights is None:
         return None
-    return _not_negative(
-        widened(lax.stop_gradient(arguments.read_per_class(_OP, "class_weights", class_weights, kernel)))
-    )
+    weights = _reading.read_per_class(_OP, "class_weights", class_weights, kernel)
+    return _not_negative(precision.widened(lax.stop_gradient(weights)))
 
 
 def _not_negative(weights: Array) -> Array:
@@ -285,11 +243,9 @@ def _of_labels(
     here = sharding.Devices(axis_name).local(labels, class_weights.size)
     is_here = is_class(here, class_weights.size)
     index = jnp.where(is_here, here, 0)
-    weights = (
-        sharding.gathered_along(class_weights, 0)
-        .at[index]
-        .get(mode="promise_in_bounds", out_sharding=jax.typeof(index).sharding if sharding.is_sharded(index) else None)
-    )
+    out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
+    at_index = sharding.gathered_along(class_weights, 0).at[index]
+    weights = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
     weights = sharding.Devices(axis_name).sum(jnp.where(is_here, weights, 0))
     classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
@@ -329,5 +285,5 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
 def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else number_of(where), 1).astype(dtype)
+        return row_moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
+    return jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(dtype)

@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import cast
 
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
-from masksafe._core.label_checks import check_elements, nan_where_bad
-from masksafe._core.labels import is_class
-from masksafe._core.masks import as_mask, as_mask_of, selected
+from masksafe._core import label_checks, labels
+from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
+from masksafe._core.masks import as_mask, as_mask_of, either, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Divergence, Kind, TopK, is_repeated
-from masksafe.losses._rows._rules import Options, token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs, weighted_sum
+from masksafe.losses._rows._sources import Inputs, Linear
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_REDUCTIONS = ("mean", "sum", "none")
-_RESTS = ("bucket", "drop")
+_PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -128,8 +127,8 @@ def linear_kl_divergence(
 
       Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradients in the forward pass).
     """
-    student = Linear(*arguments.read_layer(_OP, features, kernel, bias))
-    teacher = Linear(*arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_"))
+    student = _reading.read_layer(_OP, features, kernel, bias)
+    teacher = _reading.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -137,16 +136,14 @@ def linear_kl_divergence(
     if teacher.kernel.shape[1] != classes:
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
-    live, class_mask = _read_masks(_OP, tokens, classes, where, class_mask)
+    live, class_mask = _read_masks(_OP, student, where, class_mask)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
     options = _read_options(_OP, temperature, direction, beta, reduction, block_size, target_gradients=target_gradients)
     if not target_gradients:
         teacher = lax.stop_gradient(teacher)
-    student, teacher = (_without_masked_classes(layer, class_mask) for layer in (student, teacher))
-    inputs = Inputs((student, teacher), None, None, _with_any_class(live, tokens, class_mask))
-    return _reduced(options, reduction, inputs, live)
+    return _reduced(options, reduction, _without_masked_classes((student, teacher), None, live, class_mask), live)
 
 
 @public_op
@@ -227,19 +224,15 @@ def linear_kl_divergence_with_top_k_targets(
       Agarwal et al., "On-Policy Distillation of Language Models", 2024.
     """
     op = _OP_OF_TOP_K
-    student = Linear(*arguments.read_layer(op, features, kernel, bias))
+    student = _reading.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
-    live, class_mask = _read_masks(op, tokens, classes, where, class_mask)
-    if rest not in _RESTS:
-        raise ValueError(message(op, "rest", f"value {rest!r}", f"one of {', '.join(_RESTS)}"))
-    with_rest = rest == "bucket"
+    live, class_mask = _read_masks(op, student, where, class_mask)
+    with_rest = _reading.read_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
-    student = _without_masked_classes(student, class_mask)
-    inputs = Inputs((student,), targets, None, _with_any_class(live, tokens, class_mask))
-    losses = _reduced(options, reduction, inputs, live)
-    return nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
+    losses = _reduced(options, reduction, _without_masked_classes((student,), targets, live, class_mask), live)
+    return label_checks.nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
 # The arguments.
@@ -259,8 +252,9 @@ def _read_top_k(tokens: tuple[int, ...], log_probs: ArrayLike, classes: ArrayLik
 
 
 def _read_masks(
-    op: str, tokens: tuple[int, ...], classes: int, where: ArrayLike | None, class_mask: ArrayLike | None
+    op: str, student: Linear, where: ArrayLike | None, class_mask: ArrayLike | None
 ) -> tuple[Array | None, Array | None]:
+    tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     where = as_mask_of(op, where, tokens, "the tokens")
     if class_mask is not None:
         class_mask = as_mask(op, "class_mask", class_mask)
@@ -270,67 +264,53 @@ def _read_masks(
 
 
 def _read_options(
-    op: str,
-    temperature: float,
-    direction: str,
-    beta: float,
-    reduction: str,
-    block_size: int | None,
-    **flags: bool,
+    op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
-    for name, value, values in (("direction", direction, DIRECTIONS), ("reduction", reduction, _REDUCTIONS)):
-        if value not in values:
-            raise ValueError(message(op, name, f"value {value!r}", f"one of {', '.join(values)}"))
-    temperature, beta = arguments.read_temperature(op, temperature), as_number(op, "beta", beta)
-    if not 0 < beta < 1:
-        hint = 'For the limits pass direction="forward" or "reverse".'
-        raise ValueError(message(op, "beta", f"value {beta}", "a number between 0 and 1, both excluded", hint))
+    _reading.read_choice(op, "direction", direction, DIRECTIONS)
+    _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
+    temperature = _reading.read_temperature(op, temperature)
+    hint = 'For the limits pass direction="forward" or "reverse".'
+    beta = _reading.read_number(op, "beta", beta, _PART, hint)
     kind = Kind(direction, beta if direction == JENSEN_SHANNON else 0.5)
-    return Options(Divergence(kind, temperature, **flags), arguments.read_block_size(op, block_size))
+    return Options(Divergence(kind, temperature, **flags), _reading.read_block_size(op, block_size))
 
 
-def _without_masked_classes(layer: Linear, class_mask: Array | None) -> Linear:
-    """The layer with a kernel of 0 and a bias of -inf at masked classes, which have no gradients."""
+def _without_masked_classes(
+    layers: tuple[Linear, ...], data: TopK | None, live: Array | None, class_mask: Array | None
+) -> Inputs:
+    """A kernel of 0 and a bias of -inf at masked classes, which have no gradients; no token is left if no class is."""
     if class_mask is None:
-        return layer
-    bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
-    return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
+        return Inputs(layers, data, None, live)
 
+    def masked(layer: Linear) -> Linear:
+        bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
+        return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
 
-def _with_any_class(live: Array | None, tokens: tuple[int, ...], class_mask: Array | None) -> Array | None:
-    """Which tokens are unmasked: none if no class is."""
-    if class_mask is None:
-        return live
-    any_class = any_of(class_mask)
-    return jnp.broadcast_to(any_class, tokens) if live is None else live & any_class
+    layers, any_class = tuple(map(masked, layers)), any_of(class_mask)
+    live = jnp.broadcast_to(any_class, layers[0].features.shape[:-1]) if live is None else live & any_class
+    return Inputs(layers, data, None, live)
 
 
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
     """Reports bad targets, and returns the bad rows, if label checks are on."""
     where, shape = None if live is None else live[..., None], targets.classes.shape
-    check = functools.partial(check_elements, _OP_OF_TOP_K, shape=shape, where=where)
-    check_classes = functools.partial(check, targets.classes, argument="target_classes")
+
+    def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
+        bad = label_checks.check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
+        return None if bad is None else any_of(bad, -1)
 
     def is_unmasked(classes: Array) -> Array:
-        return ~is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
+        return ~labels.is_class(classes, num_classes) | cast(Array, class_mask)[jnp.clip(classes, 0, num_classes - 1)]
 
-    def is_log_probability(x: Array) -> Array:
-        return x <= 8 * float(jnp.finfo(x.dtype).eps)
-
+    check_classes = functools.partial(check, "target_classes", targets.classes)
+    most = 8 * float(jnp.finfo(targets.log_probs.dtype).eps)
     found = [
-        check_classes(is_valid=lambda x: is_class(x, num_classes), otherwise=f"outside [0, {num_classes})"),
-        check_classes(is_valid=lambda x: ~is_repeated(x), otherwise="repeated in their row"),
-        check(
-            targets.log_probs,
-            is_valid=is_log_probability,
-            otherwise="logarithms above 0 or NaN",
-            argument="target_log_probs",
-        ),
+        check_classes(lambda x: labels.is_class(x, num_classes), f"outside [0, {num_classes})"),
+        check_classes(lambda x: ~is_repeated(x), "repeated in their row"),
+        check("target_log_probs", targets.log_probs, lambda x: x <= most, "logarithms above 0 or NaN"),
+        None if class_mask is None else check_classes(is_unmasked, "at a masked class"),
     ]
-    if class_mask is not None:
-        found.append(check_classes(is_valid=is_unmasked, otherwise="at a masked class"))
-    bad = [any_of(x, -1) for x in found if x is not None]
-    return functools.reduce(jnp.logical_or, bad) if bad else None
+    return functools.reduce(either, found)
 
 
 def _reduced(options: Options, reduction: str, inputs: Inputs, where: Array | None) -> Array:
@@ -340,5 +320,5 @@ def _reduced(options: Options, reduction: str, inputs: Inputs, where: Array | No
     total = weighted_sum(options, inputs, (jnp.ones((), inputs.sum_dtype),))
     if reduction == "sum":
         return total
-    count = jnp.asarray(math.prod(inputs.layers[0].features.shape[:-1])) if where is None else number_of(where)
+    count = jnp.asarray(math.prod(inputs.tokens)) if where is None else number_of(where)
     return total / jnp.maximum(count, 1).astype(total.dtype)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, Unpack, overload
+from typing import Literal, Unpack, overload
 
-from masksafe._core import sharding
-from masksafe._core.arguments import as_bool
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
+from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
-from masksafe.losses._rows import _arguments as arguments
-from masksafe.losses._rows._blocks import Inputs
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._log_probs import LogProbAndEntropy
-from masksafe.losses._rows._rules import Options, token_outputs
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._options import Options
+from masksafe.losses._rows._rules import token_outputs
+from masksafe.losses._rows._sources import Inputs
 
 _OP = "linear_log_probs"
 
 
-class _Options(TypedDict, total=False):
+class _Options(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    bias: ArrayLike | None
-    where: ArrayLike | None
     temperature: float
-    logit_soft_cap: float | None
-    block_size: int | None
-    axis_name: str | None
 
 
 @overload
@@ -54,12 +47,7 @@ def linear_log_probs(
 
 @overload
 def linear_log_probs(
-    features: ArrayLike,
-    kernel: ArrayLike,
-    labels: ArrayLike,
-    *,
-    with_entropy: bool,
-    **options: Unpack[_Options],
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **options: Unpack[_Options]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -140,21 +128,17 @@ def linear_log_probs(
 
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
     """
-    features, kernel, bias = arguments.read_layer(_OP, features, kernel, bias)
-    labels = arguments.read_labels(_OP, features, labels)
-    where = arguments.read_where(_OP, where, labels)
+    layer = _reading.read_layer(_OP, features, kernel, bias)
+    labels = _reading.read_labels(_OP, layer.features, labels)
+    where = _reading.read_where(_OP, where, labels)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    with_entropy = as_bool(_OP, "with_entropy", with_entropy)
-    formula = LogProbAndEntropy if with_entropy else CrossEntropy
-    options = Options(
-        formula(arguments.read_soft_cap(_OP, logit_soft_cap), arguments.read_temperature(_OP, temperature)),
-        arguments.read_block_size(_OP, block_size),
-        axis_name,
-    )
-    mask = None if where is None else where[..., None]
-    bad_rows = check_integer_labels(_OP, labels, mask, (labels.ndim,), (*labels.shape, kernel.shape[1]), axis_name)
-    outputs = token_outputs(options, Inputs((Linear(features, kernel, bias),), labels, None, where))
+    with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
+    of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
+    formula = LogProbAndEntropy(*of_logits) if with_entropy else CrossEntropy(*of_logits)
+    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
+    outputs = token_outputs(options, Inputs((layer,), labels, None, where))
     if with_entropy:
         log_probs, entropies = outputs
-        return nan_where_bad(log_probs, bad_rows), entropies
-    return nan_where_bad(0 - outputs[0], bad_rows)
+        return label_checks.nan_where_bad(log_probs, bad_rows), entropies
+    return label_checks.nan_where_bad(0 - outputs[0], bad_rows)

@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import platforms, sharding
-from masksafe._core.arguments import (
-    as_bool,
-    as_float_array,
-    as_label_array,
-    as_static_or_array,
-    canonical_axes,
-    message,
-)
+from masksafe._core import arguments, label_checks, platforms, precision, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
-from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.row_sums import exps_of_others, log_sum_exp, sum_of_row
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import below_infinity, label_here, takes_part, value_at_label
-from masksafe.losses._layout import (
-    as_mask_of_classes_or_rows,
-    as_rows,
-    broadcast_widened,
-    common_rows,
-    from_rows,
-    shape_with_classes,
-)
-from masksafe.losses._rows._arguments import read_temperature
+from masksafe.losses._labelled import Labelled, read_integer_labels
+from masksafe.losses._layout import from_rows
+from masksafe.losses._rows._reading import read_temperature
 
 
 @overload
@@ -151,23 +133,11 @@ def log_probs(
       `distrax.Categorical <https://github.com/google-deepmind/distrax>`_.
     """
     op = "log_probs"
-    logits, labels = as_float_array(op, "logits", logits), as_label_array(op, "labels", labels)
-    if axis is None:
-        raise TypeError(message(op, "axis", "type NoneType", "an int or a tuple of ints"))
-    axes = canonical_axes(op, axis, logits.ndim)
-    if labels.ndim != logits.ndim - len(axes):
-        expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
-        raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
-    rows = common_rows(op, labels, axes, logits=logits)
-    shape = shape_with_classes(axes, rows, logits.shape)
-    where = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
-    labels = broadcast_widened(labels, rows)
-    temperature = read_temperature(op, temperature)
-    static, array = (1.0, None) if temperature == 1 else as_static_or_array(temperature, logits, labels)
-    config = _Config(axes, static, as_bool(op, "with_entropy", with_entropy))
-    bad_rows = check_integer_labels(op, labels, where, axes, shape, None)
-    log_p, entropy = _of_policy(config, broadcast_widened(logits, shape), labels, where, array)
-    log_p = nan_where_bad(log_p, bad_rows)
+    temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
+    inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
+    static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
+    log_p, entropy = _of_policy(_Config(axes, static, with_entropy), inputs, array)
+    log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return log_p if entropy is None else (log_p, entropy)
 
 
@@ -193,8 +163,7 @@ class _Config(NamedTuple):
     def divided(self, x: Array) -> Array:
         """`x` divided by the temperature."""
         temperature = self.temperature
-        quotient: Array = x / (temperature if isinstance(temperature, float) else temperature.astype(x.dtype))
-        return quotient
+        return x / (temperature if isinstance(temperature, float) else temperature.astype(x.dtype))
 
 
 class _Rows(NamedTuple):
@@ -209,25 +178,20 @@ class _Rows(NamedTuple):
 
 
 _Results = tuple[Array, Array | None]
-_Residuals = tuple[Array, Array | None, Array | None, _Rows]
 
 
-def _forward(
-    config: _Config, logits: Array, labels: Array, where: Array | None, temperature: Array | None
-) -> tuple[_Results, _Residuals]:
-    rows = _evaluate(config, False, logits, labels, where, temperature)
-    return _results(rows), (logits, where, temperature, rows)
+def _forward(config: _Config, inputs: Labelled, temperature: Array | None) -> tuple[_Results, Any]:
+    rows = _evaluate(config, False, inputs, temperature)
+    return _results(rows), (inputs._replace(labels=None), temperature, rows)
 
 
-def _reverse(config: _Config, residuals: _Residuals, d_results: _Results) -> tuple[Array, None, None, None]:
-    return _pull_back(config, *residuals, *d_results), None, None, None
+def _reverse(config: _Config, residuals: Any, d_results: _Results) -> tuple[Labelled, None]:
+    return Labelled(_pull_back(config, *residuals, *d_results), None, None), None
 
 
 @with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _of_policy(
-    config: _Config, logits: Array, labels: Array, where: Array | None, temperature: Array | None
-) -> _Results:
-    return _results(_evaluate(config, True, logits, labels, where, temperature))
+def _of_policy(config: _Config, inputs: Labelled, temperature: Array | None) -> _Results:
+    return _results(_evaluate(config, True, inputs, temperature))
 
 
 def _results(rows: _Rows) -> _Results:
@@ -235,15 +199,8 @@ def _results(rows: _Rows) -> _Results:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(
-    config: _Config,
-    results_alone: bool,
-    logits: Array,
-    labels: Array,
-    where: Array | None,
-    temperature: Array | None,
-) -> _Rows:
-    return _evaluate_rows(config, results_alone, *as_rows(config.axes, logits, labels, where), temperature)
+def _evaluate(config: _Config, results_alone: bool, inputs: Labelled, temperature: Array | None) -> _Rows:
+    return _evaluate_rows(config, results_alone, *inputs.rows(config.axes), temperature)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -254,7 +211,7 @@ def _evaluate_rows(
     row_values = functools.partial(_row_values, config.with_temperature(temperature), results_alone)
     # Several results are sums of the same terms: in one pass XLA's CPU compiler would write the terms to memory.
     arithmetic = row_values if where is None and not config.with_entropy else None
-    rows: _Rows = map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
+    rows: _Rows = row_blocks.map_row_blocks(row_values, x, labels, where, arithmetic=arithmetic)
     return rows
 
 
@@ -278,7 +235,7 @@ def _(config: _Config, results_alone: bool, primals: tuple[Any, ...], tangents: 
 def _row_values(config: _Config, results_alone: bool, x: Array, labels: Array, where: Array | None) -> _Rows:
     label, is_empty = label_here(None, labels, x.shape[-1]), x.shape[-1] == 0
     where = jnp.zeros(x.shape, bool) if is_empty else where
-    live = None if where is None else any_of(where, -1)
+    live = None if where is None else unfolded.any_of(where, -1)
     log_prob, shift, log_sum, gap = (_zeros if is_empty else _log_prob_and_sums)(config, x, label, where, live)
     # In a row with nothing left the label does not matter.
     valid = selected(nan_unless(label.squeeze(-1) >= 0, log_prob.dtype), live, 1)
@@ -294,7 +251,7 @@ def _log_prob_and_sums(
 ) -> tuple[Array, Array, Array, Array | None]:
     """The log-probability, m, log1p(s), and g if it is wanted; every array is `[...]`."""
     # Without the axis of the classes: XLA's CPU compiler takes twice as long for many short rows that keep it.
-    dtype, label_x = wide_dtype(x.dtype), value_at_label(None, x, where, label)
+    dtype, label_x = precision.wide_dtype(x.dtype), value_at_label(None, x, where, label)
     x = lowest_under_mask(x, where)
     shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
     z = config.divided(x.astype(dtype) - shift)
@@ -310,7 +267,7 @@ def _log_prob_and_sums(
 
 def _zeros(config: _Config, x: Array, *_: Any) -> tuple[Array, Array, Array, Array | None]:
     """The same of rows without classes."""
-    zero = jnp.sum(x, -1, dtype=wide_dtype(x.dtype))
+    zero = jnp.sum(x, -1, dtype=precision.wide_dtype(x.dtype))
     return zero, zero, zero, zero if config.with_entropy else None
 
 
@@ -321,16 +278,10 @@ def _gaps(z: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pull_back(
-    config: _Config,
-    logits: Array,
-    where: Array | None,
-    temperature: Array | None,
-    rows: _Rows,
-    d_log_p: Array,
-    d_entropy: Array | None,
+    config: _Config, inputs: Labelled, temperature: Array | None, rows: _Rows, d_log_p: Array, d_entropy: Array | None
 ) -> Array:
-    config = config.with_temperature(temperature)
-    x, _, mask = as_rows(config.axes, logits, rows.label.squeeze(-1), where)
+    config, logits = config.with_temperature(temperature), inputs.logits
+    x, _, mask = inputs._replace(labels=rows.label.squeeze(-1)).rows(config.axes)
     if sharding.are_whole(logits):
         # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
         rows, x = platforms.unfused_on_cpu((rows, x))
@@ -359,12 +310,10 @@ def _slopes(config: _Config, x: Array, where: Array | None, rows: _Rows) -> tupl
 
 def _has_log_prob(rows: _Rows) -> Array:
     """False for a row without an entropy, and for one whose label is out of range."""
-    has_log_prob: Array = _has_entropy(rows) & (rows.log_prob == rows.log_prob)
-    return has_log_prob
+    return cast(Array, _has_entropy(rows) & (rows.log_prob == rows.log_prob))
 
 
 def _has_entropy(rows: _Rows) -> Array:
     """False for a row that contains a NaN or +inf, or contains only -inf."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    has_entropy: Array = jnp.abs(rows.log_sum) < jnp.inf
-    return has_entropy
+    return jnp.abs(rows.log_sum) < jnp.inf

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
+from masksafe._core import label_checks, precision, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, as_label_array, as_real_array, message
-from masksafe._core.label_checks import check_integer_labels, nan_where_bad
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
-from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import map_row_blocks
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._core.unfolded import any_of
 from masksafe.losses._cross_entropy_rows import value_at_label
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
@@ -138,10 +135,8 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss for a margin of 1, the perceptron loss for 0."""
-    arrays = {
-        "predictor_outputs": as_real_array(op, "predictor_outputs", scores),
-        "targets": as_real_array(op, "targets", targets),
-    }
+    named = {"predictor_outputs": scores, "targets": targets}
+    arrays = {name: as_real_array(op, name, x) for name, x in named.items()}
     loss, check = _hinge if margin else _perceptron, _is_one_of("targets", -1, 1)
     return elementwise_loss(op, where, (*arrays, margin), loss, check=check, **arrays)
 
@@ -292,9 +287,8 @@ def _multiclass_loss(
     shape, axes = (*rows, scores.shape[-1]), (len(rows),)
     labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
-    bad_rows = check_integer_labels(op, labels, mask, axes, shape, None)
-    losses: Array = _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
-    return losses
+    bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
+    return cast(Array, _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -302,7 +296,7 @@ def _evaluate(
     losses_of: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
     losses = losses_of(scores, labels[..., None], mask)
-    return nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
+    return label_checks.nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
 
 
 def _hinge_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
@@ -323,7 +317,7 @@ class _Rows(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
-    return map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)
+    return row_blocks.map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)
 
 
 @_evaluate_rows.defjvp
@@ -359,25 +353,24 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
     """Whether a row has a label in range and no NaN, or is empty; XLA's maximum of a NaN may be another number."""
     has_nan = jnp.any(selected(jnp.isnan(scores), mask), -1, keepdims=True)
     is_sound = is_class(labels, scores.shape[-1]) & ~has_nan
-    return is_sound if mask is None else is_sound | ~any_of(mask, -1, keepdims=True)
+    return is_sound if mask is None else is_sound | ~unfolded.any_of(mask, -1, keepdims=True)
 
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
-    score = widened(value_at_label(None, scores, mask, labels.astype(jnp.int32)))
+    score = precision.widened(value_at_label(None, scores, mask, labels.astype(jnp.int32)))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
-    return selected(
-        losses * nan_unless(is_sound, score.dtype), None if mask is None else any_of(mask, -1, keepdims=True)
-    )
+    losses *= nan_unless(is_sound, score.dtype)
+    return selected(losses, None if mask is None else unfolded.any_of(mask, -1, keepdims=True))
 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
     is_sound = _is_sound(scores, labels, mask)
     x = _with_nan_gradient_unless(is_sound, wide_selected(scores, mask))
     # The loss is invariant under this shift, which preserves digits.
-    descending = widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
+    descending = precision.widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
     shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
     x -= shift
     return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_sound)

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes
-from masksafe._core.label_checks import check_distributions, nan_where_bad
+from masksafe._core import arguments, label_checks, precision
 from masksafe._core.masks import selected
-from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses import _layout
 from masksafe.losses._cross_entropy import poly_loss
-from masksafe.losses._layout import (
-    as_mask_of_classes_or_rows,
-    broadcast_widened,
-    find_live_rows,
-    shape_with_classes,
-    shape_without,
-)
 
 
 @public_op
@@ -69,15 +61,14 @@ def poly_loss_cross_entropy(
       Leng et al., "PolyLoss: A Polynomial Expansion Perspective of Classification Loss Functions", 2022.
     """
     op = "poly_loss_cross_entropy"
-    logits, labels = as_float_array(op, "logits", logits), as_float_array(op, "labels", labels)
-    epsilon = as_real_array(op, "epsilon", epsilon)
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_float_array(op, "labels", labels)
+    epsilon = arguments.as_real_array(op, "epsilon", epsilon)
     dtype = jnp.result_type(logits.dtype, labels, epsilon)
-    shape = broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
-    axes = canonical_axes(op, axis, len(shape))
-    mask = as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
-    bad_rows = check_distributions(op, broadcast_widened(labels, shape), mask, axes)
-    loss: Array = _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows)
-    return loss
+    shape = arguments.broadcast_shapes(op, logits=logits.shape, labels=labels.shape)
+    axes = arguments.canonical_axes(op, axis, len(shape))
+    mask = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    bad_rows = label_checks.check_distributions(op, _layout.broadcast_widened(labels, shape), mask, axes)
+    return cast(Array, _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -85,13 +76,13 @@ def _evaluate(
     axes: Axes, dtype: Any, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad_rows: Array | None
 ) -> Array:
     shape = jnp.broadcast_shapes(logits.shape, labels.shape)
-    rows = shape_without(axes, shape)
+    rows = _layout.shape_without(axes, shape)
     # An epsilon of more axes than the rows has several values for each of them.
     more = max(0, epsilon.ndim - len(rows))
     axes, rows = tuple(a + more for a in axes), jnp.broadcast_shapes(rows, epsilon.shape)
-    shape = shape_with_classes(axes, rows, (1,) * more + shape)
-    logits, labels = broadcast_widened(logits, shape), broadcast_widened(labels, shape)
+    shape = _layout.shape_with_classes(axes, rows, (1,) * more + shape)
+    logits, labels = _layout.broadcast_widened(logits, shape), _layout.broadcast_widened(labels, shape)
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
-    epsilon = epsilon.astype(wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
-    epsilon = selected(jnp.broadcast_to(epsilon, rows), find_live_rows(mask, axes))
-    return nan_where_bad(poly_loss(axes, dtype, logits, labels, mask, epsilon), bad_rows)
+    epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
+    epsilon = selected(jnp.broadcast_to(epsilon, rows), _layout.find_live_rows(mask, axes))
+    return label_checks.nan_where_bad(poly_loss(axes, dtype, logits, labels, mask, epsilon), bad_rows)

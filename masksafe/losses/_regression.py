@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import platforms
-from masksafe._core.arguments import (
-    as_float_array,
-    as_real_array,
-    as_real_operand,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
-from masksafe._core.label_checks import Range
+from masksafe._core import arguments, label_checks, platforms, row_blocks, scaling, sharding, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.scaling import reciprocal_power_of_two
-from masksafe._core.sharding import may_loop
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of, largest_of, sum_of
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -63,10 +49,7 @@ def squared_error(predictions: ArrayLike, targets: ArrayLike | None = None, *, w
       `optax.losses.squared_error
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.squared_error>`_.
     """
-    op = "squared_error"
-    predictions, targets = _read_operands(op, predictions, targets)
-    _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, _squared_error)
+    return _error_loss("squared_error", predictions, targets, where, _squared_error, of_one_shape=True)
 
 
 @public_op
@@ -96,19 +79,12 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
     References:
       `optax.losses.l2_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.l2_loss>`_.
     """
-    op = "l2_loss"
-    predictions, targets = _read_operands(op, predictions, targets)
-    _check_same_shape(op, predictions, targets)
-    return _error_loss(op, predictions, targets, where, _l2)
+    return _error_loss("l2_loss", predictions, targets, where, _l2, of_one_shape=True)
 
 
 @public_op
 def huber_loss(
-    predictions: ArrayLike,
-    targets: ArrayLike | None = None,
-    *,
-    delta: ArrayLike = 1.0,
-    where: ArrayLike | None = None,
+    predictions: ArrayLike, targets: ArrayLike | None = None, *, delta: ArrayLike = 1.0, where: ArrayLike | None = None
 ) -> Array:
     r"""The Huber loss of each prediction: quadratic for small errors, linear for large ones.
 
@@ -140,10 +116,7 @@ def huber_loss(
     References:
       `optax.losses.huber_loss <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.huber_loss>`_.
     """
-    op = "huber_loss"
-    predictions, targets = _read_operands(op, predictions, targets)
-    delta = as_real_operand(op, "delta", delta)
-    return _error_loss(op, predictions, targets, where, _huber, {"delta": _POSITIVE}, delta=delta)
+    return _error_loss("huber_loss", predictions, targets, where, _huber, delta=delta)
 
 
 @public_op
@@ -176,9 +149,7 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
 
       Chen et al., "Log Hyperbolic Cosine Loss Improves Variational Auto-Encoder", 2019.
     """
-    op = "log_cosh"
-    predictions, targets = _read_operands(op, predictions, targets)
-    loss = _error_loss(op, predictions, targets, where, _log_cosh)
+    loss = _error_loss("log_cosh", predictions, targets, where, _log_cosh)
     return loss.astype(loss.dtype)  # never weakly typed, as in optax
 
 
@@ -224,7 +195,7 @@ def cosine_similarity(
       `optax.losses.cosine_similarity
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_similarity>`_.
     """
-    return _cosine("cosine_similarity", False, predictions, targets, epsilon, axis, where)
+    return _cosine("cosine_similarity", predictions, targets, epsilon, axis, where)
 
 
 @public_op
@@ -266,37 +237,32 @@ def cosine_distance(
       `optax.losses.cosine_distance
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.cosine_distance>`_.
     """
-    return _cosine("cosine_distance", True, predictions, targets, epsilon, axis, where)
-
-
-def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike | None) -> tuple[Array, Array | None]:
-    return (
-        as_float_array(op, "predictions", predictions),
-        None if targets is None else as_real_array(op, "targets", targets),
-    )
-
-
-def _check_same_shape(op: str, predictions: Array, targets: Array | None) -> None:
-    if targets is not None and targets.shape != predictions.shape:
-        expected = f"{predictions.shape}, that of predictions"
-        raise ValueError(message(op, "targets", f"shape {targets.shape}", expected))
+    return _cosine("cosine_distance", predictions, targets, epsilon, axis, where)
 
 
 def _error_loss(
     op: str,
-    predictions: Array,
-    targets: Array | None,
+    predictions: ArrayLike,
+    targets: ArrayLike | None,
     where: ArrayLike | None,
     loss: Callable[..., Array],
-    ranges: Mapping[str, Range] = MappingProxyType({}),
-    **others: Any,
+    *,
+    of_one_shape: bool = False,
+    **positive: ArrayLike,
 ) -> Array:
-    """`loss` of each prediction, of its target if there are any, and of the other arguments."""
-    arrays: dict[str, Any] = {"predictions": predictions, **({} if targets is None else {"targets": targets}), **others}
-    return elementwise_loss(op, where, tuple(arrays), loss, ranges=ranges, **arrays)
+    """`loss` of each prediction, of its target if there are any, and of other arguments, which are to be positive."""
+    arrays: dict[str, Any] = {"predictions": arguments.as_float_array(op, "predictions", predictions)}
+    shape = arrays["predictions"].shape
+    if targets is not None:
+        arrays["targets"] = arguments.as_real_array(op, "targets", targets)
+        if of_one_shape and arrays["targets"].shape != shape:
+            expected = f"{shape}, that of predictions"
+            raise ValueError(arguments.message(op, "targets", f"shape {arrays['targets'].shape}", expected))
+    arrays |= {name: arguments.as_real_operand(op, name, x) for name, x in positive.items()}
+    return elementwise_loss(op, where, tuple(arrays), loss, ranges=dict.fromkeys(positive, _POSITIVE), **arrays)
 
 
-_POSITIVE = Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
+_POSITIVE = label_checks.Range(lambda x: (x > 0) & (x < math.inf), "above 0 and finite")
 
 
 def _error(predictions: Array, targets: Array | None) -> Array:
@@ -325,21 +291,14 @@ def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
 
 
 def _cosine(
-    op: str,
-    as_distance: bool,
-    predictions: ArrayLike,
-    targets: ArrayLike,
-    epsilon: ArrayLike,
-    axis: Axis | None,
-    where: ArrayLike | None,
+    op: str, predictions: ArrayLike, targets: ArrayLike, epsilon: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> Array:
-    a, b = as_float_array(op, "predictions", predictions), as_float_array(op, "targets", targets)
-    shape = broadcast_shapes(op, predictions=a.shape, targets=b.shape)
-    axes = canonical_axes(op, axis, len(shape))
+    a, b = arguments.as_float_array(op, "predictions", predictions), arguments.as_float_array(op, "targets", targets)
+    shape = arguments.broadcast_shapes(op, predictions=a.shape, targets=b.shape)
+    axes = arguments.canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
-    config = _CosineConfig(as_distance, shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
-    result: Array = _evaluate_cosine(config, a, b, epsilon, where)
-    return result
+    config = _CosineConfig(op == "cosine_distance", shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
+    return cast(Array, _evaluate_cosine(config, a, b, epsilon, where))
 
 
 class _CosineConfig(NamedTuple):
@@ -353,14 +312,14 @@ class _CosineConfig(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
-    axes, row_axes = config.axes, axes_of_row(config.axes, len(config.shape))
+    axes, row_axes = config.axes, row_blocks.axes_of_row(config.axes, len(config.shape))
 
     sums = _cosine_sums(row_axes, *broadcast_alike((a, b), config.shape), where)
-    similarity, square_a, square_b, unit_a, unit_b = sums
-    live_rows = None if where is None else any_of(where, axes, keepdims=True)
+    similarity = sums.product
+    live_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In a row with nothing left, epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
-    for square, unit in ((square_a, unit_a), (square_b, unit_b)):
+    for square, unit in ((sums.square_a, sums.unit_a), (sums.square_b, sums.unit_b)):
         similarity = _divided_by_norm(similarity, square, unit, epsilon)
     result = selected(1 - similarity, live_rows) if config.as_distance else similarity
     return jnp.squeeze(result, axes).astype(config.dtype)
@@ -378,8 +337,8 @@ class _CosineSums(NamedTuple):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _CosineSums:
-    leading = leading_axes(tuple(axis % a.ndim for axis in axes))
-    total = functools.partial(sum_of, axis=axes, keepdims=True)
+    leading = row_blocks.leading_axes(tuple(axis % a.ndim for axis in axes))
+    total = functools.partial(unfolded.sum_of, axis=axes, keepdims=True)
 
     # All three sums read the vectors at once. To find the units first is a further pass, which ordinary rows save.
     def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Any, tuple[()]]:
@@ -390,30 +349,26 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         (a, unit_a), (b, unit_b) = (_scaled(wide_selected(x, where), axes) for x in (a, b))
         return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b), ()
 
-    def on_cpu(a: Array, b: Array, where: Array | None) -> _CosineSums:
+    def on_cpu(a: Array, b: Array, where: Array | None) -> Any:
         # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
         is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
-        blocks = functools.partial(by_row_blocks, unscaled, leading)
-        product, *squares = platforms.unfused((unscaled if is_fused else blocks)(a, b, where)[0])
+        blocks = functools.partial(row_blocks.by_row_blocks, unscaled, leading)
+        product, square_a, square_b = platforms.unfused((unscaled if is_fused else blocks)(a, b, where)[0])
         limits = jnp.finfo(product.dtype)
-        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in squares)
+        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in (square_a, square_b))
         is_ordinary_row = of_a & of_b
         if where is not None:
-            is_ordinary_row |= ~any_of(where, axes, keepdims=True)
-        ordinary = _CosineSums(product, squares[0], squares[1], jnp.ones_like(product), jnp.ones_like(product))
-        sums_of_rows: _CosineSums = lax.cond(
-            jnp.all(is_ordinary_row),
-            lambda *_: ordinary,
-            lambda *args: by_row_blocks(exactly, leading, *args)[0],
-            *(a, b, where),
-        )
-        return sums_of_rows
+            is_ordinary_row |= ~unfolded.any_of(where, axes, keepdims=True)
+        ordinary = _CosineSums(product, square_a, square_b, jnp.ones_like(product), jnp.ones_like(product))
+        return lax.cond(jnp.all(is_ordinary_row), lambda *_: ordinary, exactly_in_blocks, a, b, where)
 
-    if not may_loop((a, b, where)):
-        of_rows: _CosineSums = by_row_blocks(exactly, leading, a, b, where)[0]
-        return of_rows
-    of_all: _CosineSums = platforms.on_cpu_or_elsewhere(on_cpu, lambda *args: exactly(*args)[0], a, b, where)
-    return of_all
+    def exactly_in_blocks(*args: Any) -> Any:
+        return row_blocks.by_row_blocks(exactly, leading, *args)[0]
+
+    if not sharding.may_loop((a, b, where)):
+        return cast(_CosineSums, exactly_in_blocks(a, b, where))
+    in_one_pass = lambda *args: exactly(*args)[0]  # noqa: E731
+    return cast(_CosineSums, platforms.on_cpu_or_elsewhere(on_cpu, in_one_pass, a, b, where))
 
 
 @_cosine_sums.defjvp
@@ -437,8 +392,8 @@ def unit_vector(x: Array, axes: Axes) -> Array:
 
 def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
     """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
-    largest = largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
-    unit = jnp.where(largest == 0, 1, reciprocal_power_of_two(largest))
+    largest = unfolded.largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
+    unit = jnp.where(largest == 0, 1, scaling.reciprocal_power_of_two(largest))
     return x * unit, unit
 
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
-from masksafe._core.label_checks import check_probabilities, nan_where_bad
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import any_of, number_of, sum_of
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -87,8 +86,8 @@ def dice_loss(
     op = "dice_loss"
     p, t = _read_operands(op, predictions, targets)
     class_weights = None if class_weights is None else as_array(op, "class_weights", class_weights)
-    weights = [] if class_weights is None else [class_weights]
-    dtype = jnp.result_type(p.dtype, _target_dtype(p, t), *weights, smooth, alpha, beta)
+    promoted = [p.dtype, _float_dtype(t, p.dtype), smooth, alpha, beta]
+    dtype = jnp.result_type(*promoted, *([] if class_weights is None else [class_weights]))
     if p.ndim == 0:
         raise ValueError(message(op, "predictions", "shape ()", "[batch, ..., num_classes]"))
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
@@ -99,8 +98,8 @@ def dice_loss(
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)
-    apply_softmax = as_bool(op, "apply_softmax", apply_softmax)
-    losses, live_rows = _class_losses(op, p, t, mask, axes, smooth, alpha, beta, apply_softmax)
+    apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), _Weights(smooth, alpha, beta)
+    losses, live_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
     if class_weights is not None:
         if class_weights.shape != p.shape[-1:]:
@@ -166,17 +165,16 @@ def multiclass_generalized_dice_loss(
     p, t = as_float_array(op, "predictions", predictions), as_array(op, "targets", targets)
     if p.shape != t.shape or p.ndim == 0:
         raise ValueError(message(op, "targets", f"shape {t.shape}", f"that of predictions {p.shape}, not ()"))
-    weight_dtype = t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else jnp.float32
-    dtype = jnp.result_type(p.dtype, weight_dtype, smooth)
+    dtype = jnp.result_type(p.dtype, _float_dtype(t, jnp.float32), smooth)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     ignore_background = as_bool(op, "ignore_background", ignore_background)
-    apply_softmax = as_bool(op, "apply_softmax", apply_softmax)
-    losses, live_rows = _class_losses(op, p, t, mask, tuple(range(1, p.ndim - 1)), smooth, 0.5, 0.5, apply_softmax)
+    apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
+    losses, live_rows = _class_losses(op, p, t, mask, axes, _Weights(smooth), apply_softmax)
 
-    frequencies = sum_of(wide_selected(t, mask), range(p.ndim - 1))
-    is_present = any_of(live_rows, range(live_rows.ndim - 1))
+    frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
+    is_present = unfolded.any_of(live_rows, range(live_rows.ndim - 1))
     weights = selected(1 / (jnp.square(frequencies) + 1e-7), is_present)
-    number = number_of(is_present).astype(weights.dtype)
+    number = unfolded.number_of(is_present).astype(weights.dtype)
     weights *= number / jnp.maximum(jnp.sum(weights), jnp.finfo(weights.dtype).tiny)
     losses = _weight_losses(losses, weights, live_rows)
     losses, live_rows = _drop_background(losses, live_rows) if ignore_background else (losses, live_rows)
@@ -237,9 +235,8 @@ def binary_dice_loss(
     p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
     mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
-    apply_sigmoid = as_bool(op, "apply_sigmoid", apply_sigmoid)
-    losses, _ = _class_losses(op, p, t, mask, axes, smooth, 0.5, 0.5, apply_sigmoid)
-    return losses[..., 0].astype(jnp.result_type(p.dtype, _target_dtype(p, t), smooth))
+    losses, _ = _class_losses(op, p, t, mask, axes, _Weights(smooth), as_bool(op, "apply_sigmoid", apply_sigmoid))
+    return losses[..., 0].astype(jnp.result_type(p.dtype, _float_dtype(t, p.dtype), smooth))
 
 
 def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple[Array, Array]:
@@ -254,56 +251,43 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
     return p, t
 
 
-def _target_dtype(p: Array, t: Array) -> Any:
-    """The dtype of the targets for promotion; integers and booleans take that of the predictions."""
-    return t.dtype if jnp.issubdtype(t.dtype, jnp.floating) else p.dtype
+def _float_dtype(targets: Array, otherwise: Any) -> Any:
+    """The dtype of the targets for promotion, the other one for integers and booleans."""
+    return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
+
+
+class _Weights(NamedTuple):
+    """The numbers in the loss of a class."""
+
+    smooth: ArrayLike
+    of_false_positives: ArrayLike = 0.5
+    of_false_negatives: ArrayLike = 0.5
 
 
 def _class_losses(
-    op: str,
-    p: Array,
-    t: Array,
-    mask: Array | None,
-    axes: Axes,
-    smooth: ArrayLike,
-    alpha: ArrayLike,
-    beta: ArrayLike,
-    apply_softmax: bool,
+    op: str, p: Array, t: Array, mask: Array | None, axes: Axes, weights: _Weights, apply_softmax: bool
 ) -> tuple[Array, Array]:
     """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
     live = None if mask is None else jnp.broadcast_to(mask, p.shape)
-    bad_pixels = None if apply_softmax else check_probabilities(op, p, live)
-    config = _ClassLosses(axes, apply_softmax)
-    losses, live_rows = _evaluate(config, p, t, mask, smooth, alpha, beta)
-    bad = None if bad_pixels is None else any_of(bad_pixels, axes)[..., None]
-    return selected(nan_where_bad(losses, bad), live_rows), live_rows
+    bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, live)
+    losses, live_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)
+    bad = None if bad_pixels is None else unfolded.any_of(bad_pixels, axes)[..., None]
+    return selected(label_checks.nan_where_bad(losses, bad), live_rows), live_rows
 
 
-class _ClassLosses(NamedTuple):
-    """The static arguments."""
-
-    axes: Axes
-    apply_softmax: bool
-
-
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
-    config: _ClassLosses,
-    p: Array,
-    t: Array,
-    mask: Array | None,
-    smooth: ArrayLike,
-    alpha: ArrayLike,
-    beta: ArrayLike,
+    axes: Axes, apply_softmax: bool, p: Array, t: Array, mask: Array | None, weights: _Weights
 ) -> tuple[Array, Array]:
     p, t = wide_selected(p, mask), wide_selected(t, mask)
-    if config.apply_softmax:
+    if apply_softmax:
         p = jax.nn.sigmoid(p) if p.shape[-1] == 1 else _softmax_of_pixels(p, mask)
     p = selected(p, mask)
-    overlap, sum_p, sum_t = (sum_of(x, config.axes) for x in (p * t, p, t))
+    overlap, sum_p, sum_t = (unfolded.sum_of(x, axes) for x in (p * t, p, t))
+    smooth, alpha, beta = weights
     union = overlap + alpha * (sum_p - overlap) + beta * (sum_t - overlap) + smooth
     # The mask is reduced before it is broadcast: XLA would reduce a large constant when it compiles, in many seconds.
-    live_rows = jnp.ones((), bool) if mask is None else any_of(mask, config.axes)
+    live_rows = jnp.ones((), bool) if mask is None else unfolded.any_of(mask, axes)
     live_rows = jnp.broadcast_to(live_rows, union.shape)
     return 1 - (overlap + smooth) / jnp.where(live_rows, union, 1), live_rows
 
@@ -313,7 +297,7 @@ def _softmax_of_pixels(p: Array, mask: Array | None) -> Array:
     if mask is None or mask.shape[-1] == 1:
         return softmax(p, -1)
     # A pixel with nothing left is computed as one of zeros.
-    live = mask | ~any_of(mask, -1, keepdims=True)
+    live = mask | ~unfolded.any_of(mask, -1, keepdims=True)
     return softmax(jnp.where(live, p, -jnp.inf), -1)
 
 

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import (
-    as_float_array,
-    as_real_array,
-    broadcast_shapes,
-    canonical_axes,
-    message,
-)
+from masksafe._core import row_blocks, sharding
+from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.row_blocks import axes_of_row, by_row_blocks, leading_axes
-from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike, Axes
 from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
@@ -80,15 +73,14 @@ def ntxent(
     dtype = jnp.result_type(z.dtype, temperature)
 
     # The first sample of a pair is split over devices like the batch; the second is gathered on all devices.
-    batch = jax.typeof(z).sharding.spec[0] if is_sharded(z) else None
+    batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
     row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
     live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
     same = row_label[:, None] == every_label[None]
-    both = (
-        jnp.ones_like(same)
-        if live_rows is None or every_live_row is None
-        else live_rows[:, None] & every_live_row[None]
-    )
+    if live_rows is None or every_live_row is None:
+        both = jnp.ones_like(same)
+    else:
+        both = live_rows[:, None] & every_live_row[None]
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     x = jnp.matmul(units, every_unit.T, precision=jax.lax.Precision.HIGHEST) / temperature
@@ -99,7 +91,7 @@ def ntxent(
 
 def _reshard_first_axis(x: Any, batch: Any) -> Any:
     """`x`, an array or None, with its first axis split over the axes `batch` of an explicit mesh, and no other axis."""
-    if x is None or (batch is None and not is_sharded(x)):
+    if x is None or (batch is None and not sharding.is_sharded(x)):
         return x
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(batch, *[None] * (x.ndim - 1)))
 
@@ -164,44 +156,36 @@ def triplet_margin_loss(
     a, p, n = arrays.values()
     distances = jnp.result_type(a, p), jnp.result_type(a, n)
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)
-    config = _Triplets(axes, dtype, norm_degree if isinstance(norm_degree, int) else None)
-    vectors = broadcast_alike(arrays.values(), shape)
-    losses: Array = _evaluate_triplets(config, *vectors, mask, jnp.asarray(norm_degree), margin, eps)
-    return losses
+    known_degree = norm_degree if isinstance(norm_degree, int) else None  # powers of a known integer are products
+    vectors, degree = broadcast_alike(arrays.values(), shape), jnp.asarray(norm_degree)
+    return cast(Array, _evaluate_triplets(axes, dtype, known_degree, vectors, mask, degree, margin, eps))
 
 
-class _Triplets(NamedTuple):
-    """The static arguments."""
-
-    axes: Axes
-    dtype: Any  # of the losses
-    degree: int | None  # if it is known: powers of a known integer are products
-
-
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate_triplets(
-    config: _Triplets,
-    a: Array,
-    p: Array,
-    n: Array,
+    axes: Axes,
+    dtype: Any,
+    known_degree: int | None,
+    vectors: list[Array],
     mask: Array | None,
     degree: Array,
     margin: ArrayLike,
     eps: ArrayLike,
 ) -> Array:
-    axes, live_rows = axes_of_row(config.axes, a.ndim), find_live_rows(mask, config.axes)
+    ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
+    row_axes = row_blocks.axes_of_row(axes, ndim)
 
     def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Any, tuple[()]]:
         a, p, n = (wide_selected(x, mask) for x in (a, p, n))
-        known = degree if config.degree is None else config.degree
-        return tuple(jnp.sum(jnp.power(a - x, known), axes, keepdims=True) for x in (p, n)), ()
+        known = degree if known_degree is None else known_degree
+        return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n)), ()
 
-    arrays = a, p, n, jnp.reshape(degree, (1,) * a.ndim), mask
+    arrays: Any = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
     if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
         sums, _ = sums_of_rows(*arrays)
     else:
-        sums, _ = by_row_blocks(sums_of_rows, leading_axes(config.axes), *arrays)
+        sums, _ = row_blocks.by_row_blocks(sums_of_rows, row_blocks.leading_axes(axes), *arrays)
     # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
     of_p, of_n = (jnp.power(selected(jnp.squeeze(s, axes) + eps, live_rows, 1), 1 / degree) for s in sums)
     losses = jnp.maximum(of_p - of_n + margin, 0)
-    return selected(losses, live_rows).astype(config.dtype)
+    return selected(losses, live_rows).astype(dtype)

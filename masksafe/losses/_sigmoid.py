@@ -125,8 +125,7 @@ def _read_operands(op: str, logits: ArrayLike, labels: ArrayLike) -> dict[str, A
 
 
 def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
-    loss: Array = _cross_entropy(*_less_likely_label(logits, labels))
-    return loss
+    return _cross_entropy(*_less_likely_label(logits, labels))
 
 
 def _weighted_focal(logits: Array, labels: Array, gamma: Array, alpha: Array | None = None) -> Array:

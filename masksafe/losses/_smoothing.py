@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core.arguments import as_float_array, as_real_operand, broadcast_shapes, canonical_axes
-from masksafe._core.label_checks import Range, check_numbers, nan_where_bad
+from masksafe._core import arguments, label_checks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe._core.unfolded import number_of
 from masksafe.losses._elementwise import as_promoted
 from masksafe.losses._layout import wide_selected
 
@@ -59,16 +58,15 @@ def smooth_labels(
       Müller et al., "When does label smoothing help?", 2019.
     """
     op = "smooth_labels"
-    labels, alpha = as_float_array(op, "labels", labels), as_real_operand(op, "alpha", alpha)
-    axes = canonical_axes(op, axis, labels.ndim)
+    labels, alpha = arguments.as_float_array(op, "labels", labels), arguments.as_real_operand(op, "alpha", alpha)
+    axes = arguments.canonical_axes(op, axis, labels.ndim)
     mask = as_mask_of(op, where, labels.shape, "labels")
-    shape = broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
-    bad = check_numbers(op, "alpha", alpha, _PART, shape, mask)
-    smoothed: Array = _smooth(axes, labels, alpha, mask, bad)
-    return smoothed
+    shape = arguments.broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
+    bad = label_checks.check_numbers(op, "alpha", alpha, _PART, shape, mask)
+    return cast(Array, _smooth(axes, labels, alpha, mask, bad))
 
 
-_PART = Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
+_PART = label_checks.Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -76,7 +74,7 @@ def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Ar
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
-        number = number_of(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
+        number = unfolded.number_of(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
     wide, wide_alpha = wide_selected(labels, mask), widened(jnp.asarray(alpha))  # a number under jax.disable_jit
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
-    return as_promoted([labels, alpha / 1], nan_where_bad(selected(smoothed, mask), bad))
+    return as_promoted([labels, alpha / 1], label_checks.nan_where_bad(selected(smoothed, mask), bad))

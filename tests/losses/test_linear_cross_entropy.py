@@ -19,7 +19,7 @@ from linear_cases import (
 
 import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
-from masksafe.losses._rows._tiles import default_sizes
+from masksafe.losses._rows._options import sizes_in_tiles
 from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
 TOKENS, WIDTH, CLASSES = 40, 6, 24
@@ -515,7 +515,7 @@ def elsewhere(choose):
 
 def test_sizes_elsewhere(elsewhere):
     """Blocks and tiles that divide tokens and classes, and others."""
-    of = functools.partial(default_sizes, TOKENS, WIDTH)
+    of = functools.partial(sizes_in_tiles, TOKENS, WIDTH)
     assert [of(24, block, masked) for block in (None, 9) for masked in (False, True)] == [
         (14, 6),
         (10, 12),
@@ -526,7 +526,7 @@ def test_sizes_elsewhere(elsewhere):
 
 
 def test_sizes_of_large_problems():
-    of = functools.partial(default_sizes, block_size=None)
+    of = functools.partial(sizes_in_tiles, block_size=None)
     assert [of(4096, 1024, 32768, masked=masked) for masked in (False, True)] == [(4096, 8192), (2048, 32768)]
     assert [of(16384, 4096, 2**17, masked=masked) for masked in (False, True)] == [(16384, 8192), (8192, 32768)]
     assert of(4096, 1024, 50257, masked=False) == (4096, 7296)

@@ -39,8 +39,8 @@ class Sums(NamedTuple):
     largest: Array  # at least the lowest finite number
     others: Array  # the sum of exp(x - largest) without the label
     label: Array  # x at the label, 0 if the label is not among the classes
-    weight: Array | None = None  # the sum of the classes' weights
-    total: Array | None = None  # the weighted sum of x - largest
+    weight: Any = None  # the sum of the classes' weights
+    total: Any = None  # the weighted sum of x - largest
 
 
 class RowCotangents(NamedTuple):
@@ -59,10 +59,6 @@ class CrossEntropy(LabelFormula):
     of_label: bool = True
     of_all_classes: bool = False
     of_logsumexp: bool = False
-
-    @property
-    def number(self) -> int:
-        return self.of_label + self.of_all_classes + self.of_logsumexp
 
     @property
     def of_labels(self) -> tuple[bool, ...]:
@@ -115,22 +111,17 @@ class CrossEntropy(LabelFormula):
         if self.of_label:
             outputs += [(logsumexp - label) * valid]
         if self.of_all_classes:
-            assert sums.weight is not None
-            assert sums.total is not None
             outputs += [(logsumexp * (sums.weight / classes) - sums.total / classes) * valid]
         if self.of_logsumexp:
             outputs += [jnp.square(_logsumexp(sums, has_label))]
         return tuple(outputs)
-
-    def outputs_of_part(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
-        return self.outputs(self.add_devices(axis_name, self.sums(part)), labels, classes)
 
     def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
         d_rest = list(d_outputs)
         has_label = is_class(labels, classes)
         of_label = nan_if_bad(d_rest.pop(0), has_label) if self.of_label else None
         of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes if self.of_all_classes else None
-        of_logsumexp = None if of_weights is None else of_weights * cast(Array, sums.weight)
+        of_logsumexp = None if of_weights is None else of_weights * sums.weight
         if self.of_logsumexp:
             of_logsumexp = _sum(of_logsumexp, 2 * _logsumexp(sums, has_label) * d_rest.pop(0))
         exp_label = _exp_label(sums, has_label)
@@ -154,7 +145,7 @@ def _rebased(largest: Array, sums: Sums) -> Sums:
     """The same sums relative to another largest logit, but for that itself."""
     step = sums.largest - largest
     moved = Sums(None, sums.others * jnp.exp(step), sums.label)  # type: ignore[arg-type]
-    if sums.weight is None or sums.total is None:
+    if sums.weight is None:
         return moved
     step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
     return moved._replace(weight=sums.weight, total=sums.total + sums.weight * step)

@@ -71,6 +71,7 @@ class Kind(NamedTuple):
 class Divergence(Formula):
     """That of the student, the first source, from a teacher: the second source, or its top k classes."""
 
+    of_labels = (False,)
     kind: Kind
     temperature: float
     target_gradients: bool = False
@@ -80,14 +81,6 @@ class Divergence(Formula):
     @property
     def gradients(self) -> int:
         return 2 if self.target_gradients else 1
-
-    @property
-    def number(self) -> int:
-        return 1
-
-    @property
-    def of_labels(self) -> tuple[bool, ...]:
-        return (False,)
 
     @property
     def cotangent_exponent(self) -> int:
@@ -129,7 +122,7 @@ class Divergence(Formula):
         x, targets, _ = self._top_k(logits[0], data)
         teacher, student = _few_classes(x, targets, sums.rest)
         pair = pair_of(teacher, student, sums.teacher, sums.student)
-        d_student = student_cotangents(self.kind, pair, sums.sums) * (d * cast(Array, sums.valid))
+        d_student = student_cotangents(self.kind, pair, sums.sums) * (d * sums.valid)
         if sums.rest is None:
             return (_with_classes(jnp.zeros_like(x), targets.classes, d_student),)
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
@@ -172,23 +165,23 @@ def normalizers(tile_size: int, *logits: Array) -> Normalizers:
     def nothing(zero: Array) -> Normalizers:
         return (Normalizer(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero),) * len(logits)
 
-    return _over_tiles(_normalizers_of_tile, _add_normalizers, nothing, tile_size, *logits)
+    def of_tiles(*tiles: Array) -> Normalizers:
+        return tuple(map(_normalizer, tiles))
+
+    def add(a: Normalizers, b: Normalizers) -> Normalizers:
+        return tuple(map(_added, a, b))
+
+    return _over_tiles(of_tiles, add, nothing, tile_size, *logits)
 
 
-def _normalizers_of_tile(*logits: Array) -> Normalizers:
-    largest = [largest_logit(x) for x in logits]
-    return tuple(
-        Normalizer(m, jnp.sum(jnp.exp(x - m), -1, keepdims=True)) for m, x in zip(largest, logits, strict=True)
-    )
+def _normalizer(x: Array) -> Normalizer:
+    largest = largest_logit(x)
+    return Normalizer(largest, jnp.sum(jnp.exp(x - largest), -1, keepdims=True))
 
 
-def _add_normalizers(a: Normalizers, b: Normalizers) -> Normalizers:
-    largest = [jnp.maximum(x.largest, y.largest) for x, y in zip(a, b, strict=True)]
-
-    def moved(x: Normalizer, m: Array) -> Array:
-        return x.total * jnp.exp(x.largest - m)
-
-    return tuple(Normalizer(m, moved(x, m) + moved(y, m)) for x, y, m in zip(a, b, largest, strict=True))
+def _added(a: Normalizer, b: Normalizer) -> Normalizer:
+    largest = jnp.maximum(a.largest, b.largest)
+    return Normalizer(largest, a.total * jnp.exp(a.largest - largest) + b.total * jnp.exp(b.largest - largest))
 
 
 class Pair(NamedTuple):
@@ -274,9 +267,7 @@ def divergence_sums(kind: Kind, teacher: Array, student: Array, tile_size: int) 
         terms = _terms(kind, pair_of(teacher, student, of_teacher, of_student))
         return tuple(jnp.sum(x, -1, keepdims=True) for x in terms)
 
-    def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-        return tuple(map(jnp.add, a, b))
-
+    add = lambda a, b: tuple(map(jnp.add, a, b))  # noqa: E731
     nothing = lambda zero: (zero,) * _number_of_sums(kind)  # noqa: E731
     return Rows(of_teacher, of_student, _over_tiles(of_tile, add, nothing, tile_size, teacher, student))
 
@@ -288,7 +279,7 @@ class Rows(NamedTuple):
     student: Normalizer
     sums: tuple[Array, ...]  # the Kullback-Leibler divergences of which its own consists
     rest: Normalizer | None = None  # of the student's classes that are not among the teacher's k, if they are a class
-    valid: Array | None = None  # NaN if the teacher's k classes are not
+    valid: Any = None  # NaN if the teacher's k classes are not
 
 
 def _number_of_sums(kind: Kind) -> int:
@@ -418,8 +409,7 @@ def _over_tiles(
         return add(total, of_tile(*(_taken(x, tile) for x in logits)))
 
     zero = functools.reduce(jnp.add, (jnp.zeros_like(x[..., :1]) for x in logits))
-    total: Sums = lax.fori_loop(0, classes.number, step, nothing(zero))
-    return total
+    return cast(Sums, lax.fori_loop(0, classes.number, step, nothing(zero)))
 
 
 def _taken(x: Array, tile: Tile) -> Array:

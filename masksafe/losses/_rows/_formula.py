@@ -6,7 +6,7 @@ cotangents of the outputs those of its logits.
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -39,6 +39,10 @@ class Classes(NamedTuple):
 class Formula(abc.ABC):
     """A function of rows of logits, of one source or two, `[..., V]` each, and of what else is known of a row."""
 
+    # Whether its sums are those of parts of the classes, added up. Then rows can be computed in tiles of the classes,
+    # and devices can each have some of the classes.
+    by_parts: ClassVar[bool] = False
+
     @property
     def gradients(self) -> int:
         """How many of the sources have gradients: the first ones."""
@@ -46,13 +50,8 @@ class Formula(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def number(self) -> int:
-        """How many outputs a row has."""
-
-    @property
-    @abc.abstractmethod
     def of_labels(self) -> tuple[bool, ...]:
-        """Which of them depend on a label, and are NaN if it is out of range."""
+        """For each output of a row whether it depends on a label, and is NaN if that is out of range."""
 
     @property
     def cotangent_exponent(self) -> int:
@@ -98,6 +97,7 @@ class LabelFormula(Formula):
     Its sums are taken of parts of the classes, which then are added up. The labels are `[..., 1]`.
     """
 
+    by_parts = True
     soft_cap: float | None = None
     temperature: float = 1.0
 
@@ -117,9 +117,9 @@ class LabelFormula(Formula):
     def add_devices(self, axis_name: Any, sums: Any) -> Any:
         """The sums over the classes of all devices."""
 
-    @abc.abstractmethod
     def outputs_of_part(self, axis_name: Any, part: Part, labels: Array, classes: int) -> tuple[Array, ...]:
         """The outputs from all logits, of all devices, in a form that JAX differentiates to any order."""
+        return self.outputs(self.add_devices(axis_name, self.sums(part)), labels, classes)
 
     @abc.abstractmethod
     def row_cotangents(self, sums: Any, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Any:
@@ -144,10 +144,9 @@ class LabelFormula(Formula):
 
     def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Any:
         (x,), tiles = logits, divide(classes.here, tile_size)
-        labels = classes.local(data)
 
         def of_tile(j: Any) -> Any:
-            return self.sums(_part(x, labels, classes, tiles.tile(j)))
+            return self.sums(_part(x, data, classes, tiles.tile(j)))
 
         if tiles.number == 1:
             sums = of_tile(0)
@@ -160,20 +159,17 @@ class LabelFormula(Formula):
         self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         rows = self.row_cotangents(sums, data, classes.number, d_outputs)
-        return (self.logit_cotangents(_whole(logits[0], data, classes), rows),)
+        return (self.logit_cotangents(_part(logits[0], data, classes), rows),)
 
     def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
-        part = _whole(logits[0], data, classes)
-        return self.outputs_of_part(classes.axis_name, part, data, classes.number)
+        return self.outputs_of_part(classes.axis_name, _part(logits[0], data, classes), data, classes.number)
 
 
-def _whole(logits: Array, labels: Array, classes: Classes) -> Part:
-    """All classes of this device."""
-    return Part(logits, class_index(logits.shape) == classes.local(labels), None, classes.weights)
-
-
-def _part(logits: Array, labels: Array, classes: Classes, tile: Tile) -> Part:
-    """A tile of the classes; labels count from the first of this device."""
+def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> Part:
+    """A tile of the classes of this device, or all of them."""
+    labels = classes.local(labels)
+    if tile is None or tile.size == classes.here:
+        return Part(logits, class_index(logits.shape) == labels, None, classes.weights)
     logits = take(logits, logits.ndim - 1, tile)
     index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
     weights = None if classes.weights is None else take(classes.weights, 0, tile)

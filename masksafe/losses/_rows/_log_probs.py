@@ -17,7 +17,7 @@ Within each of the two outputs all terms have one sign: nothing cancels, however
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -53,13 +53,7 @@ class RowCotangents(NamedTuple):
 class LogProbAndEntropy(LabelFormula):
     """The outputs of a row: the log-probability of its label, and its entropy."""
 
-    @property
-    def number(self) -> int:
-        return 2
-
-    @property
-    def of_labels(self) -> tuple[bool, ...]:
-        return True, False
+    of_labels = True, False
 
     def nothing(self, zero: Array) -> Sums:
         return Sums(zero - jnp.inf, zero - 1, zero, zero)
@@ -166,5 +160,4 @@ def _is_first_of_largest(x: Array, axis_name: Any) -> Array:
     has_largest = largest == sharding.Devices(axis_name).max(largest)
     device = lax.axis_index(axis_name)
     first = lax.pmin(jnp.where(has_largest, device, lax.axis_size(axis_name)), axis_name)
-    is_first: Array = is_top & has_largest & (device == first)
-    return is_first
+    return cast(Array, is_top & has_largest & (device == first))

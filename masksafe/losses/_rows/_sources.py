@@ -1,17 +1,20 @@
-"""Where logits come from: a linear layer, its logits, and its gradients from the cotangents of the logits."""
+"""Where logits come from: linear layers, their logits, and their gradients from the cotangents of the logits."""
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.precision import wide_dtype
+from masksafe._core import precision, sharding
 from masksafe._core.tiles import add_to_part, divide, take
 from masksafe._core.typing import Array
+from masksafe.losses._rows._formula import Classes
 
 
 class Linear(NamedTuple):
-    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`."""
+    """Features `[..., D]`, kernel `[D, V]` and bias `[V]`; or the gradients of all three."""
 
     features: Array
     kernel: Array
@@ -22,11 +25,6 @@ class Linear(NamedTuple):
         """That of the matrix products."""
         return jnp.promote_types(self.features.dtype, self.kernel.dtype)
 
-    @property
-    def sum_dtype(self) -> Any:
-        """That of sums."""
-        return wide_dtype(self.dtype)
-
     def logits(self, dtype: Any) -> Array:
         """Of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
@@ -35,12 +33,29 @@ class Linear(NamedTuple):
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
 
 
-class Gradients(NamedTuple):
-    """Cotangents of features, kernel and bias."""
+class Inputs(NamedTuple):
+    """What the rows are computed from. In the user's layout the N tokens are on any number of axes `[...]`."""
 
-    features: Array
-    kernel: Array
-    bias: Array | None
+    layers: tuple[Linear, ...]
+    data: Any  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
+    class_weights: Array | None  # [V]
+    live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The shape of what there is one of for each token."""
+        return self.layers[0].features.shape[:-1]
+
+    def classes(self, axis_name: sharding.AxisName) -> Classes:
+        """The classes, which are split over the axis of a mesh."""
+        return Classes(self.layers[0].kernel.shape[1], axis_name, self.class_weights)
+
+    @property
+    def sum_dtype(self) -> Any:
+        """That of the sums: of all floats but the weights, at least float32."""
+        floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
+        # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
+        return functools.reduce(jnp.promote_types, map(precision.wide_dtype, [x.dtype for x in self.layers] + floats))
 
 
 def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile: int) -> Array:
@@ -58,11 +73,10 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
             part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
         return add_to_part(d_kernel, matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
 
-    total: Array = lax.fori_loop(0, classes.number, add, d_kernel)
-    return total
+    return cast(Array, lax.fori_loop(0, classes.number, add, d_kernel))
 
 
 def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product, accumulated in the wide dtype."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((), ()))
-    return lax.dot_general(a, b, dimensions, preferred_element_type=wide_dtype(b.dtype))
+    return lax.dot_general(a, b, dimensions, preferred_element_type=precision.wide_dtype(b.dtype))

@@ -13,92 +13,86 @@ Unmasked tokens are moved to the front, and only blocks that contain any are com
 outside of the loop over the others: most calls have no other, and for the first there is no sum to add to.
 """
 
-import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import platforms
+from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
-from masksafe._core.sharding import vary_with
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of
-from masksafe.losses._rows._blocks import Config, Inputs, Sizes
 from masksafe.losses._rows._formula import LabelFormula, Part
-from masksafe.losses._rows._sources import Gradients, Linear, matmul
+from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._sources import Inputs, Linear, matmul
 from masksafe.losses._rows._tokens import Packed
 
 State = TypeVar("State")
 
 
-class _Layer(NamedTuple):
-    """A tile of the classes."""
+class _Tile(NamedTuple):
+    """A layer at a tile of the classes, which start at `start`."""
 
+    start: Any
     kernel: Array
     bias: Array | None
     class_weights: Array | None
 
-    def logits(self, features: Array, dtype: Any) -> Array:
-        return Linear(features, self.kernel, self.bias).logits(dtype)
+    def part(self, features: Array, dtype: Any, labels: Array, is_label: Array | None = None) -> Part:
+        """The logits of some tokens, and which of them are at their labels, if that is not known."""
+        logits = Linear(features, self.kernel, self.bias).logits(dtype)
+        is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
+        return Part(logits, is_label, None, self.class_weights)
 
 
-def default_sizes(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
-    """The sizes for so many tokens of so many features; a block size given by the user is kept."""
-    of = platforms.choices().linear
-    logits = max(of.least_logits, min(of.logits_per_feature * tokens * width, tokens * classes // 4))
-    logits = min(logits, of.most_logits) * (2 if masked else 1)
-    most = max(of.least_tokens_if_masked, 2 * width) if masked else math.isqrt(2 * logits)
-    blocks = max(2 if masked and tokens > of.most_tokens_of_one_block else 1, -(-tokens // most))
-    block = -(-tokens // blocks) if block_size is None else min(block_size, tokens)
-    tiles = -(-classes * block // logits)
-    even = -(-classes // tiles)
-    aligned = even if classes % even == 0 or even < 128 else -(-even // 128) * 128
-    return Sizes(block, min(classes, aligned))
-
-
-def sums(config: Config, formula: LabelFormula, inputs: Inputs) -> Any:
+def sums(options: Options, sizes: Sizes, inputs: Inputs) -> Any:
     """The sums of each row `[N, 1]`, of use where unmasked."""
-    sizes, classes, dtype = config.elsewhere.of(inputs.live), inputs.classes(config), inputs.sum_dtype
-    packed = Packed.of(inputs.data.size, inputs.live, sizes.token_block)
+    formula, classes = cast(LabelFormula, options.formula), inputs.classes(options.axis_name)
+    dtype, number = inputs.sum_dtype, inputs.data.size
+    packed = Packed.of(number, inputs.live, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
 
-    def of_tile(start: Any, tile: _Layer, rows: Any) -> Any:
+    def of_tile(tile: _Tile, rows: Any, _: None = None) -> Any:
         def of_block(i: Any, rows: Any) -> Any:
             block = packed.block(i)
-            logits = tile.logits(block.cut(features), dtype)
-            is_label = _is_label(logits.shape, block.cut(labels), start)
-            new = _sums_in_one_pass(formula, Part(logits, is_label, None, tile.class_weights))
+            new = _sums_in_one_pass(formula, tile.part(block.cut(features), dtype, block.cut(labels)))
             return jax.tree.map(block.put, rows, formula.add(block.cut(rows), new))
 
         return _over_blocks(packed, of_block, rows)
 
-    nothing = vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
-    rows = formula.add_devices(config.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
-    return jax.tree.map(lambda x: packed.unpacked(x, inputs.data.size), rows)
+    nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
+    rows = formula.add_devices(options.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
+    return jax.tree.map(lambda x: packed.unpacked(x, number), rows)
+
+
+class _Gradients(NamedTuple):
+    """The gradients after some tiles or, of one tile, after some blocks; those of the features are in packed order."""
+
+    features: Array
+    kernel: Any  # None before the first block of a tile
+    bias: Any
 
 
 def gradients(
-    config: Config,
-    formula: LabelFormula,
+    options: Options,
+    sizes: Sizes,
     inputs: Inputs,
     rows: Any,
     d_outputs: tuple[Array, ...],
     factor: Array,
-    dtypes: Gradients,
-    wanted: Array | None = None,
-) -> Gradients:
+    dtypes: Linear,
+    wanted: Array | None,
+) -> Linear:
     """The gradients of the sum of `outputs * d_outputs * factor`, in the given dtypes; 0 where masked or `factor` is 0.
 
     The cotangents of the logits are rounded before they are multiplied by the factor. Unmasked tokens that are not
     wanted `[N]` have cotangents of 0. Without a mask they stay where they are: to move the others costs more than what
     they save, since most often there are none.
     """
-    sizes, classes, dtype = config.elsewhere.of(inputs.live), inputs.classes(config), inputs.sum_dtype
-    (layer,), number = inputs.layers, inputs.data.size
+    formula, classes = cast(LabelFormula, options.formula), inputs.classes(options.axis_name)
+    (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
     live = both(inputs.live, wanted)
     if wanted is not None and inputs.live is None:
         packed = Packed.in_place(wanted, sizes.token_block)
@@ -108,71 +102,45 @@ def gradients(
     features, labels, of_rows = packed.packed((layer.features, classes.local(inputs.data), rows_of_all))
     operands = features, labels, _without_dead(of_rows, packed.live)
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
-    any_live = factor != 0 if live is None else (factor != 0) & any_of(live)
+    any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
-    def finished(gradient: Array, dtype: Any) -> Array:
-        return selected((gradient * factor.astype(gradient.dtype)).astype(dtype), any_live)
-
-    def of_tile(start: Any, tile: _Layer, state: _State, is_label: Array | None = None) -> _State:
-        def of_block(i: Any, sums: _Sums) -> _Sums:
+    def of_tile(tile: _Tile, state: _Gradients, is_label: Array | None = None) -> _Gradients:
+        def of_block(i: Any, sums: _Gradients) -> _Gradients:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, rows = first if is_first else block.cut(operands)
-            logits = tile.logits(features, dtype)
-            known = is_label if is_first else None
-            at = _is_label(logits.shape, labels, start) if known is None else known
-            d_logits = formula.logit_cotangents(Part(logits, at, None, tile.class_weights), rows)
+            part = tile.part(features, dtype, labels, is_label if is_first else None)
+            d_logits = formula.logit_cotangents(part, rows)
             d_bias = None if tile.bias is None else _added(sums.bias, jnp.sum(d_logits, 0))
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = block.cut(sums.features) + matmul(d_logits, tile.kernel, 1, 1)
             d_kernel = _added(sums.kernel, matmul(features, d_logits, 0, 0))
-            return _Sums(block.put(sums.features, d_features), d_kernel, d_bias)
+            return _Gradients(block.put(sums.features, d_features), d_kernel, d_bias)
 
-        sums = _over_blocks(packed, of_block, _Sums(state.features, None, None))
-        assert sums.kernel is not None
-        d_kernel = _put_tile(state.kernel, start, finished(sums.kernel, dtypes.kernel))
-        d_bias = None
-        if state.bias is not None and sums.bias is not None:
-            d_bias = _put_tile(state.bias, start, finished(sums.bias, dtypes.bias))
-        return _State(sums.features, d_kernel, d_bias)
+        def put(whole: Array, part: Array) -> Array:
+            part = selected((part * factor.astype(part.dtype)).astype(whole.dtype), any_live)
+            if whole.shape == part.shape:
+                return part
+            return lax.dynamic_update_slice_in_dim(whole, part, tile.start, whole.ndim - 1)
+
+        d_features, *of_classes = _over_blocks(packed, of_block, _Gradients(state.features, None, None))
+        return _Gradients(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
 
     def labels_of_first_block(start: Any) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
     d_features = jnp.zeros((packed.length, layer.kernel.shape[0]), dtype)
     d_bias = None if layer.bias is None else jnp.zeros(layer.bias.shape, dtypes.bias)
-    state = _State(d_features, jnp.zeros(layer.kernel.shape, dtypes.kernel), d_bias)
-    state = vary_with(state, (inputs, rows, d_outputs, factor))
+    state = _Gradients(d_features, jnp.zeros(layer.kernel.shape, dtypes.kernel), d_bias)
+    state = sharding.vary_with(state, (inputs, rows, d_outputs, factor))
     state = _over_tiles(inputs, sizes.class_tile, of_tile, state, labels_of_first_block)
     d_features = packed.unpacked(state.features, number) * factor.astype(dtype)
     has_gradient = factor != 0 if live is None else (factor != 0) & live[:, None]
-    return Gradients(selected(d_features.astype(dtypes.features), has_gradient), state.kernel, state.bias)
-
-
-class _State(NamedTuple):
-    """Gradients after some tiles: of the features in packed order, and of the classes of these tiles."""
-
-    features: Array
-    kernel: Array
-    bias: Array | None
-
-
-class _Sums(NamedTuple):
-    """Gradients after some blocks of one tile; None before the first."""
-
-    features: Array
-    kernel: Array | None
-    bias: Array | None
+    return Linear(selected(d_features.astype(dtypes.features), has_gradient), state.kernel, state.bias)
 
 
 def _added(a: Array | None, b: Array) -> Array:
     return b if a is None else a + b
-
-
-def _put_tile(whole: Array, start: Any, tile: Array) -> Array:
-    if whole.shape == tile.shape:
-        return tile
-    return lax.dynamic_update_slice_in_dim(whole, tile, start, whole.ndim - 1)
 
 
 # A tile of logits.
@@ -203,33 +171,26 @@ def _without_dead(rows: Any, live: Array | None) -> Any:
 
 
 def _over_tiles(
-    inputs: Inputs,
-    size: int,
-    body: Callable[..., State],
-    state: State,
-    prepare: Callable[[Any], Array] | None = None,
+    inputs: Inputs, size: int, body: Callable[..., State], state: State, prepare: Callable[[Any], Any] = lambda _: None
 ) -> State:
-    """`body(start, tile, state)` for each tile of the classes, the last of which may be smaller.
+    """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
     In the loop, `body` also gets what `prepare(start)` returns. It is computed a step ahead and carried along: XLA
     computes the cotangents of logits inside the matrix product only if the other operands are in memory.
     """
-    layer = _Layer(inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights)
-    whole, rest = divmod(layer.kernel.shape[1], size)
+    of_classes = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
+    whole, rest = divmod(inputs.layers[0].kernel.shape[1], size)
 
-    def tile(start: Any, size: int) -> _Layer:
-        part: _Layer = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), layer)
-        return part
+    def tile(start: Any, size: int) -> _Tile:
+        return _Tile(start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes))
 
     def step(j: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
         state, prepared = carry
         start = j * size
-        if prepare is None:
-            return body(start, tile(start, size), state), None
-        return body(start, tile(start, size), state, prepared), prepare(start + size)
+        return body(tile(start, size), state, prepared), prepare(start + size)
 
     if whole == 1:
-        state = body(0, tile(0, size), state)
+        state = body(tile(0, size), state)
     else:
-        state, _ = lax.fori_loop(0, whole, step, (state, None if prepare is None else prepare(0)))
-    return state if rest == 0 else body(whole * size, tile(whole * size, rest), state)
+        state, _ = lax.fori_loop(0, whole, step, (state, prepare(0)))
+    return state if rest == 0 else body(tile(whole * size, rest), state)

@@ -1,6 +1,6 @@
 """Tokens in blocks: unmasked ones are moved to the front, and only blocks that contain any are computed."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +27,7 @@ class Block(NamedTuple):
 
     def cut(self, tree: Tree) -> Tree:
         """The rows of arrays over places."""
-        taken: Tree = jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)
-        return taken
+        return cast(Tree, jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree))
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
@@ -92,8 +91,5 @@ class Packed(NamedTuple):
 
 
 def _rows(tree: Tree, index: Array) -> Tree:
-    def of(x: Array) -> Array:
-        return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-
-    taken: Tree = jax.tree.map(of, tree)
-    return taken
+    how: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
+    return cast(Tree, jax.tree.map(lambda x: x.at[index].get(**how), tree))

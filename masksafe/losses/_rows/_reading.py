@@ -1,18 +1,30 @@
 """The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
 
 import numbers
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
+from masksafe._core.label_checks import Range, check_integer_labels
 from masksafe._core.masks import as_mask_of
 from masksafe._core.typing import Array, ArrayLike
+from masksafe.losses._rows._sources import Linear
+
+REDUCTIONS = ("mean", "sum", "none")
 
 
-def read_layer(
-    op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = ""
-) -> tuple[Array, Array, Array | None]:
+class LabelOptions(TypedDict, total=False):
+    """The parameters that losses of a layer and labels have in common, besides the arrays."""
+
+    bias: ArrayLike | None
+    where: ArrayLike | None
+    logit_soft_cap: float | None
+    block_size: int | None
+    axis_name: str | None
+
+
+def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = "") -> Linear:
     """Features `[..., D]`, kernel `[D, V]` and bias `[V]`, whose names begin with `of`."""
     features, kernel = as_float_array(op, f"{of}features", features), as_float_array(op, f"{of}kernel", kernel)
     if features.ndim == 0:
@@ -23,7 +35,7 @@ def read_layer(
         is_transposed = kernel.ndim == 2 and kernel.shape[1] == width
         hint = f"For a kernel [V, D] pass {of}kernel.T." if is_transposed else ""
         raise ValueError(message(op, f"{of}kernel", f"shape {kernel.shape}", expected, hint))
-    return features, kernel, None if bias is None else read_per_class(op, f"{of}bias", bias, kernel, of)
+    return Linear(features, kernel, None if bias is None else read_per_class(op, f"{of}bias", bias, kernel, of))
 
 
 def read_per_class(op: str, argument: str, value: ArrayLike, kernel: Array, of: str = "") -> Array:
@@ -50,20 +62,36 @@ def read_where(op: str, where: ArrayLike | None, labels: Array) -> Array | None:
     return None if where is None else jnp.broadcast_to(where, labels.shape)
 
 
+def check_labels(op: str, labels: Array, live: Array | None, kernel: Array, axis_name: str | None) -> Array | None:
+    """Reports bad labels of live tokens, and returns them, if label checks are on."""
+    where = None if live is None else live[..., None]
+    return check_integer_labels(op, labels, where, (labels.ndim,), (*labels.shape, kernel.shape[1]), axis_name)
+
+
+def read_choice(op: str, argument: str, value: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise ValueError(message(op, argument, f"value {value!r}", f"one of {', '.join(choices)}"))
+    return value
+
+
+def read_number(op: str, argument: str, value: float, allowed: Range, hint: str = "") -> float:
+    value = as_number(op, argument, value)
+    if not allowed.contains(value):
+        raise ValueError(message(op, argument, f"value {value}", allowed.text, hint))
+    return value
+
+
+_MOST = float(jnp.finfo(jnp.float32).max)
+_SOFT_CAP = Range(lambda x: 0 < x <= _MOST, "a positive float32, or None")
+_TEMPERATURE = Range(lambda x: 1 / _MOST <= x <= _MOST, "a positive float32")
+
+
 def read_soft_cap(op: str, soft_cap: float | None) -> float | None:
-    if soft_cap is None:
-        return None
-    soft_cap, most = as_number(op, "logit_soft_cap", soft_cap), float(jnp.finfo(jnp.float32).max)
-    if not 0 < soft_cap <= most:
-        raise ValueError(message(op, "logit_soft_cap", f"value {soft_cap}", "a positive float32, or None"))
-    return soft_cap
+    return None if soft_cap is None else read_number(op, "logit_soft_cap", soft_cap, _SOFT_CAP)
 
 
 def read_temperature(op: str, temperature: float) -> float:
-    temperature, most = as_number(op, "temperature", temperature), float(jnp.finfo(jnp.float32).max)
-    if not 1 / most <= temperature <= most:
-        raise ValueError(message(op, "temperature", f"value {temperature}", "a positive float32"))
-    return temperature
+    return read_number(op, "temperature", temperature, _TEMPERATURE)
 
 
 def read_block_size(op: str, block_size: Any) -> int | None:

@@ -1,0 +1,47 @@
+"""Logits and their labels, in the user's layout."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from masksafe._core import arguments, label_checks
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe.losses import _layout
+
+
+class Labelled(NamedTuple):
+    """Logits, and of each row the label or the distribution; or the cotangents of both."""
+
+    logits: Array
+    labels: Any  # an array; None where it has no cotangent or is no longer needed
+    where: Array | None  # at the rank of the logits
+
+    def rows(self, axes: Axes) -> tuple[Array, Array, Array | None]:
+        """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
+        return _layout.as_rows(axes, *self)
+
+
+def read_integer_labels(
+    op: str,
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis,
+    where: ArrayLike | None,
+    axis_name: str | None = None,
+    hint_for_distributions: str = "",
+) -> tuple[Labelled, Axes, Array | None]:
+    """Logits and labels that have been checked and broadcast, the axes of the classes, and the bad rows."""
+    logits, labels = arguments.as_float_array(op, "logits", logits), arguments.as_label_array(op, "labels", labels)
+    if axis is None:
+        raise TypeError(arguments.message(op, "axis", "type NoneType", "an int or a tuple of ints"))
+    axes = arguments.canonical_axes(op, axis, logits.ndim)
+    if labels.ndim != logits.ndim - len(axes):
+        expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
+        hint = hint_for_distributions if labels.ndim == logits.ndim else ""
+        raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
+    rows = _layout.common_rows(op, labels, axes, logits=logits)
+    shape = _layout.shape_with_classes(axes, rows, logits.shape)
+    where = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
+    labels = _layout.broadcast_widened(labels, rows)
+    bad_rows = label_checks.check_integer_labels(op, labels, where, axes, shape, axis_name)
+    return Labelled(_layout.broadcast_widened(logits, shape), labels, where), axes, bad_rows

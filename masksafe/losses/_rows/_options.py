@@ -1,0 +1,54 @@
+"""What is known while tracing: the formula, and how many tokens make a block and how many classes a tile."""
+
+import math
+from typing import NamedTuple
+
+from masksafe._core import platforms, sharding
+from masksafe.losses._rows._formula import Formula
+from masksafe.losses._rows._sources import Inputs
+
+
+class Sizes(NamedTuple):
+    """How many tokens make a block, and how many classes a tile."""
+
+    token_block: int
+    class_tile: int
+
+
+class Options(NamedTuple):
+    """The static arguments."""
+
+    formula: Formula
+    block_size: int | None  # as the user gives it
+    axis_name: sharding.AxisName = None  # the mesh axis over which the classes are split
+
+    def sizes(self, inputs: Inputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
+        """The sizes for these arrays; a mask has smaller blocks, which let more of them be skipped."""
+        layers, by_parts = inputs.layers, self.formula.by_parts
+        tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]
+        width = max(layer.kernel.shape[0] for layer in layers)
+        if by_parts and not on_cpu:
+            return sizes_in_tiles(tokens, width, classes, self.block_size, is_masked)
+        of, rows_per_token = platforms.choices().linear, 1 if by_parts else 2
+        if on_cpu:
+            most = max(of.fewest_tokens, min(of.most_tokens, of.token_block_elements // rows_per_token // classes))
+            if is_masked:
+                most = min(most, max(of.fewest_tokens_if_masked, min(of.most_tokens_if_masked, tokens // 4)))
+        else:
+            most = max(of.fewest_tokens, of.token_block_elements_elsewhere // classes)
+        block = min(most if self.block_size is None else self.block_size, tokens)
+        return Sizes(block, max(1, of.class_tile_elements // max(1, width, block)) if on_cpu else classes)
+
+
+def sizes_in_tiles(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
+    """Those of `_tiles` for so many tokens of so many features; a block size given by the user is kept."""
+    of = platforms.choices().linear
+    logits = max(of.least_logits, min(of.logits_per_feature * tokens * width, tokens * classes // 4))
+    logits = min(logits, of.most_logits) * (2 if masked else 1)
+    most = max(of.least_tokens_if_masked, 2 * width) if masked else math.isqrt(2 * logits)
+    blocks = max(2 if masked and tokens > of.most_tokens_of_one_block else 1, -(-tokens // most))
+    block = -(-tokens // blocks) if block_size is None else min(block_size, tokens)
+    tiles = -(-classes * block // logits)
+    even = -(-classes // tiles)
+    aligned = even if classes % even == 0 or even < 128 else -(-even // 128) * 128
+    return Sizes(block, min(classes, aligned))
