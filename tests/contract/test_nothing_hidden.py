@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from programs import assert_same_bits, each_op, run
+from program import assert_same_bits, each_op, run
 from table import OPS
 
 
