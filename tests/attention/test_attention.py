@@ -108,7 +108,7 @@ D_OUT = normals(1, 6, 1, 4, seed=6)
 
 
 @pytest.fixture
-def run_with_bad(form):
+def run_with_bad(looping_form):
     """Output and gradients `[6, 4]` of one sample and head for arguments of which one is bad, all by one program."""
 
     def fn(*args, ids, offset):

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import few_of
 from attention_in_flax import make_modern_layer
 from flax import linen, nnx
 
@@ -30,7 +31,7 @@ def nnx_layer(**arguments):
 
 MASKS = pytest.mark.parametrize(
     "mask",
-    [pytest.param(None, marks=pytest.mark.slow), pytest.param(CAUSAL, marks=pytest.mark.slow), PADDED],
+    [pytest.param(None, marks=pytest.mark.forms), pytest.param(CAUSAL, marks=pytest.mark.forms), PADDED],
     ids=["no mask", "causal", "causal and padded"],
 )
 
@@ -72,14 +73,6 @@ def test_linen_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(outs, 1), at_once, rtol=1e-5, atol=1e-6)
 
 
-def test_nnx_decodes_step_by_step_what_it_computes_at_once():
-    layer = nnx_layer(attention_fn=flax_attention)
-    at_once = layer(X, mask=CAUSAL)
-    layer.init_cache(X.shape)
-    steps = [layer(X[:, t : t + 1], decode=True) for t in range(TIME)]
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
-
-
 def test_dropout_of_linen_is_drawn_only_where_it_is_asked_for():
     layer, own, params = linen_layers(dropout_rate=0.5)
 
@@ -115,15 +108,19 @@ def test_mean_over_dropout_is_what_comes_without(dropout):
     assert (abs(draws.mean(0) - expected) <= 5 * standard_errors + 1e-6).all()
 
 
-def test_a_causal_mask_in_decoding_hides_nothing_of_the_cache():
-    """Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone."""
+@pytest.mark.parametrize("is_causal", few_of([False, True], True))
+def test_nnx_decodes_step_by_step_what_it_computes_at_once(is_causal):
+    """A causal mask hides nothing of the cache.
+
+    Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone.
+    """
     layer = nnx_layer(attention_fn=flax_attention)
-    at_once = layer(X, is_causal=True)
+    at_once = layer(X, mask=None if is_causal else CAUSAL, is_causal=is_causal)
     layer.init_cache(X.shape)
-    steps = [layer(X[:, t : t + 1], decode=True, is_causal=True) for t in range(TIME)]
+    steps = [layer(X[:, t : t + 1], decode=True, is_causal=is_causal) for t in range(TIME)]
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
     query, key, value = (jnp.ones((1, n, 2, 4)) * jnp.arange(n)[:, None, None] for n in (1, 3, 3))
-    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=True)
+    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=is_causal)
     np.testing.assert_allclose(out, jnp.ones((1, 1, 2, 4)), rtol=1e-6)
 
 

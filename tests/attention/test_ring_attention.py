@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, attention, by_rows, few_of, normals, random_inputs, shrink_blocks
+from attention_cases import assert_close, attention, by_rows, few_of, normals, random_inputs, replaced, shrink_blocks
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -47,19 +47,25 @@ def in_ring(arrays, static, mesh, check_vma=True):
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=OUT_SPECS, check_vma=check_vma)
 
 
-def results(fn, arrays, cotangents=None):
-    """The outputs of `fn(arrays)`, and the gradients of its float arrays."""
-    floats = {name for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
-    d_out, d_lse = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
+def program_of(fn):
+    """The jitted function of arrays: the outputs of `fn(arrays)`, and the gradients of its float arrays."""
 
     @jax.jit
-    def run(arrays):
-        rest = {name: x for name, x in arrays.items() if name not in floats}
-        outputs, reverse = jax.vjp(lambda some: fn(some | rest), {name: arrays[name] for name in floats})
-        return outputs, reverse((d_out.astype(outputs[0].dtype), d_lse.astype(outputs[1].dtype)))[0]
+    def run(floats, rest, cotangents):
+        outputs, reverse = jax.vjp(lambda floats: fn(floats | rest), floats)
+        return outputs, reverse(tuple(d.astype(out.dtype) for d, out in zip(cotangents, outputs, strict=True)))[0]
 
-    return run(arrays)
+    def results(arrays, cotangents=None):
+        floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
+        cotangents = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
+        return run(floats, {name: x for name, x in arrays.items() if name not in floats}, tuple(cotangents))
+
+    return results
+
+
+def results(fn, arrays, cotangents=None):
+    return program_of(fn)(arrays, cotangents)
 
 
 def inputs(S=T, T=T, N=N, K=K, B=B, **more):
@@ -125,10 +131,9 @@ CASES = {
         dict(is_causal=True, logit_soft_cap=3.0),
     ),
 }
-BY_DEFAULT = ("causal", "window", "lengths of shards", "segments", "positions", "mask", "everything")
 
 
-@pytest.mark.parametrize("name", few_of(CASES, *BY_DEFAULT))
+@pytest.mark.parametrize("name", few_of(CASES, "window and causal", "positions", "everything"))
 def test_equals_one_device(name):
     more, static = CASES[name]
     arrays = inputs(**more)
@@ -136,7 +141,7 @@ def test_equals_one_device(name):
     assert_same(results(in_ring(arrays, static, mesh_of(4)), arrays), expected)
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_equals_one_device_in_blocks(name, check_vma, choose):
@@ -147,17 +152,17 @@ def test_equals_one_device_in_blocks(name, check_vma, choose):
     assert_same(results(in_ring(arrays, static, mesh_of(4), check_vma), arrays), expected)
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "causal"))
+@pytest.mark.forms
+@pytest.mark.parametrize("name", CASES)
 def test_equals_one_device_by_row(name, choose):
     by_rows(choose)
     test_equals_one_device(name)
 
 
-@pytest.mark.parametrize("sizes", few_of([(8, 24), (24, 8), (8, 8), (8, 64)], (8, 24)), ids=str)
-@pytest.mark.parametrize("static", few_of([dict(is_causal=True), dict(local_window_size=(3, 4)), {}], {}), ids=str)
-@pytest.mark.parametrize(
-    "devices", [8, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.forms
+@pytest.mark.parametrize("sizes", [(8, 24), (24, 8), (8, 8), (8, 64)], ids=str)
+@pytest.mark.parametrize("static", [dict(is_causal=True), dict(local_window_size=(3, 4)), {}], ids=str)
+@pytest.mark.parametrize("devices", [8, 2, 1])
 def test_sizes(sizes, static, devices):
     arrays = inputs(S=sizes[1], T=sizes[0])
     expected = results(lambda arrays: attend(arrays, static), arrays)
@@ -167,36 +172,55 @@ def test_sizes(sizes, static, devices):
 # The contract.
 
 
-@pytest.mark.parametrize("garbage", few_of([np.nan, np.inf, 1e38], np.nan))
-@pytest.mark.parametrize("name", few_of(["keys", "lengths", "segments"], "keys", "lengths"))
-def test_masked_keys_change_nothing(name, garbage):
+WITH_ALL_MASKS = inputs(
+    bias=normals(B, N, T, T, seed=3),
+    sinks=normals(N, seed=5),
+    mask=np.ones((B, 1, 1, T), bool),
+    causal_offset=np.zeros(B, int),
+    query_seq_lengths=np.full(B, T),
+    key_value_seq_lengths=np.full(B, T),
+    query_segment_ids=np.zeros((B, T), int),
+    key_value_segment_ids=np.zeros((B, T), int),
+)
+
+
+@pytest.fixture(scope="module")
+def ring():
+    """The results in a ring, with other arrays than those above: one program for all."""
+    run = program_of(in_ring(WITH_ALL_MASKS, dict(is_causal=True), mesh_of(4)))
+    return lambda cotangents=None, **arrays: run(WITH_ALL_MASKS | arrays, cotangents)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    run = program_of(lambda arrays: attend(arrays, dict(is_causal=True)))
+    return lambda **arrays: run(WITH_ALL_MASKS | arrays)
+
+
+MASKS = {
+    "keys": (np.isin(INDEX, (0, 5, 6, 7, 14))[None] & np.ones((B, 1), bool), {}),
+    "lengths": (np.array([[6], [0]]) > INDEX, dict(key_value_seq_lengths=np.array([6, 0]))),
+    "segments": (IDS == 2, dict(query_segment_ids=np.full((B, T), 2), key_value_segment_ids=IDS)),
+}
+MASKS["keys"][1]["mask"] = MASKS["keys"][0][:, None, None]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masked_keys_change_nothing(name, ring):
     """Also where all keys of a device are masked, for some samples or for all."""
-    seen = {
-        "keys": np.isin(INDEX, (0, 5, 6, 7, 14))[None] & np.ones((B, 1), bool),
-        "lengths": np.array([[6], [0]]) > INDEX,
-        "segments": IDS == 2,
-    }[name]
-    more = {
-        "keys": dict(mask=seen[:1, None, None]),
-        "lengths": dict(key_value_seq_lengths=np.array([6, 0])),
-        "segments": dict(query_segment_ids=np.full((B, T), 2), key_value_segment_ids=IDS),
-    }[name]
-    arrays = inputs(bias=normals(B, N, T, T, seed=3), **more)
-    run = in_ring(arrays, dict(is_causal=True), mesh_of(4))
-    clean = results(run, arrays)
-    hidden = ~seen[..., None, None]
-    dirty = {name: np.where(hidden, np.float32(garbage), arrays[name]) for name in ("key", "value")}
-    dirty["bias"] = np.where(seen[:, None, None], arrays["bias"], np.float32(garbage))
-    if name == "segments":  # of queries that see nothing either
-        dirty["query"] = np.where(hidden & ~seen.any(1)[:, None, None, None], np.float32(garbage), arrays["query"])
-    jax.tree.map(np.testing.assert_array_equal, results(run, arrays | dirty), clean)
+    seen, masks = MASKS[name]
+    clean = ring(**masks)
     for name in ("key", "value"):
         assert (np.asarray(clean[1][name])[~seen] == 0).all()
+    for garbage in np.float32([np.nan, np.inf, 1e38]):
+        dirty = {name: np.where(seen[..., None, None], WITH_ALL_MASKS[name], garbage) for name in ("key", "value")}
+        dirty["bias"] = np.where(seen[:, None, None], WITH_ALL_MASKS["bias"], garbage)
+        dirty["query"] = np.where(seen.any(1)[:, None, None, None], WITH_ALL_MASKS["query"], garbage)
+        jax.tree.map(np.testing.assert_array_equal, ring(**masks, **dirty), clean)
 
 
-def test_a_query_that_sees_nothing_on_any_device_is_zero():
-    arrays = inputs(query_seq_lengths=np.array([9, 0]), sinks=normals(N, seed=5))
-    (out, lse), gradients = results(in_ring(arrays, dict(is_causal=True, causal_offset=-2), mesh_of(4)), arrays)
+def test_a_query_that_sees_nothing_on_any_device_is_zero(ring):
+    (out, lse), gradients = ring(query_seq_lengths=np.array([9, 0]), causal_offset=np.array([-2, -2]))
     empty = (np.array([[9], [0]]) <= INDEX) | (INDEX < 2)
     assert (np.asarray(out)[empty] == 0).all()
     assert (np.asarray(lse)[empty] == -np.inf).all()
@@ -204,32 +228,29 @@ def test_a_query_that_sees_nothing_on_any_device_is_zero():
     assert all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("bad", ["query", "key", "value"])
-def test_what_is_bad_shows_where_it_does_on_one_device(bad):
-    arrays, static = inputs(), dict(is_causal=True)
-    arrays[bad] = arrays[bad].copy()
-    arrays[bad][0, 6, 1, 2] = np.nan
-    actual = results(in_ring(arrays, static, mesh_of(4)), arrays)
-    expected = results(lambda arrays: attend(arrays, static), arrays)
-    assert np.isnan(expected[0][0]).any()
-    assert_same(actual, expected)  # NaN equals NaN
+def test_what_is_bad_shows_where_it_does_on_one_device(ring, one_device):
+    for name in ("query", "key", "value"):
+        bad = {name: replaced(WITH_ALL_MASKS[name], (0, 6, 1, 2), np.nan)}
+        actual, expected = ring(**bad), one_device(**bad)
+        assert np.isnan(expected[0][0]).any()
+        assert_same(actual, expected)  # NaN equals NaN
 
 
-def test_logits_that_overflow_on_some_devices_have_weight_0():
+def test_logits_that_overflow_on_some_devices_have_weight_0(ring, one_device):
     """Of all keys of a device: finite queries and keys do not make an output NaN that sees others, too."""
-    arrays = inputs()
-    arrays["query"][0, 6], arrays["key"][:, 5:] = 1e20, -1e19
-    (out, lse), _ = results(in_ring(arrays, {}, mesh_of(4)), arrays)
-    few = {name: x[:, :5] if name != "query" else x[:, 6:7] for name, x in arrays.items()}
-    assert_close((out[0, 6], lse[0, 6]), jax.tree.map(lambda x: x[0, 0], attend(few, {})))
+    huge = dict(
+        query=replaced(WITH_ALL_MASKS["query"], (0, 6), 1e20), key=replaced(WITH_ALL_MASKS["key"], np.s_[:, 5:], -1e19)
+    )
+    huge |= dict(causal_offset=np.full(B, T), bias=np.zeros_like(WITH_ALL_MASKS["bias"]))
+    actual, expected = ring(**huge)[0], one_device(**huge, key_value_seq_lengths=np.array([5, 5]))[0]
+    assert_close(*(jax.tree.map(lambda x: x[0, 6], results) for results in (actual, expected)))
 
 
-def test_padded_queries_without_cotangents_take_no_part():
-    arrays, static, real = inputs(), dict(is_causal=True), (INDEX < 9)[:, None, None]
+def test_padded_queries_without_cotangents_take_no_part(ring):
+    real = (INDEX < 9)[:, None, None]
     cotangents = np.where(real, normals(B, T, N, 3, seed=6), 0), np.where(real[..., 0], normals(B, T, N, seed=7), 0)
-    run = in_ring(arrays, static, mesh_of(4))
-    _, clean = results(run, arrays, cotangents)
-    _, dirty = results(run, arrays | {"query": np.where(real, arrays["query"], np.float32(np.nan))}, cotangents)
+    _, clean = ring(cotangents)
+    _, dirty = ring(cotangents, query=np.where(real, WITH_ALL_MASKS["query"], np.float32(np.nan)))
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
@@ -282,20 +303,20 @@ def operations(jaxpr, inside=False):
             yield from operations(inner, inside or equation.primitive.name == "while")
 
 
-@pytest.mark.parametrize(
-    ("static", "hops", "hops_of_sums"),
-    [
-        ({}, 7, 9),
-        (dict(is_causal=True), 7, 9),
-        (dict(local_window_size=(2, 0)), 1, 2),  # to the next device, and home
-        (dict(local_window_size=(3, 0), is_causal=True), 2, 3),
-        (dict(local_window_size=(1, 1)), 3, 3),  # the first hop is to the device before
-        (dict(local_window_size=(0, 0)), 0, 0),
-        (dict(local_window_size=(4, 0), causal_offset=-4), 3, 3),
-    ],
-    ids=str,
-)
-def test_keys_are_sent_as_far_as_a_window_reaches(static, hops, hops_of_sums):
+HOPS = [
+    ({}, 7, 9),
+    (dict(is_causal=True), 7, 9),
+    (dict(local_window_size=(2, 0)), 1, 2),  # to the next device, and home
+    (dict(local_window_size=(3, 0), is_causal=True), 2, 3),
+    (dict(local_window_size=(1, 1)), 3, 3),  # the first hop is to the device before
+    (dict(local_window_size=(0, 0)), 0, 0),
+    (dict(local_window_size=(4, 0), causal_offset=-4), 3, 3),
+]
+
+
+@pytest.mark.parametrize("case", few_of(HOPS, HOPS[1], HOPS[4]), ids=str)
+def test_keys_are_sent_as_far_as_a_window_reaches(case):
+    static, hops, hops_of_sums = case
     arrays = inputs()
     run = in_ring(arrays, static, mesh_of(8))
 
@@ -369,7 +390,7 @@ def test_zigzag_is_balanced_and_undone():
     assert masksafe.zigzag(labels, 1, axis=0)[0] == 2**40
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit))
 def test_zigzag_of_arrays_on_a_mesh(kind):
     mesh, x = mesh_of(4, kind=kind), normals(2, 16, 3)
     with jax.set_mesh(mesh):
@@ -379,7 +400,7 @@ def test_zigzag_of_arrays_on_a_mesh(kind):
         np.testing.assert_array_equal(masksafe.undo_zigzag(turned, 4), x)
 
 
-@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("segments", few_of([False, True], True))
 def test_attention_in_zigzag_order(segments):
     positions = masksafe.zigzag(jnp.arange(T), 4, axis=0)[None]
     ids = dict(query_segment_ids=IDS, key_value_segment_ids=IDS) if segments else {}
@@ -418,8 +439,8 @@ def loss_of(fn):
     return lambda arrays: sum(jnp.sum(jnp.sin(x)) for x in fn(arrays))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+@pytest.mark.forms
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_forward_mode(check_vma):
     arrays, static = inputs(sinks=normals(N, seed=5), slopes=normals(N, seed=8)), dict(is_causal=True)
     with masksafe.forward_mode():
@@ -435,9 +456,9 @@ def test_forward_mode(check_vma):
     assert_close(*gradients)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
-@pytest.mark.parametrize("over", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
+@pytest.mark.forms
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("over", ["forward", "reverse"])
 def test_second_derivatives(over, check_vma):
     arrays, static = inputs(bias=normals(1, N, T, T, seed=3)), dict(local_window_size=(9, 2))
     along = directions(arrays)
@@ -501,7 +522,7 @@ def test_score_mod_beside_explicit_axes_is_refused():
             jax.eval_shape(split, *placed)
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_gradients_within_shard_map():
     """Of the sum over devices: those of what all devices share are summed by JAX."""
     arrays, static = inputs(slopes=normals(N, seed=8), sinks=normals(N, seed=5)), dict(is_causal=True)
@@ -515,7 +536,7 @@ def test_gradients_within_shard_map():
     assert_close(actual, expected, 5e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_captured_arrays_that_are_split():
     """A table of the device's own queries, whose rows are split over another axis of the mesh."""
     mesh, in_both = mesh_of(2, 4, names=("batch", "time")), P("batch", "time")
@@ -543,6 +564,7 @@ def test_captured_arrays_that_are_split():
     assert_close(*gradients)
 
 
+@pytest.mark.forms
 def test_remat_vmap_and_scan():
     arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
 
@@ -573,6 +595,7 @@ def test_axes_in_another_order_than_the_mesh():
     assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
+@pytest.mark.forms
 def test_batch_dimensions():
     q, k, v = (x[:, None] for x in random_inputs(B, T, T, N, K))
     mask = ALLOWED[:, None, :1]
@@ -589,7 +612,7 @@ def test_batch_dimensions():
     assert_close(alone(q[0, 0], k[0, 0], v[0, 0]), attention(q[0, 0], k[0, 0], v[0, 0]))
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_strict_settings():
     arrays = inputs(key_value_seq_lengths=np.array([6, 0]), bias=SOME_BIAS)
     for name in ("key", "value"):
@@ -600,7 +623,7 @@ def test_strict_settings():
         assert_same(results(in_ring(arrays, dict(is_causal=True), mesh_of(4)), arrays), expected, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_64_bits():
     with jax.enable_x64(True):
         arrays = {name: np.asarray(x, np.float64) for name, x in inputs(slopes=normals(N, seed=8)).items()}
@@ -662,6 +685,7 @@ def test_cudnn_is_refused_for_the_ring():
         jax.eval_shape(split, q, q, q)
 
 
+@pytest.mark.forms
 def test_lowers_for_cuda():
     mesh, x = mesh_of(8), jax.ShapeDtypeStruct((1, 8 * 256, 2, 64), jnp.bfloat16)
     split = jax.shard_map(
