@@ -95,6 +95,7 @@ def test_integers():
     np.testing.assert_allclose(*run(*operands), rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.forms
 def test_a_boolean_bias_is_refused_where_jax_adds_ones():
     """The one argument of `jax.nn` that is not taken: a mask in the wrong place, which no test of `jax.nn` has."""
     operands, mask = inputs(4, 6, 4), np.arange(6) > 2
@@ -148,6 +149,7 @@ def test_combinations(case, form):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.forms
 def test_complex_operands_are_refused_where_the_peer_drops_their_imaginary_parts():
     operands = [jnp.asarray(x) + 1j for x in inputs(4, 4, 2)]
     with pytest.warns(DeprecationWarning, match="Casting from complex to real"):

@@ -32,6 +32,7 @@ COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 # score_mod. That masked pairs never count, and that all derivatives are exact, is a row of the contract's table.
 
 
+@pytest.mark.forms
 def test_a_bias_that_is_a_function_has_exact_gradients(form):
     inputs, distance = random_inputs(), (KEY - QUERY).astype(np.float64)
     outputs, gradients = with_gradients(alibi)((*inputs, SLOPES), COTANGENTS)
@@ -73,12 +74,13 @@ def test_any_function_with_a_bias_and_grouped_heads(each_form):
 
 
 def test_a_bad_query_or_key_shows_whatever_the_function_returns(form):
-    forgets = lambda x, batch, head, q, k: 0.0 * k  # noqa: E731
+    run = jax.jit(functools.partial(attention, is_causal=True, score_mod=lambda x, batch, head, q, k: 0.0 * k))
     query, key, value = random_inputs()
-    out = attention(replaced(query, (0, 2, 1, 0), np.nan), key, value, score_mod=forgets)
-    assert (np.isnan(out).all(-1) == (np.indices((2, 6, 2)).T == (0, 2, 1)).all(-1).T).all()
-    out = attention(query, replaced(key, (1, 3, 0, 0), np.inf), value, is_causal=True, score_mod=forgets)
-    assert (np.isnan(out).all((2, 3)) == ((np.arange(2) == 1)[:, None] & (np.arange(6) >= 3))).all()
+    sample, time, head, _ = np.indices((2, 6, 2, 4))
+    out = run(replaced(query, (0, 2, 1, 0), np.nan), key, value)
+    np.testing.assert_array_equal(np.isnan(out), (sample == 0) & (time == 2) & (head == 1))
+    out = run(query, replaced(key, (1, 3, 0, 0), np.inf), value)
+    np.testing.assert_array_equal(np.isnan(out), (sample == 1) & (time >= 3))
 
 
 def test_a_function_is_traced_once_and_compiled_once():
@@ -99,17 +101,21 @@ def test_a_function_is_traced_once_and_compiled_once():
     assert np.abs(first - second).max() > 1e-3
 
 
-def test_functions_that_read_alike_but_hold_other_constants_are_told_apart():
+@pytest.mark.parametrize(
+    "wrap", few_of([jax.jit, lambda fn: jax.checkpoint(jax.jit(fn))], jax.jit), ids=["jit", "remat"]
+)
+def test_functions_that_read_alike_but_hold_other_constants_are_told_apart(wrap):
     query, key, value = random_inputs()
     outs = []
     for factor in (1.0, 2.0):
         table = np.full(7, factor, np.float32)
-        inner = jax.jit(lambda k, table=table: jnp.asarray(table)[k])
+        inner = wrap(lambda k, table=table: jnp.asarray(table)[k])
         outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
-    expected = [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)]
+    expected = [exact(query, key, value, scale=0.5 * factor)[0] for factor in (1.0, 2.0)]
     assert_close(outs, expected)
 
 
+@pytest.mark.forms
 def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
     """A rule of derivatives, and a constant of a function inside of one that is recomputed."""
     query, key, value = random_inputs()
@@ -123,14 +129,9 @@ def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
         return jax.grad(lambda query: jnp.sum(attention(query, key, value, score_mod=mod) ** 2))(query)
 
     np.testing.assert_allclose(gradient(with_rule(3.0)), 3 * gradient(with_rule(1.0)), rtol=1e-5)
-    outs = []
-    for factor in (1.0, 2.0):
-        table = np.full(7, factor, np.float32)
-        inner = jax.checkpoint(jax.jit(lambda k, table=table: jnp.asarray(table)[k]))
-        outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
-    assert_close(outs, [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)])
 
 
+@pytest.mark.forms
 def test_nothing_of_the_size_of_all_pairs_is_held():
     shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
 
@@ -240,29 +241,41 @@ def random_slopes(x, batch, head, q, k):
     return x + jax.random.uniform(jax.random.fold_in(jax.random.key(0), head), ()) * q
 
 
-@pytest.mark.parametrize("mod", few_of([lambda *_: 1.0, random_slopes], random_slopes), ids=["constant", "random"])
+@pytest.mark.forms
+@pytest.mark.parametrize("mod", [lambda *_: 1.0, random_slopes], ids=["constant", "random"])
 def test_constants_and_random_numbers_in_shard_map(mod):
     fn, inputs = functools.partial(attention, score_mod=mod), random_inputs()
     assert_close(with_gradients(in_shard_map(fn))(inputs, COTANGENTS[0]), with_gradients(fn)(inputs, COTANGENTS[0]))
 
 
+ABOVE_0 = functools.partial(attention, score_mod=lambda x, *_: jax.nn.relu(x))
+
+
 def test_what_shard_map_cannot_check_is_refused_with_a_way_out():
-    fn = functools.partial(attention, score_mod=lambda x, *_: jax.nn.relu(x))
-    inputs, d_out = random_inputs(), COTANGENTS[0]
     with pytest.raises(ValueError, match=r"score_mod or mask_mod: got a function with \w+; .* check_vma=False"):
-        with_gradients(in_shard_map(fn))(inputs, d_out)
-    unchecked = with_gradients(in_shard_map(fn, check_vma=False))(inputs, d_out)
-    assert_close(unchecked, with_gradients(fn)(inputs, d_out))
+        jax.eval_shape(with_gradients(in_shard_map(ABOVE_0)), random_inputs(), COTANGENTS[0])
+    jax.eval_shape(with_gradients(in_shard_map(ABOVE_0, check_vma=False)), random_inputs(), COTANGENTS[0])
+
+
+@pytest.mark.forms
+def test_what_shard_map_does_not_check_has_exact_gradients():
+    actual = with_gradients(in_shard_map(ABOVE_0, check_vma=False))(random_inputs(), COTANGENTS[0])
+    assert_close(actual, with_gradients(ABOVE_0)(random_inputs(), COTANGENTS[0]))
 
 
 def test_a_table_and_positions_that_are_split():
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
     table, positions = np.arange(7) != 3, np.stack([np.arange(7), np.arange(7)[::-1]])
-    fn = lambda q, k, v, at: attention(q, k, v, key_positions=at, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])  # noqa: E731
+
+    def fn(q, k, v, at):
+        mods = dict(score_mod=lambda x, b, h, i, j: x + h * j, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])
+        return attention(q, k, v, key_positions=at, **mods)
+
     with jax.set_mesh(mesh):
         place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
         out = jax.jit(fn)(*map(place, (*random_inputs(), positions)))
-    assert_close(out, exact(*random_inputs(), (positions != 3)[:, None, None])[0])
+    bias = np.arange(2)[:, None, None] * positions[:, None, None]
+    assert_close(out, exact(*random_inputs(), (positions != 3)[:, None, None], bias)[0])
 
 
 BAD_FUNCTIONS = {

@@ -17,7 +17,6 @@ from attention_cases import (
     few_of,
     normals,
     random_inputs,
-    replaced,
     tiles_of,
     with_gradients,
 )
@@ -129,14 +128,25 @@ def test_padding_on_the_left():
 SINKS = np.float32([0.5, -1.0])
 
 
-def test_sinks_of_queries_that_see_nothing_count_for_nothing():
-    """The first two of them, by a causal mask; whatever they are, and their cotangents."""
-    inputs, d_out, few = random_inputs(), normals(2, 6, 2, 4, seed=6), (np.arange(6) < 2)[:, None, None]
-    run = with_gradients(lambda *args: attention(*args[:3], is_causal=True, causal_offset=-2, sinks=args[3]))
+def test_sinks_count_only_for_queries_that_take_part():
+    """By a causal mask the first two see nothing; of the last two the loss wants nothing."""
+    inputs, of_queries = random_inputs(), np.arange(6)[:, None, None]
+    attend = functools.partial(attention, is_causal=True, causal_offset=-2)
+    run = with_gradients(lambda *args: attend(*args[:3], sinks=args[3]))
+    d_out = np.where(of_queries < 4, normals(2, 6, 2, 4, seed=6), 0)
     clean = run((*inputs, SINKS), d_out)
     assert not np.asarray(clean[0])[:, :2].any()
-    dirty = np.where(few, np.float32(np.nan), inputs[0]), *inputs[1:], SINKS
-    jax.tree.map(np.testing.assert_array_equal, run(dirty, np.where(few, np.float32(np.nan), d_out)), clean)
+    few, padded = (of_queries < 2), (of_queries >= 4)
+    dirty = np.where(few | padded, np.float32(np.nan), inputs[0]), *inputs[1:], SINKS
+    out, gradients = run(dirty, np.where(few, np.float32(np.nan), d_out))
+    jax.tree.map(np.testing.assert_array_equal, (out[:, :4], gradients), (clean[0][:, :4], clean[1]))
+
+
+@pytest.mark.forms
+def test_a_sink_takes_all_weight_or_none():
+    inputs, attend = random_inputs(), functools.partial(attention, is_causal=True, causal_offset=-2)
+    all_or_nothing = attend(*inputs, sinks=np.float32([-np.inf, np.inf]))
+    np.testing.assert_array_equal(all_or_nothing, np.asarray(attend(*inputs)) * np.float32([1, 0])[:, None])
 
 
 def of_transformers(query, key, value, sinks):
@@ -155,28 +165,18 @@ def test_sinks_are_those_of_gpt_oss():
     np.testing.assert_array_equal(lse, with_residual(*inputs, is_causal=True)[1])
 
 
-def test_sinks_of_infinity_and_of_a_query_that_the_loss_masks():
-    query, key, value = random_inputs()
-    np.testing.assert_array_equal(
-        attention(query, key, value, sinks=np.float32([-np.inf, np.inf])),
-        np.asarray(attention(query, key, value)) * np.float32([1, 0])[:, None],
-    )
-    real = (np.arange(6) < 4)[:, None, None]
-    loss = lambda sinks, key, query: jnp.sum(jnp.where(real, attention(query, key, value, sinks=sinks), 0) ** 2)  # noqa: E731
-    gradients = jax.jit(jax.grad(loss, (0, 1)))
-    clean = gradients(SINKS, key, query)
-    jax.tree.map(np.testing.assert_array_equal, gradients(SINKS, key, replaced(query, np.s_[:, 4:], np.nan)), clean)
-
-
 def test_sinks_after_merging():
-    query, key, value = random_inputs()
-    parts = [with_residual(query, key[:, s], value[:, s]) for s in (slice(0, 3), slice(3, 7))]
-    out, lse = masksafe.merge_attention(*zip(*parts, strict=True))
-    merged = out * jax.nn.sigmoid(lse - SINKS)[..., None]
-    np.testing.assert_allclose(merged, attention(query, key, value, sinks=SINKS), rtol=2e-5, atol=1e-6)
+    @jax.jit
+    def both(query, key, value):
+        parts = [with_residual(query, key[:, s], value[:, s]) for s in (slice(0, 3), slice(3, 7))]
+        out, lse = masksafe.merge_attention(*zip(*parts, strict=True))
+        return out * jax.nn.sigmoid(lse - SINKS)[..., None], attention(query, key, value, sinks=SINKS)
+
+    np.testing.assert_allclose(*both(*random_inputs()), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("with_sinks", few_of([False, True], True))
+@pytest.mark.forms
+@pytest.mark.parametrize("with_sinks", [False, True])
 def test_sinks_and_soft_cap_are_those_of_splash_attention(with_sinks):
     """Against the reference that JAX ships for its kernel for TPUs, one head and one sample at a time."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel

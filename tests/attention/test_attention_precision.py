@@ -28,7 +28,7 @@ SIZES = {
 FEW_KEYS = [name for name in SIZES if name.startswith("few keys")]
 
 
-@pytest.mark.parametrize("name", few_of(SIZES, "large logits"))
+@pytest.mark.parametrize("name", few_of(SIZES, "larger logits"))
 def test_gradients_are_as_exact_as_those_of_the_plain_formula(name):
     T, S, H, deviation = SIZES[name]
     fns = with_gradients(attention), with_gradients(jax.nn.dot_product_attention)
@@ -78,6 +78,7 @@ def test_with_one_key_by_shape_or_window_queries_and_keys_have_no_gradient(S, ar
     assert_only_the_value_has_a_gradient(with_gradients(functools.partial(attention, **arguments)), S)
 
 
+@pytest.mark.forms
 def test_with_one_key_the_gradient_of_the_logsumexp_is_that_of_the_logit(form):
     query, key, value = random_inputs(1, 6, 6)
     fn = lambda *args: attention(*args, local_window_size=0, return_residual=True)[1]  # noqa: E731
