@@ -24,6 +24,7 @@ def forms(*by_default):
 
 # The table of the contract has many blocks and rows: what is tried in one form alone is tried in another one.
 form = forms("blocks of keys")
+whole_form = forms("one block")
 looping_form = forms("blocks of keys", "rows")
 split_form = forms("many blocks", "blocks of keys", "rows")
 each_form = forms(*FORMS)

@@ -108,24 +108,21 @@ ONE_SEGMENT, HALVES, INDEX = np.zeros((1, 6), np.int32), np.int32([[0, 0, 0, 1, 
 D_OUT = normals(1, 6, 1, 4, seed=6)
 
 
-@pytest.fixture
-def run_with_bad(looping_form):
-    """Output and gradients `[6, 4]` of one sample and head for arguments of which one is bad, all by one program."""
+def in_segments(*args, ids, offset):
+    segments = dict(query_segment_ids=ids, key_value_segment_ids=ids)
+    return with_residual(*args, is_causal=True, causal_offset=offset, **segments)
 
-    def fn(*args, ids, offset):
-        segments = dict(query_segment_ids=ids, key_value_segment_ids=ids)
-        return with_residual(*args, is_causal=True, causal_offset=offset, **segments)
 
-    run = with_gradients(fn)
-    clean = dict(zip(NAMES, (*random_inputs(1, 6, 6, 1), np.zeros((6, 6), np.float32)), strict=True))
+CLEAN = dict(zip(NAMES, (*random_inputs(1, 6, 6, 1), np.zeros((6, 6), np.float32)), strict=True))
+RUN = with_gradients(in_segments)  # one program for each form
 
-    def run_with(ids=ONE_SEGMENT, offset=6, d_out=D_OUT, **bad):
-        rest = dict(ids=ids, offset=np.array(offset))
-        (out, lse), gradients = run(tuple((clean | bad).values()), (d_out, np.zeros((1, 6, 1), np.float32)), rest)
-        np.testing.assert_array_equal(np.isnan(lse), np.isnan(out).all(-1))
-        return [np.asarray(x)[0, :, 0] for x in (out, *gradients[:3])]
 
-    return run_with, clean
+def run(ids=ONE_SEGMENT, offset=6, d_out=D_OUT, **bad):
+    """Output and gradients `[6, 4]` of one sample and head for arguments of which one is bad."""
+    rest = dict(ids=ids, offset=np.array(offset))
+    (out, lse), gradients = RUN(tuple((CLEAN | bad).values()), (d_out, np.zeros((1, 6, 1), np.float32)), rest)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(out).all(-1))
+    return [np.asarray(x)[0, :, 0] for x in (out, *gradients[:3])]
 
 
 def assert_bad_rows(arrays, *which):
@@ -133,33 +130,30 @@ def assert_bad_rows(arrays, *which):
         np.testing.assert_array_equal(np.isnan(array), np.broadcast_to(expected[:, None], (6, 4)))
 
 
-def test_what_is_bad_shows_where_it_is_seen_and_nowhere_else(run_with_bad):
-    run, clean = run_with_bad
+def test_what_is_bad_shows_where_it_is_seen_and_nowhere_else(looping_form):
     second_half = INDEX >= 3
     for bad in (np.nan, np.inf, -np.inf):
-        found = run(value=replaced(clean["value"], (0, 3, 0, 1), bad), offset=0)
+        found = run(value=replaced(CLEAN["value"], (0, 3, 0, 1), bad), offset=0)
         assert_bad_rows(found, second_half, second_half, INDEX >= 0, INDEX >= 0)  # the last query sees every key
-        found = run(key=replaced(clean["key"], (0, 4, 0, 0), bad), ids=HALVES)
+        found = run(key=replaced(CLEAN["key"], (0, 4, 0, 0), bad), ids=HALVES)
         assert_bad_rows(found, *[second_half] * 4)
-        found = run(query=replaced(clean["query"], (0, 4, 0, 0), bad), ids=HALVES)
+        found = run(query=replaced(CLEAN["query"], (0, 4, 0, 0), bad), ids=HALVES)
         assert_bad_rows(found, INDEX == 4, INDEX == 4, second_half, second_half)
-    assert_bad_rows(run(bias=replaced(clean["bias"], (2, 3), np.nan))[:1], INDEX == 2)
+    assert_bad_rows(run(bias=replaced(CLEAN["bias"], (2, 3), np.nan))[:1], INDEX == 2)
     found = run(d_out=replaced(np.zeros_like(D_OUT), (0, 3, 0, 1), np.nan))
     assert_bad_rows(found, INDEX < 0, INDEX == 3, INDEX >= 0, INDEX >= 0)
 
 
-def test_infinite_query_whose_logits_are_all_minus_infinity(run_with_bad):
-    run, clean = run_with_bad
-    found = run(query=replaced(clean["query"], (0, 4, 0, 0), np.inf), key=-np.abs(clean["key"]) * np.float32(1e10))
+def test_infinite_query_whose_logits_are_all_minus_infinity(looping_form):
+    found = run(query=replaced(CLEAN["query"], (0, 4, 0, 0), np.inf), key=-np.abs(CLEAN["key"]) * np.float32(1e10))
     assert np.isnan(found[0][4]).all()
     assert all(np.isnan(gradient).any() for gradient in found[1:])
 
 
-def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(run_with_bad):
-    run, clean = run_with_bad
+def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(looping_form):
     real = (INDEX < 4)[:, None, None]
     d_out = np.where(real, D_OUT, 0)
-    padded, unpadded = (run(d_out=d_out, query=np.where(real, clean["query"], x)) for x in (np.float32(np.nan), 0))
+    padded, unpadded = (run(d_out=d_out, query=np.where(real, CLEAN["query"], x)) for x in (np.float32(np.nan), 0))
     jax.tree.map(np.testing.assert_array_equal, padded[1:], unpadded[1:])
     assert not padded[1][4:].any()
 

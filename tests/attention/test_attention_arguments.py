@@ -8,6 +8,7 @@ from attention_cases import attention, random_inputs
 from jax.experimental import checkify
 
 import masksafe
+from masksafe import attention_masks
 
 # Integers of any width.
 
@@ -60,102 +61,79 @@ def test_an_offset_and_a_window_do_not_wrap_together():
 # Bad arguments.
 
 
-def heads_first(x):
-    return jnp.swapaxes(x, -3, -2)
+def heads_first(**arguments):
+    """Arrays that have heads in front of time."""
+    return dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True)) | arguments
 
 
-BAD_ARGUMENTS = {
-    "query: a rank": (dict(query=jnp.ones((2, 3))), ValueError, "query: got shape"),
-    "key: a head_dim": (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key: got shape"),
-    "key: a batch": (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key: got shape"),
-    "value: a length": (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value: got shape"),
-    "heads": (dict(key=jnp.ones((2, 7, 3, 4)), value=jnp.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
-    "dtypes": (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
-    "integers": (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query: got dtype int32"),
-    "mask: (batch, keys)": (dict(mask=jnp.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
-    "mask: a float": (dict(mask=jnp.ones((6, 7))), TypeError, "mask: got dtype float32"),
-    "mask: a shape": (dict(mask=jnp.ones((2, 3, 6, 7), bool)), ValueError, "mask: got shape"),
-    "bias: complex numbers": (dict(bias=jnp.ones((6, 7), complex)), TypeError, "bias: got dtype complex64"),
-    "heads in front of time": (
-        dict(zip(("query", "key", "value"), map(heads_first, random_inputs()), strict=True)),
-        ValueError,
-        r"Time comes before heads.* jnp.swapaxes\(x, -3, -2\)",
-    ),
-    "heads in front of time, a mask": (
-        dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
-        | dict(mask=jnp.ones((2, 1, 6, 6), bool)),
-        ValueError,
-        "mask: got shape .* Time comes before heads",
-    ),
-    "heads in front of time, segments": (
-        dict(zip(("query", "key", "value"), [jnp.ones((2, 2, 6, 4))] * 3, strict=True))
-        | dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
-        ValueError,
-        "query_segment_ids: got shape .* Time comes before heads",
-    ),
-    "bias: a shape": (dict(bias=jnp.ones((5, 7))), ValueError, "bias: got shape"),
-    "lengths: floats": (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),
-    "lengths: a shape": (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths: got shape"),
-    "a window": (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size: got value"),
-    "one half of the segments": (
-        dict(query_segment_ids=jnp.ones((2, 6), int)),
-        ValueError,
-        "key_value_segment_ids: got value None",
-    ),
-    "segments: a shape": (
-        dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int)),
-        ValueError,
-        "key_value_segment_ids: got shape",
-    ),
-    "an offset": (dict(causal_offset=1.5), TypeError, "causal_offset: got dtype"),
-    "a scale": (dict(scale=jnp.ones(2)), ValueError, "scale: got shape"),
-    "a scale beyond floats": (dict(scale=10**400), TypeError, "scale: got type int"),
-    "a soft cap": (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
-    "a dropout rate": (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
-    "no dropout key": (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),
-    "a number for a dropout key": (
-        dict(dropout_rate=0.5, dropout_key=0),
-        TypeError,
-        r"dropout_key: got type int; expected a random key. Make one by jax.random.key\(seed\)",
-    ),
-    "floats for a dropout key": (dict(dropout_rate=0.5, dropout_key=jnp.ones(2)), TypeError, "dropout_key: got dtype"),
-    "two dropout keys": (
-        dict(dropout_rate=0.5, dropout_key=jax.random.split(jax.random.key(0))),
+HEADS_FIRST = {n: x.swapaxes(1, 2) for n, x in zip(("query", "key", "value"), random_inputs(), strict=True)}
+SEGMENTS = dict(query_segment_ids=jnp.ones((2, 6), int), key_value_segment_ids=jnp.ones((2, 6), int))
+A_RANDOM_KEY = r"expected a random key. Make one by jax.random.key\(seed\)"
+TWO_KEYS, MASK_OF_3 = jax.random.split(jax.random.key(0)), attention_masks.prefix(jnp.arange(3))
+
+
+BAD_ARGUMENTS = [
+    (dict(query=jnp.ones((2, 3))), ValueError, "query: got shape"),
+    (dict(key=jnp.ones((2, 7, 1, 5))), ValueError, "key: got shape"),
+    (dict(key=jnp.ones((3, 7, 1, 4))), ValueError, "key: got shape"),
+    (dict(value=jnp.ones((2, 6, 1, 4))), ValueError, "value: got shape"),
+    (dict(key=jnp.ones((2, 7, 3, 4)), value=jnp.ones((2, 7, 3, 4))), ValueError, "multiple of the 3 heads"),
+    (dict(key=jnp.ones((2, 7, 1, 4), jnp.bfloat16)), TypeError, "key: got dtype bfloat16"),
+    (dict(query=jnp.ones((2, 6, 2, 4), int)), TypeError, "query: got dtype int32"),
+    (dict(mask=jnp.ones((2, 7), bool)), ValueError, r"mask\[:, None, None, :\]"),
+    (dict(mask=jnp.ones((6, 7))), TypeError, "mask: got dtype float32"),
+    (dict(mask=jnp.ones((2, 3, 6, 7), bool)), ValueError, "mask: got shape"),
+    (dict(bias=jnp.ones((6, 7), complex)), TypeError, "bias: got dtype complex64"),
+    (HEADS_FIRST, ValueError, r"Time comes before heads.* jnp.swapaxes\(x, -3, -2\)"),
+    (heads_first(mask=jnp.ones((2, 1, 6, 6), bool)), ValueError, "mask: got shape .* Time comes before heads"),
+    (heads_first(**SEGMENTS), ValueError, "query_segment_ids: got shape .* Time comes before heads"),
+    (dict(bias=jnp.ones((5, 7))), ValueError, "bias: got shape"),
+    (dict(key_value_seq_lengths=jnp.ones(2)), TypeError, "key_value_seq_lengths: got dtype"),
+    (dict(query_seq_lengths=jnp.ones(3, int)), ValueError, "query_seq_lengths: got shape"),
+    (dict(local_window_size=(1, 2, 3)), TypeError, "local_window_size: got value"),
+    (dict(query_segment_ids=jnp.ones((2, 6), int)), ValueError, "key_value_segment_ids: got value None"),
+    (SEGMENTS, ValueError, "key_value_segment_ids: got shape"),
+    (dict(causal_offset=1.5), TypeError, "causal_offset: got dtype"),
+    (dict(scale=jnp.ones(2)), ValueError, "scale: got shape"),
+    (dict(scale=10**400), TypeError, "scale: got type int"),
+    (dict(logit_soft_cap=0.0), ValueError, "logit_soft_cap: got value 0.0"),
+    (dict(dropout_rate=1.0), ValueError, "dropout_rate: got value 1.0"),
+    (dict(dropout_rate=0.5), ValueError, "dropout_key: got value None"),
+    (dict(dropout_rate=0.5, dropout_key=0), TypeError, rf"dropout_key: got type int; {A_RANDOM_KEY}"),
+    (dict(dropout_rate=0.5, dropout_key=jnp.ones(2)), TypeError, "dropout_key: got dtype"),
+    (
+        dict(dropout_rate=0.5, dropout_key=TWO_KEYS),
         ValueError,
         r"dropout_key: got shape \(2,\); expected one random key",
     ),
-    "bias: a mask": (dict(bias=jnp.ones((6, 7), bool)), TypeError, "bias: got dtype bool; .* passed as mask="),
-    "a window of FlashAttention": (
-        dict(local_window_size=(-1, 0)),
-        ValueError,
-        "local_window_size: .*-1 does not",
-    ),
-    "a window of no key": (dict(local_window_size=(2, -3)), ValueError, r"local_window_size: got value \(2, -3\)"),
-    "a negative window": (dict(local_window_size=-1), ValueError, r"local_window_size: got value \(-1, -1\)"),
-    "a boolean window": (dict(local_window_size=True), TypeError, "local_window_size: got value"),
-    "is_causal: an array": (dict(is_causal=np.ones(2, bool)), TypeError, r"is_causal: got an array of shape \(2,\)"),
-    "prefixes of another batch": (
-        dict(mask_mod=masksafe.attention_masks.causal | masksafe.attention_masks.prefix(jnp.arange(3))),
+    (dict(bias=jnp.ones((6, 7), bool)), TypeError, "bias: got dtype bool; .* passed as mask="),
+    (dict(local_window_size=(-1, 0)), ValueError, "local_window_size: .*-1 does not"),
+    (dict(local_window_size=(2, -3)), ValueError, r"local_window_size: got value \(2, -3\)"),
+    (dict(local_window_size=-1), ValueError, r"local_window_size: got value \(-1, -1\)"),
+    (dict(local_window_size=True), TypeError, "local_window_size: got value"),
+    (dict(is_causal=np.ones(2, bool)), TypeError, r"is_causal: got an array of shape \(2,\)"),
+    (
+        dict(mask_mod=attention_masks.causal | MASK_OF_3),
         ValueError,
         r"mask_mod: got a prefix mask of lengths \(3,\); expected one length, or \(2,\) of them.*vmap",
     ),
-    "a function with and": (
+    (
         dict(mask_mod=lambda b, h, q, k: k <= q and q > 1),
         TypeError,
         "mask_mod: got a function that asks whether a traced value is true, as and.* Write &",
     ),
-    "a function with if": (
+    (
         dict(score_mod=lambda x, b, h, q, k: x if k > q else -x),
         TypeError,
         "score_mod: got a function that asks .*jnp.where in place of if",
     ),
-    "an implementation": (dict(implementation="pallas"), ValueError, "implementation: got value 'pallas'"),
-}
+    (dict(implementation="pallas"), ValueError, "implementation: got value 'pallas'"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(name):
-    changed, error, text = BAD_ARGUMENTS[name]
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(case):
+    changed, error, text = case
     query, key, value = random_inputs()
     with pytest.raises(error, match=f"^dot_product_attention: .*{text}"):
         attention(**(dict(query=query, key=key, value=value) | changed))

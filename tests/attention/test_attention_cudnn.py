@@ -34,6 +34,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import masksafe
 from masksafe._core import platforms
 from masksafe.attention import _cudnn
+from masksafe.testing import assert_consistent
 
 T, S = 6, 8
 SIZES = dict(B=2, T=T, S=S, N=4, K=2, H=8)
@@ -253,39 +254,30 @@ def loss(fn, *inputs):
 
 @pytest.mark.forms
 @pytest.mark.parametrize("name", ["plain", "causal, lengths", "mask of pairs"])
-def test_second_derivatives(name):
+def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
 
-    def second(fn, inputs):
+    def derivatives(implementation, inputs):
+        fn = functools.partial(attention, implementation=implementation, **arguments)
         slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
-        _, forward_over_reverse = jax.jvp(slope, inputs, along)
-        _, reverse = jax.vjp(slope, *inputs)
-        return forward_over_reverse, reverse(along)
+        with masksafe.forward_mode():
+            _, forward = jax.jvp(fn, inputs, along)
+        return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
 
-    cudnn, xla = (
-        jax.jit(functools.partial(second, functools.partial(attention, implementation=i, **arguments)))
-        for i in ("cudnn", "xla")
-    )
+    cudnn, xla = (jax.jit(functools.partial(derivatives, name)) for name in ("cudnn", "xla"))
     clean = cudnn(inputs)
     assert_close(clean, xla(inputs), 5e-2)
-    poison = poisoned(inputs, live, np.nan)
-    assert_same_bits(cudnn(poison), clean)
+    assert_same_bits(cudnn(poisoned(inputs, live, np.nan))[1:], clean[1:])
+    with pytest.raises(TypeError, match="forward_mode"):
+        jax.jvp(functools.partial(attention, implementation="cudnn", **arguments), inputs, along)
 
 
 @pytest.mark.forms
-def test_forward_mode():
-    inputs, along = inputs_of(), inputs_of(seed=3)
-
-    def derivative(implementation):
-        fn = functools.partial(attention, is_causal=True, implementation=implementation)
-        return jax.jit(lambda: jax.jvp(fn, inputs, along))()
-
-    with masksafe.forward_mode():
-        assert_close(derivative("cudnn"), derivative("xla"))
-    with pytest.raises(TypeError) as caught:
-        jax.jvp(functools.partial(attention, implementation="cudnn"), inputs, along)
-    assert "forward_mode" in str(caught.value)
+@pytest.mark.parametrize("name", ["causal", "mask of keys"])
+def test_one_answer_in_all_modes(name):
+    fn = functools.partial(attention, **CASES[name][0])
+    assert_consistent(fn, *inputs_of(), modes=("jit", "scan", "checkpoint"))
 
 
 @pytest.mark.forms
@@ -310,14 +302,14 @@ def test_vmap(name, in_axes):
         assert_close([x[n] for x in jax.tree.leaves(together)], jax.jit(value_and_gradients)(d_out[n], *each), 1e-2)
 
 
-def test_vmap_over_masks_and_lengths():
-    inputs = inputs_of()
-    masks = np.stack([PAIRS, ~PAIRS])
-    together = jax.vmap(lambda mask: attention(*inputs, mask=mask))(masks)
-    assert_same_bits(together, np.stack([attention(*inputs, mask=mask) for mask in masks]))
-    lengths = np.array([[1, 5], [0, 7], [8, 8]])
-    together = jax.vmap(lambda n: attention(*inputs, key_value_seq_lengths=n))(lengths)
-    assert_same_bits(together, np.stack([attention(*inputs, key_value_seq_lengths=n) for n in lengths]))
+MASKS_AND_LENGTHS = dict(mask=np.stack([PAIRS, ~PAIRS]), key_value_seq_lengths=np.array([[1, 5], [0, 7], [8, 8]]))
+
+
+@pytest.mark.parametrize("name", few_of(MASKS_AND_LENGTHS, "mask"))
+def test_vmap_over_masks_and_lengths(name):
+    fn = jax.jit(lambda x: attention(*inputs_of(), **{name: x}))
+    together = jax.vmap(fn)(MASKS_AND_LENGTHS[name])
+    assert_same_bits(together, np.stack([fn(x) for x in MASKS_AND_LENGTHS[name]]))
 
 
 @pytest.mark.forms
@@ -328,29 +320,6 @@ def test_vmap_of_vmap_over_inputs_without_a_batch():
     assert_same_bits(without, fn(*inputs))
     twice = jax.vmap(jax.vmap(fn))(*(np.stack([x, -x]) for x in inputs))
     assert_same_bits(twice, np.stack([fn(*inputs), fn(*(-x for x in inputs))]))
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("name", ["causal", "mask of keys"])
-def test_jit_remat_and_scan(name):
-    arguments, live = CASES[name]
-    inputs = inputs_of()
-    fn = functools.partial(attention, **arguments)
-
-    def plain(*inputs):
-        return loss(fn, *inputs)
-
-    def scanned(*inputs):
-        def step(total, _):
-            return total + loss(fn, *inputs) / 2, None
-
-        return jax.lax.scan(step, 0.0, None, length=2)[0]
-
-    expected = jax.value_and_grad(plain, (0, 1, 2))(*inputs)
-    for other in (jax.jit(plain), jax.checkpoint(plain), scanned):
-        assert_close(jax.value_and_grad(other, (0, 1, 2))(*inputs), expected)
-    poison = poisoned(inputs, live, np.nan)
-    assert_same_bits(jax.value_and_grad(jax.checkpoint(plain), (0, 1, 2))(*poison)[0], expected[0])
 
 
 @pytest.mark.forms

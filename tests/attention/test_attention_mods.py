@@ -32,17 +32,6 @@ COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 # score_mod. That masked pairs never count, and that all derivatives are exact, is a row of the contract's table.
 
 
-@pytest.mark.forms
-def test_a_bias_that_is_a_function_has_exact_gradients(form):
-    inputs, distance = random_inputs(), (KEY - QUERY).astype(np.float64)
-    outputs, gradients = with_gradients(alibi)((*inputs, SLOPES), COTANGENTS)
-    bias = np.float64(SLOPES)[:, None, None] * distance
-    expected, of_all = exact(*inputs, causal(6, 7), bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
-    assert_close(outputs, expected)
-    assert_close(gradients[:3], [of_all[name] for name in ("query", "key", "value")])
-    assert_close(gradients[3], np.sum(of_all["bias"] * distance, (0, 2, 3)))
-
-
 def alibi(query, key, value, slopes):
     mod = lambda x, batch, head, q, k: x + slopes[head] * (k - q)  # noqa: E731
     return with_residual(query, key, value, is_causal=True, score_mod=mod)
@@ -212,25 +201,6 @@ def test_ready_made_masks(name):
 # In JAX's transformations.
 
 
-@pytest.mark.forms
-def test_vmap_remat_scan_and_shard_map():
-    inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
-    fn = lambda *args: alibi(*args)[0]  # noqa: E731
-    expected = with_gradients(fn)(inputs, d_out)
-    assert_close(with_gradients(jax.checkpoint(fn))(inputs, d_out), expected)
-
-    def samples_in_turn(query, key, value, slopes):
-        one = lambda _, x: (None, fn(*(y[None] for y in x), slopes)[0])  # noqa: E731
-        return jax.lax.scan(one, None, (query, key, value))[1]
-
-    assert_close(with_gradients(samples_in_turn)(inputs, d_out), expected)
-    assert_close(with_gradients(jax.vmap(fn, (0, 0, 0, None)))(inputs, d_out), expected)
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
-    rows = PartitionSpec("batch")
-    sharded = jax.shard_map(fn, mesh=mesh, in_specs=(rows, rows, rows, PartitionSpec()), out_specs=rows)
-    assert_close(with_gradients(sharded)(inputs, d_out), expected)
-
-
 def in_shard_map(fn, **arguments):
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
     rows = PartitionSpec("batch")
@@ -278,69 +248,58 @@ def test_a_table_and_positions_that_are_split():
     assert_close(out, exact(*random_inputs(), (positions != 3)[:, None, None], bias)[0])
 
 
-BAD_FUNCTIONS = {
-    "an array": (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
-    "a vector": (
-        dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)),
-        ValueError,
-        r"score_mod: got a result of shape \(2,\)",
-    ),
-    "a boolean": (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
-    "a number": (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
-    "an integer": (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
-    "other parameters": (
+BAD_FUNCTIONS = [
+    (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
+    (dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)), ValueError, r"score_mod: got a result of shape \(2,\)"),
+    (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
+    (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
+    (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
+    (
         dict(score_mod=lambda x, q, k: x),
         TypeError,
         r"score_mod: got a function of \(x, q, k\); expected one that can be called as \(logit, batch",
     ),
-    "two results": (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
-    "an offset as well": (
+    (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
+    (
         dict(is_causal=True, causal_offset=1, query_positions=np.arange(6)[None]),
         ValueError,
         "causal_offset: got an offset and query_positions",
     ),
-    "floats": (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
-    "positions of another length": (
-        dict(query_positions=np.ones((2, 5), int)),
-        ValueError,
-        "query_positions: got shape",
-    ),
-    "sinks": (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
-}
+    (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
+    (dict(query_positions=np.ones((2, 5), int)), ValueError, "query_positions: got shape"),
+    (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_FUNCTIONS)
-def test_bad_arguments_are_refused(name):
-    arguments, error, text = BAD_FUNCTIONS[name]
+@pytest.mark.parametrize("case", BAD_FUNCTIONS)
+def test_bad_arguments_are_refused(case):
+    arguments, error, text = case
     with pytest.raises(error, match=f"^dot_product_attention: {text}"):
         attention(*random_inputs(), **arguments)
 
 
-BAD_MASKS = {
-    "window": (lambda: attention_masks.window(None), r"attention_masks.window: left and right: got value \(None, 0\)"),
-    "chunked": (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
-    "no chunk": (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
-    "prefix": (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
-    "no function": (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
-    "a boolean window": (lambda: attention_masks.window(True), "attention_masks.window: left and right: got value"),
-    "a window of no key": (
-        lambda: attention_masks.window(-1),
-        r"value \(-1, 0\).* -1 does not mean a window",
-    ),
-    "no chunk of NumPy": (lambda: attention_masks.chunked(np.array(0)), "attention_masks.chunked: size: got value 0"),
-    "chunks of samples": (lambda: attention_masks.chunked(np.ones(2, int)), r"size: got shape \(2,\); expected one"),
-    "a negative prefix": (lambda: attention_masks.prefix(-3), "attention_masks.prefix: length: got value -3"),
-    "negative prefixes": (lambda: attention_masks.prefix(np.array([2, -3])), "prefix: length: got value"),
-    "prefixes of pairs": (lambda: attention_masks.prefix(np.ones((2, 2), int)), r"length: got shape \(2, 2\)"),
-    "or": (lambda: attention_masks.causal or attention_masks.prefix(3), r"Use \| and & and ~ in place of or, and, not"),
-    "not": (lambda: not attention_masks.causal, "AttentionMask: a mask is neither true nor false"),
-    "joined with a number": (lambda: attention_masks.causal & 3, "unsupported operand"),
-}
+BAD_MASKS = [
+    (lambda: attention_masks.window(None), r"attention_masks.window: left and right: got value \(None, 0\)"),
+    (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
+    (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
+    (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
+    (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
+    (lambda: attention_masks.window(True), "attention_masks.window: left and right: got value"),
+    (lambda: attention_masks.window(-1), r"value \(-1, 0\).* -1 does not mean a window"),
+    (lambda: attention_masks.chunked(np.array(0)), "attention_masks.chunked: size: got value 0"),
+    (lambda: attention_masks.chunked(np.ones(2, int)), r"size: got shape \(2,\); expected one"),
+    (lambda: attention_masks.prefix(-3), "attention_masks.prefix: length: got value -3"),
+    (lambda: attention_masks.prefix(np.array([2, -3])), "prefix: length: got value"),
+    (lambda: attention_masks.prefix(np.ones((2, 2), int)), r"length: got shape \(2, 2\)"),
+    (lambda: attention_masks.causal or attention_masks.prefix(3), r"Use \| and & and ~ in place of or, and, not"),
+    (lambda: not attention_masks.causal, "AttentionMask: a mask is neither true nor false"),
+    (lambda: attention_masks.causal & 3, "unsupported operand"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_MASKS)
-def test_bad_masks_are_refused(name):
-    make, text = BAD_MASKS[name]
+@pytest.mark.parametrize("case", BAD_MASKS)
+def test_bad_masks_are_refused(case):
+    make, text = case
     with pytest.raises((TypeError, ValueError), match=text):
         make()
 

@@ -155,23 +155,6 @@ def test_masked_keys_touch_nothing_whatever_jax_checks(many_blocks):
 
 
 @pytest.mark.forms
-def test_vmap_scan_and_remat(many_blocks):
-    @jax.jit
-    def gradients(many, query, key, value, d_out):
-        fn = jax.checkpoint(functools.partial(attention, is_causal=True))
-        of_many = lambda many, key: jnp.sum(jax.vmap(lambda q: fn(q, key, value))(many) * d_out)  # noqa: E731
-        again = lambda *args: jax.lax.scan(lambda c, _: (c + fn(*args), None), d_out, None, 2)[0]  # noqa: E731
-        of_scan = jax.grad(lambda *args: jnp.sum(again(*args) * d_out), (0, 1, 2))(query, key, value)
-        return jax.grad(of_many, (0, 1))(many, key), of_scan
-
-    inputs, mesh = inputs_of(8), mesh_of()
-    many, split = np.stack([inputs[0], np.cos(inputs[0])]), P("x", None, "y")
-    with jax.set_mesh(mesh):
-        actual = gradients(*put(mesh, (many, *inputs), (P(None, *split), *[split] * 4)))
-    assert_close(actual, gradients(many, *inputs))
-
-
-@pytest.mark.forms
 def test_a_vmap_over_an_axis_that_is_split():
     query, *_ = inputs_of(8)
     many, mesh = np.stack([query, np.cos(query)]), mesh_of()

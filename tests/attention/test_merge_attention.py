@@ -110,18 +110,18 @@ def test_sharded(kind):
     assert_close(actual, expected)
 
 
-BAD_ARGUMENTS = {
-    "no parts": (([], []), ValueError, "outs: got no array"),
-    "numbers": ((np.ones((2, 3, 4)), np.ones((1, 3))), ValueError, "logsumexps: got 1 arrays; expected 2"),
-    "no sequence": ((3, 4), TypeError, "outs: got type int; expected a sequence"),
-    "integers": ((np.ones((1, 3, 4), int), np.ones((1, 3))), TypeError, r"outs\[0\]: got dtype int"),
-    "shapes": (([np.ones((3, 4)), np.ones((2, 4))], np.ones((2, 3))), ValueError, r"outs\[1\]: got shape"),
-    "a logsumexp": (([np.ones((3, 4))], [np.ones((3, 4))]), ValueError, r"logsumexps\[0\]: got shape \(3, 4\)"),
-}
+BAD_ARGUMENTS = [
+    (([], []), ValueError, "outs: got no array"),
+    ((np.ones((2, 3, 4)), np.ones((1, 3))), ValueError, "logsumexps: got 1 arrays; expected 2"),
+    ((3, 4), TypeError, "outs: got type int; expected a sequence"),
+    ((np.ones((1, 3, 4), int), np.ones((1, 3))), TypeError, r"outs\[0\]: got dtype int"),
+    (([np.ones((3, 4)), np.ones((2, 4))], np.ones((2, 3))), ValueError, r"outs\[1\]: got shape"),
+    (([np.ones((3, 4))], [np.ones((3, 4))]), ValueError, r"logsumexps\[0\]: got shape \(3, 4\)"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(name):
-    arguments, error, text = BAD_ARGUMENTS[name]
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(case):
+    arguments, error, text = case
     with pytest.raises(error, match=f"^merge_attention: {text}"):
         masksafe.merge_attention(*arguments)

@@ -1,10 +1,12 @@
 """dot_product_attention with axis_name: time split over devices, against the same call on one device."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, attention, by_rows, few_of, normals, random_inputs, replaced, shrink_blocks
+from attention_cases import assert_close, attention, few_of, normals, random_inputs, replaced
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -79,6 +81,7 @@ def assert_same(actual, expected, tolerance=2e-5):
 
 
 INDEX = np.arange(T)
+SINKS, SLOPES = normals(N, seed=5), normals(N, seed=8)
 IDS = np.stack([INDEX // 5, np.where(INDEX < 6, 2, 9)])
 ALLOWED = np.random.default_rng(0).random((B, N, T, T)) < 0.3
 SHUFFLED = np.random.default_rng(1).permutation(2 * T)[:T][None]
@@ -116,47 +119,30 @@ CASES = {
     "bias": (dict(bias=SOME_BIAS), {}),
     "bias of keys": (dict(bias=normals(B, 1, 1, T, seed=4)), dict(is_causal=True)),
     "bias of queries": (dict(bias=normals(B, N, T, 1, seed=4)), dict(is_causal=True)),
-    "sinks": (dict(sinks=normals(N, seed=5)), dict(is_causal=True)),
+    "sinks": (dict(sinks=SINKS), dict(is_causal=True)),
     "scale and cap": (dict(scale=np.float32(0.7)), dict(logit_soft_cap=1.5, is_causal=True)),
-    "score_mod": (dict(slopes=normals(N, seed=8)), dict(is_causal=True)),
+    "score_mod": (dict(slopes=SLOPES), dict(is_causal=True)),
     "mask_mod": ({}, dict(mask_mod=near)),
     "both mods, positions": (
-        dict(slopes=normals(N, seed=8), query_positions=SHUFFLED, key_positions=SHUFFLED),
+        dict(slopes=SLOPES, query_positions=SHUFFLED, key_positions=SHUFFLED),
         dict(mask_mod=near),
     ),
     "random numbers": ({}, dict(score_mod=noisy, is_causal=True)),
     "everything": (
-        dict(bias=SOME_BIAS, sinks=normals(N, seed=5), slopes=normals(N, seed=8), scale=np.float32(0.7))
+        dict(bias=SOME_BIAS, sinks=SINKS, slopes=SLOPES, scale=np.float32(0.7))
         | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13])),
         dict(is_causal=True, logit_soft_cap=3.0),
     ),
 }
 
 
+@pytest.mark.parametrize("check_vma", few_of([True, False], True))
 @pytest.mark.parametrize("name", few_of(CASES, "window and causal"))
-def test_equals_one_device(name):
-    more, static = CASES[name]
-    arrays = inputs(**more)
-    expected = results(lambda arrays: attend(arrays, static), arrays)
-    assert_same(results(in_ring(arrays, static, mesh_of(4)), arrays), expected)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_equals_one_device_in_blocks(name, check_vma, choose):
-    shrink_blocks(choose, 2)
+def test_equals_one_device(name, check_vma, whole_form):
     more, static = CASES[name]
     arrays = inputs(**more)
     expected = results(lambda arrays: attend(arrays, static), arrays)
     assert_same(results(in_ring(arrays, static, mesh_of(4), check_vma), arrays), expected)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("name", CASES)
-def test_equals_one_device_by_row(name, choose):
-    by_rows(choose)
-    test_equals_one_device(name)
 
 
 @pytest.mark.forms
@@ -174,7 +160,7 @@ def test_sizes(sizes, static, devices):
 
 WITH_ALL_MASKS = inputs(
     bias=normals(B, N, T, T, seed=3),
-    sinks=normals(N, seed=5),
+    sinks=SINKS,
     mask=np.ones((B, 1, 1, T), bool),
     query_positions=INDEX[None],
     key_positions=INDEX[None],
@@ -267,23 +253,18 @@ def test_padded_queries_without_cotangents_take_no_part(ring):
 @pytest.mark.forms
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits_are_rounded_once(dtype):
-    arrays, static = inputs(), dict(is_causal=True)
-    narrow = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
-    wide = {name: np.asarray(x, np.float32) for name, x in narrow.items()}
-    d_out, d_lse = np.asarray(jnp.asarray(normals(B, T, N, 3, seed=6), dtype), np.float32), normals(B, T, N, seed=7)
-    exact = results(lambda arrays: attend(arrays, static), wide, (d_out, d_lse))
-    (out, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
-    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
-    rounded = {
-        name: np.asarray(jnp.asarray(x, dtype), np.float64) for name, x in (exact[1] | {"out": exact[0][0]}).items()
-    }
-    for name, x in (gradients | {"out": out}).items():
+    static = dict(is_causal=True)
+    narrow = {name: jnp.asarray(x, dtype) for name, x in inputs().items()}
+    d_out, d_lse = jnp.asarray(normals(B, T, N, 3, seed=6), dtype), normals(B, T, N, seed=7)
+    wide, wide_d_out = (jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (narrow, d_out))
+    (out, _), expected = results(lambda arrays: attend(arrays, static), wide, (wide_d_out, d_lse))
+    (actual, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
+    assert lse.dtype == jnp.float32
+    for x, unrounded in zip([actual, *gradients.values()], [out, *expected.values()], strict=True):
         assert x.dtype == dtype
-        close = np.isclose(np.asarray(x, np.float64), rounded[name], rtol=1e-6, atol=1e-6)
-        assert close.mean() > 0.97  # a number may lie next to where rounding turns
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64), rounded[name], rtol=float(jnp.finfo(dtype).eps), atol=1e-3
-        )
+        x, rounded = np.asarray(x, np.float64), np.asarray(jnp.asarray(unrounded, dtype), np.float64)
+        assert np.isclose(x, rounded, rtol=1e-6, atol=1e-6).mean() > 0.97  # some lie next to where rounding turns
+        np.testing.assert_allclose(x, rounded, rtol=float(jnp.finfo(dtype).eps), atol=1e-3)
 
 
 # The way round.
@@ -455,37 +436,26 @@ def loss_of(fn):
 
 @pytest.mark.forms
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_forward_mode(check_vma):
-    arrays, static = inputs(sinks=normals(N, seed=5), slopes=normals(N, seed=8)), dict(is_causal=True)
-    with masksafe.forward_mode():
-        actual, expected = (
-            jax.jit(lambda arrays, fn=fn: jax.jvp(fn, (arrays,), (directions(arrays),)))(arrays)
-            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
-        )
-        assert_close(actual, expected)
-        gradients = [
-            jax.jit(jax.grad(loss_of(fn)))(arrays)
-            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
-        ]
-    assert_close(*gradients)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("over", ["forward", "reverse"])
-def test_second_derivatives(over, check_vma):
-    arrays, static = inputs(bias=normals(1, N, T, T, seed=3)), dict(local_window_size=(9, 2))
+@pytest.mark.parametrize("over", ["forward mode", "forward over reverse", "reverse over reverse"])
+def test_other_derivatives(over, check_vma):
+    arrays, static = (
+        inputs(bias=normals(1, N, T, T, seed=3), sinks=SINKS, slopes=SLOPES),
+        dict(local_window_size=(9, 2)),
+    )
     along = directions(arrays)
 
     def product(fn):
         slope = jax.grad(loss_of(fn))
-        if over == "forward":
+        if over == "forward mode":
+            return jax.jit(lambda arrays: jax.jvp(fn, (arrays,), (along,)))
+        if over == "forward over reverse":
             return jax.jit(lambda arrays: jax.jvp(slope, (arrays,), (along,))[1])
         inner = lambda arrays: sum(jnp.vdot(d, along[name]) for name, d in slope(arrays).items())  # noqa: E731
         return jax.jit(jax.grad(inner))
 
-    actual = product(in_ring(arrays, static, mesh_of(4), check_vma))(arrays)
-    assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
+    with masksafe.forward_mode() if over == "forward mode" else contextlib.nullcontext():
+        actual = product(in_ring(arrays, static, mesh_of(4), check_vma))(arrays)
+        assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
 
 
 @pytest.mark.forms
@@ -493,7 +463,7 @@ def test_second_derivatives(over, check_vma):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_batch_and_heads_split_as_well(kind, check_vma):
     mesh = mesh_of(2, 2, 2, names=("batch", "time", "heads"), kind=kind)
-    arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=normals(N, seed=5))
+    arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=SINKS)
     arrays |= dict(bias=normals(1, N, T, 1, seed=3), scale=np.float32(0.7))
     static = dict(is_causal=True, local_window_size=6)
     of_time = P("batch", "time", "heads")
@@ -598,50 +568,25 @@ def test_axes_in_another_order_than_the_mesh():
     assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
-@pytest.mark.forms
-def test_batch_dimensions():
-    q, k, v = (x[:, None] for x in random_inputs(B, T, T, N, K))
-    mask = ALLOWED[:, None, :1]
-    split = jax.shard_map(
-        lambda q, k, v, mask: attention(q, k, v, mask=mask, axis_name="time"),
-        mesh=mesh_of(4),
-        in_specs=(*[P(None, None, "time")] * 3, P(None, None, None, "time")),
-        out_specs=P(None, None, "time"),
-    )
-    assert_close(jax.jit(split)(q, k, v, mask), attention(q, k, v, mask=mask))
-    alone = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time"), mesh=mesh_of(4), in_specs=P("time"), out_specs=P("time")
-    )
-    assert_close(alone(q[0, 0], k[0, 0], v[0, 0]), attention(q[0, 0], k[0, 0], v[0, 0]))
-
-
 # Arguments.
 
-BAD_ARGUMENTS = {
-    "no such axis": (dict(axis_name="rows"), ValueError, "axis_name: got value 'rows'; expected an axis of the mesh"),
-    "a mask of the device's own keys": (
-        dict(mask=np.ones((1, 1, 4, 4), bool)),
-        ValueError,
-        r"mask: got shape \(1, 1, 4, 4\); .* keys of all devices",
-    ),
-    "a bias of all queries": (dict(bias=np.ones((16, 16))), ValueError, r"bias: got shape \(16, 16\); expected"),
-    "positions of all queries": (
-        dict(query_positions=np.arange(16)),
-        ValueError,
-        r"query_positions: got shape",
-    ),
-    "segments of all keys": (
+BAD_ARGUMENTS = [
+    (dict(axis_name="rows"), ValueError, "axis_name: got value 'rows'; expected an axis of the mesh"),
+    (dict(mask=np.ones((1, 1, 4, 4), bool)), ValueError, r"mask: got shape \(1, 1, 4, 4\); .* keys of all devices"),
+    (dict(bias=np.ones((16, 16))), ValueError, r"bias: got shape \(16, 16\); expected"),
+    (dict(query_positions=np.arange(16)), ValueError, r"query_positions: got shape"),
+    (
         dict(query_segment_ids=np.ones((1, 4), int), key_value_segment_ids=np.ones((1, 16), int)),
         ValueError,
         r"key_value_segment_ids: got shape \(1, 16\)",
     ),
-    "cudnn": (dict(implementation="cudnn"), ValueError, "implementation: got value 'cudnn'"),
-}
+    (dict(implementation="cudnn"), ValueError, "implementation: got value 'cudnn'"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(name):
-    arguments, error, text = BAD_ARGUMENTS[name]
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(case):
+    arguments, error, text = case
     arguments = dict(axis_name="time") | arguments
     split = jax.shard_map(
         lambda *args: attention(*args, **arguments), mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME
@@ -665,13 +610,3 @@ def test_cudnn_is_refused_for_the_ring():
     )
     with pytest.raises(ValueError, match="For cuDNN, it has no axis_name"):
         jax.eval_shape(split, q, q, q)
-
-
-@pytest.mark.forms
-def test_lowers_for_cuda():
-    mesh, x = mesh_of(8), jax.ShapeDtypeStruct((1, 8 * 256, 2, 64), jnp.bfloat16)
-    split = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time", is_causal=True), mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME
-    )
-    loss = lambda *args: split(*args).astype(jnp.float32).sum()  # noqa: E731
-    jax.export.export(jax.jit(jax.grad(loss, (0, 1, 2))), platforms=["cuda"])(x, x, x)
