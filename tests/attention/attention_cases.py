@@ -14,14 +14,9 @@ def few_of(values, *kept):
     return [v if v in kept else pytest.param(v, marks=pytest.mark.forms) for v in values]
 
 
-def tiles_of(size):
-    """Sizes of blocks."""
-    tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
-    return tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1)
-
-
 def shrink_blocks(choose, size=4, **others):
-    choose(attention=tiles_of(size) | others)
+    tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
+    choose(attention=tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
 
 
 def decode_always(choose):

@@ -2,8 +2,6 @@
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,19 +85,6 @@ def test_pairs_that_a_mask_alone_excludes_are_gone(name, each_form):
         arguments = {}
     run = with_gradients(functools.partial(with_residual, **arguments))
     assert_masked_pairs_are_gone(run, live, has_infinite_bias=has_infinite_bias)
-
-
-@pytest.mark.slow
-@hypothesis.settings(max_examples=20)
-@hypothesis.given(st.data())
-def test_masking_equals_removal_for_all_sizes(data):
-    T, S, K = (data.draw(st.integers(1, 9), label=name) for name in ("T", "S", "K"))
-    N = K * data.draw(st.integers(1, 3), label="group")
-    query, key, value = random_inputs(1, T, S, N, K, seed=data.draw(st.integers(0, 9), label="seed"))
-    kept = np.array(data.draw(st.lists(st.booleans(), min_size=S, max_size=S), label="kept"))
-    garbage = np.where(kept[:, None, None], np.float32(0), np.nan)
-    out = attention(query, key + garbage, value + garbage, mask=kept)
-    assert_close(out, exact(query, key[:, kept], value[:, kept])[0])
 
 
 # What is not masked is not hidden.

@@ -2,8 +2,6 @@
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +15,10 @@ from attention_cases import (
     few_of,
     normals,
     random_inputs,
-    tiles_of,
     with_gradients,
 )
 
 import masksafe
-from masksafe._core import platforms
 
 with_residual = functools.partial(attention, return_residual=True)
 
@@ -78,18 +74,6 @@ def test_positions_are_what_masks_compare(name, form):
     masked = ~live.any((1, 3))[..., None, None], *[~live.any((1, 2))[..., None, None]] * 2
     dirty = tuple(np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True))
     jax.tree.map(np.testing.assert_array_equal, run(dirty, cotangents), clean)
-
-
-@pytest.mark.slow
-@hypothesis.given(seed=st.integers(0, 2**20), offset=st.integers(-(2**20), 2**20), size=st.sampled_from([2, 4]))
-def test_only_differences_of_positions_matter(seed, offset, size):
-    with platforms.chosen(attention=tiles_of(size)):
-        rng, inputs = np.random.default_rng(seed), random_inputs()
-        positions = rng.integers(-4, 8, (2, 6)), rng.integers(-4, 8, (2, 7))
-        moved = [x + offset for x in positions]
-        run = lambda q, k: attention(*inputs, is_causal=True, query_positions=q, key_positions=k)  # noqa: E731
-        np.testing.assert_array_equal(jax.jit(run)(*positions), jax.jit(run)(*moved))
-        np.testing.assert_allclose(run(*positions), exact(*inputs, sees(*positions))[0], rtol=2e-5, atol=1e-5)
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():

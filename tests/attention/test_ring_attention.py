@@ -1,6 +1,7 @@
 """dot_product_attention with axis_name: time split over devices, against the same call on one device."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,6 @@ B, T, N, K = 2, 16, 4, 2
 IN_TIME, OF_PAIRS = P(None, "time"), P(None, None, "time")
 SPECS = dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids"), IN_TIME)
 SPECS |= dict.fromkeys(("query_positions", "key_positions"), IN_TIME)
-OUT_SPECS = IN_TIME, IN_TIME
 
 
 def mesh_of(*shape, names=("time",), kind=AxisType.Auto):
@@ -31,22 +31,25 @@ def spec_of(name, x):
 
 
 def attend(arrays, static, **more):
-    """The output and the logsumexp; `slopes` are captured by a `score_mod`."""
+    """The output and the logsumexp; a `score_mod` captures `slopes`, or a `table` of samples and positions."""
     arrays = dict(arrays)
-    slopes = arrays.pop("slopes", None)
+    slopes, table = arrays.pop("slopes", None), arrays.pop("table", None)
     if slopes is not None:
         more["score_mod"] = lambda x, batch, head, query, key: x * slopes[head] - slopes[batch] * (query - key)
+    if table is not None:
+        more["score_mod"] = lambda x, batch, head, query, key: x + table[batch, query]
     return attention(**arrays, **static, **more, return_residual=True)
 
 
-def in_ring(arrays, static, mesh, check_vma=True):
-    """`attend` with time split over the axis "time", of whole arrays."""
+def in_ring(arrays, static, mesh, check_vma=True, specs=None, out_specs=IN_TIME, axis_name="time", **more):
+    """`attend` with time split over an axis, "time", of whole arrays, by default over no other."""
+    local = functools.partial(attend, static=static, axis_name=axis_name)
+    specs = {name: spec_of(name, x) if specs is None else specs[name] for name, x in arrays.items()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma, **more)
 
-    def local(arrays):
-        return attend(arrays, static, axis_name="time")
 
-    specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=OUT_SPECS, check_vma=check_vma)
+def place(mesh, spec, *arrays):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
 
 
 def program_of(fn):
@@ -295,6 +298,14 @@ def operations(jaxpr, inside=False):
             yield from operations(inner, inside or equation.primitive.name == "while")
 
 
+def jaxprs(arrays, static):
+    """The programs of a ring of eight devices, without and with gradients."""
+    run = in_ring(arrays, static, mesh_of(8))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
+    fns = run, lambda arrays: jax.vjp(run, arrays)[1](ones)
+    return [jax.make_jaxpr(fn)(arrays).jaxpr for fn in fns]
+
+
 HOPS = [
     ({}, 7, 9),
     (dict(is_causal=True), 7, 9),
@@ -309,56 +320,38 @@ HOPS = [
 @pytest.mark.parametrize("case", few_of(HOPS, HOPS[4]), ids=str)
 def test_keys_are_sent_as_far_as_a_window_reaches(case):
     static, hops, hops_of_sums = case
-    arrays = inputs()
-    run = in_ring(arrays, static, mesh_of(8))
-
-    assert permutes(jax.make_jaxpr(run)(arrays).jaxpr) == 2 * hops
-    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
-    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
-    assert permutes(program.jaxpr) == 2 * (2 * hops + hops_of_sums)
-
-
-def compiled(fn, mesh, *shapes):
-    """The program of a function of arrays that are split along time, for a long sequence."""
-    place = NamedSharding(mesh, IN_TIME)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
-    return jax.jit(fn, out_shardings=place).lower(*shapes).compile()
+    forward, with_gradients = jaxprs(inputs(), static)
+    assert permutes(forward) == 2 * hops
+    assert permutes(with_gradients) == 2 * (2 * hops + hops_of_sums)
 
 
 @pytest.mark.forms
 def test_nothing_is_gathered():
     """The program with the gradient sends to neighbours alone, and a device needs a part of the memory."""
-    mesh, shape = mesh_of(8), (1, 8192, 2, 64)
+    mesh, length = mesh_of(8), 8192
 
     def gathered(query, key, value):
         key, value = (jax.lax.all_gather(x, "time", axis=1, tiled=True) for x in (key, value))
         positions = jax.lax.axis_index("time") * query.shape[1] + jnp.arange(query.shape[1])
         return attention(query, key, value, is_causal=True, query_positions=positions)
 
-    def ring(query, key, value):
-        return attention(query, key, value, is_causal=True, axis_name="time")
-
-    def gradients(fn):
+    def program(fn):
         split = jax.shard_map(fn, mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME)
-        return lambda *args: jax.grad(lambda args: jnp.sum(split(*args) ** 2))(args)
+        step = jax.grad(lambda args: jnp.sum(split(*args) ** 2))
+        x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32, sharding=NamedSharding(mesh, IN_TIME))
+        return jax.jit(step, out_shardings=NamedSharding(mesh, IN_TIME)).lower((x, x, x)).compile()
 
-    programs = {fn: compiled(gradients(fn), mesh, shape, shape, shape) for fn in (ring, gathered)}
-    text = programs[ring].as_text()
-    assert "collective-permute" in text
-    for exchange in ("all-gather", "all-to-all", "reduce-scatter", f"f32[1,{shape[1]},"):
-        assert exchange not in text
-        assert exchange in programs[gathered].as_text() or exchange == "all-to-all"
-    sizes = {fn: program.memory_analysis().temp_size_in_bytes for fn, program in programs.items()}
-    assert sizes[ring] < 0.6 * sizes[gathered]
+    ring, peer = program(functools.partial(attention, is_causal=True, axis_name="time")), program(gathered)
+    assert "collective-permute" in ring.as_text()
+    for exchange in ("all-gather", "all-to-all", "reduce-scatter", f"f32[1,{length},"):
+        assert exchange not in ring.as_text()
+        assert exchange in peer.as_text() or exchange == "all-to-all"
+    assert ring.memory_analysis().temp_size_in_bytes < 0.6 * peer.memory_analysis().temp_size_in_bytes
 
 
 def test_steps_in_which_a_device_sees_nothing_are_skipped():
     """All that is computed is in loops that run once or never, and nothing is sent in there."""
-    arrays = inputs()
-    run = in_ring(arrays, dict(is_causal=True), mesh_of(8))
-    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
-    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
-    found = set(operations(program.jaxpr))
+    found = set(operations(jaxprs(inputs(), dict(is_causal=True))[1]))
     assert ("ppermute", False) in found
     assert ("ppermute", True) not in found
     assert ("dot_general", True) in found
@@ -438,10 +431,8 @@ def loss_of(fn):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("over", ["forward mode", "forward over reverse", "reverse over reverse"])
 def test_other_derivatives(over, check_vma):
-    arrays, static = (
-        inputs(bias=normals(1, N, T, T, seed=3), sinks=SINKS, slopes=SLOPES),
-        dict(local_window_size=(9, 2)),
-    )
+    arrays = inputs(bias=normals(1, N, T, T, seed=3), sinks=SINKS, slopes=SLOPES)
+    static = dict(local_window_size=(9, 2))
     along = directions(arrays)
 
     def product(fn):
@@ -458,6 +449,9 @@ def test_other_derivatives(over, check_vma):
         assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
 
 
+COTANGENTS = normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7)
+
+
 @pytest.mark.forms
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -465,21 +459,13 @@ def test_batch_and_heads_split_as_well(kind, check_vma):
     mesh = mesh_of(2, 2, 2, names=("batch", "time", "heads"), kind=kind)
     arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=SINKS)
     arrays |= dict(bias=normals(1, N, T, 1, seed=3), scale=np.float32(0.7))
-    static = dict(is_causal=True, local_window_size=6)
-    of_time = P("batch", "time", "heads")
+    static, of_time = dict(is_causal=True, local_window_size=6), P("batch", "time", "heads")
     specs = dict.fromkeys(("query", "key", "value"), of_time) | {"sinks": P("heads"), "bias": P(None, "heads", "time")}
     specs |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P("batch", "time")) | {"scale": P()}
-    specs = {name: specs[name] for name in arrays}
-
-    def local(arrays):
-        return attend(arrays, static, axis_name="time")
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=of_time, check_vma=check_vma)
+    split = in_ring(arrays, static, mesh, check_vma, specs, of_time)
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
-        d_out, d_lse = normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7)
-        cotangents = [jax.device_put(x, NamedSharding(mesh, of_time)) for x in (d_out, d_lse)]
-        actual = results(split, placed, cotangents)
+        placed = {name: place(mesh, specs[name], x)[0] for name, x in arrays.items()}
+        actual = results(split, placed, place(mesh, of_time, *COTANGENTS))
     assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
 
 
@@ -487,15 +473,11 @@ def test_batch_and_heads_split_as_well(kind, check_vma):
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_time_alone_is_manual(kind):
     """`jax.shard_map` over the axis of time, while the compiler or the types split the batch."""
-    mesh = mesh_of(2, 4, names=("batch", "time"), kind=kind)
+    mesh, in_both = mesh_of(2, 4, names=("batch", "time"), kind=kind), P("batch", "time")
     arrays, static = inputs(), dict(is_causal=True)
     with jax.set_mesh(mesh):
-        place = NamedSharding(mesh, P("batch", "time"))
-        placed = {name: jax.device_put(x, place) for name, x in arrays.items()}
-        local = lambda arrays: attend(arrays, static, axis_name="time")  # noqa: E731
-        split = jax.shard_map(local, in_specs=IN_TIME, out_specs=IN_TIME, axis_names={"time"})
-        cotangents = [jax.device_put(x, place) for x in (normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7))]
-        actual = results(split, placed, cotangents)
+        placed = dict(zip(arrays, place(mesh, in_both, *arrays.values()), strict=True))
+        actual = results(in_ring(arrays, static, mesh, axis_names={"time"}), placed, place(mesh, in_both, *COTANGENTS))
     assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
 
 
@@ -511,29 +493,11 @@ def test_score_mod_beside_explicit_axes_is_refused():
 @pytest.mark.forms
 def test_captured_arrays_that_are_split():
     """A table of the device's own queries, whose rows are split over another axis of the mesh."""
-    mesh, in_both = mesh_of(2, 4, names=("batch", "time")), P("batch", "time")
-    arrays, table = inputs(), normals(B, T, seed=9)
-    positions = np.stack([INDEX, INDEX[::-1]])
-
-    def split(query, key, value, table):
-        def local(query, key, value, table, positions):
-            mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
-            of_time = dict(query_positions=positions, key_positions=positions, axis_name="time")
-            return attention(query, key, value, score_mod=mod, **of_time)
-
-        specs = in_both, in_both, in_both, P("batch"), in_both
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=in_both)(query, key, value, table, positions)
-
-    def whole(query, key, value, table):
-        mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
-        return attention(query, key, value, score_mod=mod, query_positions=positions, key_positions=positions)
-
-    args = (*arrays.values(), table)
-    gradients = [
-        jax.jit(jax.grad(lambda *args, fn=fn: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3)))(*args)
-        for fn in (split, whole)
-    ]
-    assert_close(*gradients)
+    in_both, positions = P("batch", "time"), np.stack([INDEX, INDEX[::-1]])
+    arrays = inputs(table=normals(B, T, seed=9), query_positions=positions, key_positions=positions)
+    specs = dict.fromkeys(arrays, in_both) | {"table": P("batch")}
+    split = in_ring(arrays, {}, mesh_of(2, 4, names=("batch", "time")), specs=specs, out_specs=in_both)
+    assert_same(results(split, arrays), results(lambda arrays: attend(arrays, {}), arrays))
 
 
 @pytest.mark.forms
@@ -541,12 +505,11 @@ def test_remat_vmap_and_scan():
     arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
 
     def local(arrays):
-        one = jax.checkpoint(lambda arrays: attend(arrays, static, axis_name="time"))
-        expand = lambda x: x[:, None]  # noqa: E731
-        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(expand, arrays)))
+        one = jax.checkpoint(functools.partial(attend, static=static, axis_name="time"))
+        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(lambda x: x[:, None], arrays)))
 
     specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
-    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=OUT_SPECS)
+    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=IN_TIME)
 
     def twice(arrays):
         return jax.tree.map(lambda x: x.sum(0) / 2, jax.lax.map(lambda _: split(arrays), jnp.arange(2)))
@@ -557,15 +520,10 @@ def test_remat_vmap_and_scan():
 @pytest.mark.forms
 def test_axes_in_another_order_than_the_mesh():
     """The first of the names is the slowest, as in a `PartitionSpec`."""
-    arrays, static = inputs(), dict(is_causal=True, local_window_size=(6, 0))
-    mesh = mesh_of(2, 2, names=("x", "y"))
-
-    def of(names):
-        in_time = P(None, names)
-        fn = lambda arrays: attend(arrays, static, axis_name=names)  # noqa: E731
-        return jax.shard_map(fn, mesh=mesh, in_specs=(in_time,), out_specs=(in_time, in_time))
-
-    assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
+    arrays, static, names = inputs(), dict(is_causal=True, local_window_size=(6, 0)), ("y", "x")
+    mesh, in_time = mesh_of(2, 2, names=("x", "y")), P(None, names)
+    split = in_ring(arrays, static, mesh, specs=dict.fromkeys(arrays, in_time), out_specs=in_time, axis_name=names)
+    assert_same(results(split, arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
 # Arguments.
@@ -587,10 +545,8 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_arguments_are_refused(case):
     arguments, error, text = case
-    arguments = dict(axis_name="time") | arguments
-    split = jax.shard_map(
-        lambda *args: attention(*args, **arguments), mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME
-    )
+    fn = functools.partial(attention, **(dict(axis_name="time") | arguments))
+    split = jax.shard_map(fn, mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME)
     with pytest.raises(error, match=f"^dot_product_attention: {text}"):
         split(*random_inputs(B, T, T, N, K))
 
@@ -602,11 +558,7 @@ def test_an_axis_outside_of_shard_map_is_refused():
 
 def test_cudnn_is_refused_for_the_ring():
     q = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
-    split = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time", implementation="cudnn"),
-        mesh=mesh_of(4),
-        in_specs=IN_TIME,
-        out_specs=IN_TIME,
-    )
+    fn = functools.partial(attention, axis_name="time", implementation="cudnn")
+    split = jax.shard_map(fn, mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME)
     with pytest.raises(ValueError, match="For cuDNN, it has no axis_name"):
         jax.eval_shape(split, q, q, q)

@@ -98,19 +98,23 @@ FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1,
 TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
 
-# Of attention. Query 0 of the first sample sees no key, and no query sees its key 0.
-B, T, S, HEADS = 2, 4, 5, 2
+# Of attention. Query 0 of the first sample sees no key, no query sees its key 2, and each kind of mask hides a pair
+# that no other one hides.
+B, T, S, HEADS = 2, 4, 6, 2
 PAIRS = np.ones((B, T, S), bool)
-PAIRS[0, 0], PAIRS[0, 1:, 0], PAIRS[0, 2, 4], PAIRS[1] = False, False, False, False
+PAIRS[0, 0], PAIRS[0, :, 2], PAIRS[0, 1, 4], PAIRS[1] = False, False, False, False
 DISTANCE = np.arange(S) - np.arange(T)[:, None]
 LENGTHS = {"query_seq_lengths": np.array([4, 3]), "key_value_seq_lengths": np.array([5, 4])}
-IN_LENGTHS = np.stack([np.ones((T, S), bool), (np.arange(T) < 3)[:, None] & (np.arange(S) < 4)])
+IN_LENGTHS = (np.arange(T) < [[4], [3]])[:, :, None] & (np.arange(S) < [[5], [4]])[:, None]
 SEGMENTS = {
     "query_segment_ids": np.array([[0, 0, 0, 0], [7, 7, 7, 2]]),
-    "key_value_segment_ids": np.array([[0, 0, 5, 0, 0], [9, 7, 7, 7, 2]]),
+    "key_value_segment_ids": np.array([[0, 5, 0, 0, 0, 0], [9, 7, 7, 7, 2, 2]]),
 }
 IN_SEGMENTS = SEGMENTS["query_segment_ids"][:, :, None] == SEGMENTS["key_value_segment_ids"][:, None]
-POSITIONS = {"query_positions": np.array([[1, 2, 3, 4]]), "key_positions": np.array([[0, 1, 2, 3, 4], [1, 0, 2, 3, 4]])}
+POSITIONS = {
+    "query_positions": np.array([[2, 3, 4, 5]]),
+    "key_positions": np.array([[0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 4, 5]]),
+}
 QUERY_AT, KEY_AT = POSITIONS["query_positions"][:, :, None], POSITIONS["key_positions"][:, None]
 BEHIND = QUERY_AT - KEY_AT
 PARTS = np.array([[1, 0, 1], [1, 0, 0]], bool)[:, :, None] & np.ones(2, bool)
@@ -192,7 +196,7 @@ def _all_options(bias: Any, sinks: Any, scale: Any, slopes: Any) -> Any:
         slope = jnp.asarray(slopes)[head].astype(x.dtype) * (1 + batch).astype(x.dtype)
         return x + slope * jnp.sqrt((q - k).astype(x.dtype)) * x
 
-    mods = {"score_mod": score, "mask_mod": lambda b, h, q, k: (q + k) % 5 != 0}
+    mods = {"score_mod": score, "mask_mod": lambda b, h, q, k: q + k != 9}
     band = {"is_causal": True, "local_window_size": (3, 1), **POSITIONS}
     return {"bias": bias, "sinks": sinks, "scale": scale, "logit_soft_cap": 2.0, **mods, **band, **LENGTHS, **SEGMENTS}
 
@@ -395,7 +399,7 @@ OPS = {
     "apply_where": Op(_doubled, (X,), ("row",), ELEMENTS, of.elementwise(lambda x: 2 * x), may_be_unmasked=False),
     "dot_product_attention": _attention_over(np.ones((T, S), bool), of.attention),
     "dot_product_attention, options": _attention_over(
-        (BEHIND >= 0) & (BEHIND <= 3) & ((QUERY_AT + KEY_AT) % 5 != 0) & IN_LENGTHS & IN_SEGMENTS,
+        (BEHIND >= 0) & (BEHIND <= 3) & (QUERY_AT + KEY_AT != 9) & IN_LENGTHS & IN_SEGMENTS,
         functools.partial(of.attention_with_options, behind=BEHIND),
         floats(1, HEADS, T, S),
         floats(HEADS),
