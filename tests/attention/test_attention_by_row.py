@@ -59,6 +59,11 @@ def test_gradient_of_a_bias_over_all_pairs_or_fewer(shape):
     assert_close(gradients, [of_all[name] for name in ("query", "key", "value", "bias")])
 
 
+def test_keys_that_a_static_mask_hides_from_a_tile_are_left_out_and_no_others():
+    arguments, live = CASES["window"]
+    assert_close(attention(*random_inputs(), **arguments), exact(*random_inputs(), live)[0])
+
+
 def test_small_weights_of_float16_keep_their_digits():
     keys = 4096
     value = normals(1, keys, 1, 2).astype(np.float16)
