@@ -72,6 +72,7 @@ def test_linen_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(outs, 1), at_once, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_dropout_of_linen_is_drawn_only_where_it_is_asked_for():
     layer, own, params = linen_layers(dropout_rate=0.5)
 

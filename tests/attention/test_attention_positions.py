@@ -94,6 +94,7 @@ def test_a_rotating_cache_gives_what_a_long_one_gives():
         np.testing.assert_allclose(out, expected[:, t : t + 1], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_padding_on_the_left():
     """With lengths of their own, two prompts that end together."""
     query, key, value = random_inputs(S=6)

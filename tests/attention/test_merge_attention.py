@@ -83,6 +83,7 @@ def test_results_have_the_dtypes_to_which_jax_promotes_the_arguments_even_where_
             assert [x.dtype for x in results] == [dtype, "float32"]
 
 
+@pytest.mark.forms
 def test_vmap_scan_and_arguments_in_any_form():
     outs, lses = random_parts()
     expected = masksafe.merge_attention(outs, lses)
