@@ -10,18 +10,13 @@ attention = masksafe.dot_product_attention
 
 
 def few_of(values, *kept):
-    """All values as parameters, those that are not kept marked as slow: each compiles programs for seconds."""
-    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
-
-
-def tiles_of(size):
-    """Sizes of blocks."""
-    tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
-    return tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1)
+    """All values as parameters, those that are not kept for other runs: each compiles a program."""
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.forms) for v in values]
 
 
 def shrink_blocks(choose, size=4, **others):
-    choose(attention=tiles_of(size) | others)
+    tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
+    choose(attention=tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
 
 
 def decode_always(choose):
@@ -141,6 +136,7 @@ CASES = {
     "causal, aligned at the end": (dict(is_causal=True, causal_offset=1), causal(6, 7, 1)),
     "causal, dead rows": (dict(is_causal=True, causal_offset=-2), causal(6, 7, -2)),
     "window": (dict(local_window_size=(2, 1)), window(6, 7, 2, 1)),
+    "window, behind the keys for the last queries": (dict(local_window_size=(-3, 4)), window(6, 7, -3, 4)),
     "key lengths": (dict(key_value_seq_lengths=np.array([5, 0])), below([5, 0], 7)[:, None, None, :]),
     "query lengths": (dict(query_seq_lengths=np.array([2, 5])), below([2, 5], 6)[:, None, :, None]),
     "segments": (

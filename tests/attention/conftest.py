@@ -1,28 +1,35 @@
-"""Attention on one block, on many blocks of a few queries and keys each, of ragged sizes, and as in decoding."""
+"""The forms of attention: one block, many of a few queries and keys each, blocks of keys alone, and rows."""
 
 import pytest
-from attention_cases import decode_always, shrink_blocks
+from attention_cases import by_rows, decode_always, few_of, shrink_blocks
+
+FORMS = {
+    "one block": lambda choose: None,
+    "many blocks": shrink_blocks,
+    "blocks of keys": decode_always,
+    "rows": by_rows,
+}
+
+
+def forms(*by_default):
+    """A fixture that runs a test in each form."""
+
+    @pytest.fixture(params=few_of(FORMS, *by_default))
+    def form(request, choose):
+        FORMS[request.param](choose)
+        return request.param
+
+    return form
+
+
+# The table of the contract has many blocks and rows: what is tried in one form alone is tried in another one.
+form = forms("blocks of keys")
+whole_form = forms("one block")
+looping_form = forms("blocks of keys", "rows")
+split_form = forms("many blocks", "blocks of keys", "rows")
+each_form = forms(*FORMS)
 
 
 @pytest.fixture
 def many_blocks(choose):
     shrink_blocks(choose)
-
-
-def both(*params):
-    """A fixture that runs a test with many blocks, with one block for everything, and with blocks of keys alone."""
-
-    @pytest.fixture(params=params)
-    def fixture(request, choose):
-        if request.param == "many blocks":
-            shrink_blocks(choose)
-        if request.param == "blocks of keys":
-            decode_always(choose)
-        return request.param
-
-    return fixture
-
-
-# Programs of many blocks take three times as long to compile: they are for what depends on blocks.
-blocks = both("many blocks", pytest.param("one block", marks=pytest.mark.slow))
-one_or_many_blocks = both("one block", "blocks of keys", pytest.param("many blocks", marks=pytest.mark.slow))

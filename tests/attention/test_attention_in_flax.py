@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_cases import few_of
 from attention_in_flax import make_modern_layer
 from flax import linen, nnx
 
@@ -28,32 +29,31 @@ def nnx_layer(**arguments):
     return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0), **arguments)
 
 
-MASKS = pytest.mark.parametrize(
-    "mask",
-    [pytest.param(None, marks=pytest.mark.slow), pytest.param(CAUSAL, marks=pytest.mark.slow), PADDED],
-    ids=["no mask", "causal", "causal and padded"],
-)
+MASKS = {"no mask": None, "causal": CAUSAL, "causal and padded": PADDED}
 
 
-@MASKS
-def test_linen_value_and_gradient_are_flax_own(mask):
-    layer, own, params = linen_layers()
+@pytest.mark.parametrize("name", few_of(MASKS, "causal and padded"))
+def test_linen_value_and_gradient_are_flax_own(name):
+    (layer, own, params), mask = linen_layers(), MASKS[name]
     words = IS_WORD[..., None]  # of flax's own, the rows without a key are averages over padding
 
     def total(layer):
         return lambda p: jnp.sum(jnp.sin(jnp.where(words, layer.apply({"params": p}, X, mask=mask), 0)))
 
-    ours, theirs = (jax.jit(jax.value_and_grad(total(x)))(params) for x in (layer, own))
+    ours, theirs = jax.jit(lambda p: [jax.value_and_grad(total(x))(p) for x in (layer, own)])(params)
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@MASKS
-def test_nnx_is_flax_own(mask):
+@pytest.mark.forms
+@pytest.mark.parametrize("name", MASKS)
+def test_nnx_is_flax_own(name):
+    mask = MASKS[name]
     ours, theirs = nnx_layer(attention_fn=flax_attention)(X, mask=mask), nnx_layer()(X, mask=mask)
     words = np.asarray(IS_WORD)
     np.testing.assert_allclose(ours[words], theirs[words], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_linen_decodes_step_by_step_what_it_computes_at_once():
     layer, _, params = linen_layers()
     at_once = layer.apply({"params": params}, X, mask=CAUSAL)
@@ -72,14 +72,7 @@ def test_linen_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(outs, 1), at_once, rtol=1e-5, atol=1e-6)
 
 
-def test_nnx_decodes_step_by_step_what_it_computes_at_once():
-    layer = nnx_layer(attention_fn=flax_attention)
-    at_once = layer(X, mask=CAUSAL)
-    layer.init_cache(X.shape)
-    steps = [layer(X[:, t : t + 1], decode=True) for t in range(TIME)]
-    np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
-
-
+@pytest.mark.forms
 def test_dropout_of_linen_is_drawn_only_where_it_is_asked_for():
     layer, own, params = linen_layers(dropout_rate=0.5)
 
@@ -115,18 +108,23 @@ def test_mean_over_dropout_is_what_comes_without(dropout):
     assert (abs(draws.mean(0) - expected) <= 5 * standard_errors + 1e-6).all()
 
 
-def test_a_causal_mask_in_decoding_hides_nothing_of_the_cache():
-    """Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone."""
+@pytest.mark.parametrize("is_causal", few_of([False, True], True))
+def test_nnx_decodes_step_by_step_what_it_computes_at_once(is_causal):
+    """A causal mask hides nothing of the cache.
+
+    Some versions of flax ask for one on top of their mask of the cache, by which a query saw the first key alone.
+    """
     layer = nnx_layer(attention_fn=flax_attention)
-    at_once = layer(X, is_causal=True)
+    at_once = layer(X, mask=None if is_causal else CAUSAL, is_causal=is_causal)
     layer.init_cache(X.shape)
-    steps = [layer(X[:, t : t + 1], decode=True, is_causal=True) for t in range(TIME)]
+    steps = [layer(X[:, t : t + 1], decode=True, is_causal=is_causal) for t in range(TIME)]
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-6)
     query, key, value = (jnp.ones((1, n, 2, 4)) * jnp.arange(n)[:, None, None] for n in (1, 3, 3))
-    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=True)
+    out = flax_attention(query, key, value, mask=jnp.ones((1, 1, 1, 3), bool), is_causal=is_causal)
     np.testing.assert_allclose(out, jnp.ones((1, 1, 2, 4)), rtol=1e-6)
 
 
+@pytest.mark.forms
 def test_sinks_score_mod_and_mask_mod_inside_of_a_layer():
     layer = make_modern_layer(nnx.Rngs(0))
     expected = layer(X)

@@ -10,14 +10,12 @@ import pytest
 from attention_cases import (
     assert_close,
     attention,
-    by_rows,
     causal,
-    decode_always,
     exact,
+    few_of,
     normals,
     random_inputs,
     replaced,
-    shrink_blocks,
     with_gradients,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -31,48 +29,12 @@ SLOPES = np.float32([0.5, -1.5])
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 
 
-@pytest.fixture(
-    params=["dense", "blocks of keys", *(pytest.param(x, marks=pytest.mark.slow) for x in ("blocks", "by row"))]
-)
-def form(request, choose):
-    """Each of the forms of attention."""
-    if request.param == "blocks":
-        shrink_blocks(choose)
-    if request.param == "blocks of keys":
-        decode_always(choose)
-    if request.param == "by row":
-        by_rows(choose)
-    return request.param
-
-
-# score_mod
+# score_mod. That masked pairs never count, and that all derivatives are exact, is a row of the contract's table.
 
 
 def alibi(query, key, value, slopes):
-    return with_residual(
-        query, key, value, is_causal=True, score_mod=lambda x, batch, head, q, k: x + slopes[head] * (k - q)
-    )
-
-
-def test_alibi_is_a_bias_with_exact_gradients(form):
-    inputs = random_inputs()
-    distance = (KEY - QUERY).astype(np.float64)
-    outputs, gradients = with_gradients(alibi)((*inputs, SLOPES), COTANGENTS)
-    bias = np.float64(SLOPES)[:, None, None] * distance
-    expected, of_all = exact(*inputs, causal(6, 7), bias, d_out=COTANGENTS[0], d_lse=COTANGENTS[1])
-    assert_close(outputs, expected)
-    assert_close(gradients[:3], [of_all[name] for name in ("query", "key", "value")])
-    assert_close(gradients[3], np.sum(of_all["bias"] * distance, (0, 2, 3)))
-
-
-def densely(mod, query, key, value, captured, live, bias=0.0):
-    """All logits at once, in JAX's own operations."""
-    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], 2) for x in (key, value))
-    x = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias
-    sample, head, q, k = np.indices(x.shape)
-    x = jnp.where(live, mod(captured, jnp.where(live, x, 0), sample, head, q, k), -jnp.inf)
-    out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, -1), value)
-    return out, jnp.moveaxis(jax.nn.logsumexp(x, -1), 1, 2)
+    mod = lambda x, batch, head, q, k: x + slopes[head] * (k - q)  # noqa: E731
+    return with_residual(query, key, value, is_causal=True, score_mod=mod)
 
 
 def bent(captured, x, batch, head, q, k):
@@ -81,84 +43,33 @@ def bent(captured, x, batch, head, q, k):
     return jnp.sin(x) * factor[batch] + table[head, jnp.abs(q - k) // 2] * x
 
 
-def test_any_function_with_a_bias_and_grouped_heads(form):
-    inputs = *random_inputs(N=4, K=2), normals(2, 4, 6, 7, seed=5)
+@pytest.mark.forms
+def test_any_function_with_a_bias_and_grouped_heads(each_form):
+    inputs, live = (*random_inputs(N=4, K=2), normals(2, 4, 6, 7, seed=5)), causal(6, 7)
     captured = normals(4, 4, seed=8), normals(2, seed=9)
-    cotangents = normals(2, 6, 4, 4, seed=6), normals(2, 6, 4, seed=7)
 
     def ours(query, key, value, bias, captured):
-        mod = lambda *pair: bent(captured, *pair)  # noqa: E731
-        return with_residual(query, key, value, bias, is_causal=True, score_mod=mod)
+        return with_residual(query, key, value, bias, is_causal=True, score_mod=functools.partial(bent, captured))
 
-    def theirs(query, key, value, bias, captured):
-        return densely(bent, query, key, value, captured, causal(6, 7), bias)
+    def densely(query, key, value, bias, captured):
+        key, value = (jnp.repeat(x, 2, 2) for x in (key, value))
+        x = jnp.einsum("btnh,bsnh->bnts", query, key) * query.shape[-1] ** -0.5 + bias
+        x = jnp.where(live, bent(captured, jnp.where(live, x, 0), *np.indices(x.shape)), -jnp.inf)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(x, -1), value)
+        return out, jnp.moveaxis(jax.nn.logsumexp(x, -1), 1, 2)
 
-    arguments = (*inputs, captured)
-    assert_close(with_gradients(ours)(arguments, cotangents), with_gradients(theirs)(arguments, cotangents), 1e-4)
-
-
-# At a masked pair, k > q, the first is NaN, with a derivative of NaN; at others both are alike.
-def undefined(captured, x, batch, head, q, k):
-    return x + captured[head] * jnp.sqrt((q - k).astype(jnp.float32)) * jnp.where(k > q, jnp.nan, x)
-
-
-def defined(captured, x, batch, head, q, k):
-    return x + captured[head] * jnp.sqrt(jnp.maximum(q - k, 0).astype(jnp.float32)) * x
-
-
-def test_a_masked_pair_never_counts(form):
-    def run(mod):
-        fn = lambda q, k, v, a: with_residual(  # noqa: E731
-            q, k, v, is_causal=True, mask=np.arange(7) != 3, score_mod=lambda *pair: mod(a, *pair)
-        )
-        return with_gradients(fn)((*random_inputs(), SLOPES), COTANGENTS)
-
-    # Compared to a few rounding errors, not to the bit: the functions compute differently.
-    assert_close(run(undefined), run(defined), 2e-6)
-
-
-def test_garbage_under_the_mask_changes_no_bit(form):
-    inputs, masked = random_inputs(), np.isin(KEY, (3, 6))[:, None, None]
-    fn = lambda q, k, v, a: with_residual(  # noqa: E731
-        q, k, v, is_causal=True, mask=KEY != 3, score_mod=lambda *pair: undefined(a, *pair)
-    )
-    run = with_gradients(fn)
-    clean = run((*inputs, SLOPES), COTANGENTS)
-    for garbage in (np.nan, np.inf, 3e38):
-        dirty = [inputs[0], *(np.where(masked, np.float32(garbage), x) for x in inputs[1:])]
-        jax.tree.map(np.testing.assert_array_equal, run((*dirty, SLOPES), COTANGENTS), clean)
+    args, cotangents = (*inputs, captured), (normals(2, 6, 4, 4, seed=6), normals(2, 6, 4, seed=7))
+    assert_close(with_gradients(ours)(args, cotangents), with_gradients(densely)(args, cotangents), 1e-4)
 
 
 def test_a_bad_query_or_key_shows_whatever_the_function_returns(form):
-    forgets = lambda x, batch, head, q, k: 0.0 * k  # noqa: E731
+    run = jax.jit(functools.partial(attention, is_causal=True, score_mod=lambda x, batch, head, q, k: 0.0 * k))
     query, key, value = random_inputs()
-    out = attention(replaced(query, (0, 2, 1, 0), np.nan), key, value, score_mod=forgets)
-    assert (np.isnan(out).all(-1) == (np.indices((2, 6, 2)).T == (0, 2, 1)).all(-1).T).all()
-    out = attention(query, replaced(key, (1, 3, 0, 0), np.inf), value, is_causal=True, score_mod=forgets)
-    assert (np.isnan(out).all((2, 3)) == ((np.arange(2) == 1)[:, None] & (np.arange(6) >= 3))).all()
-
-
-@pytest.mark.parametrize("derivative", ["forward", "forward over reverse", "reverse over reverse"])
-def test_other_derivatives(derivative):
-    inputs = (*random_inputs(), SLOPES)
-    along = tuple(normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs))
-
-    def ours(*args):
-        return attention(*args[:3], is_causal=True, score_mod=lambda *pair: undefined(args[3], *pair))
-
-    def theirs(*args):
-        return densely(defined, *args, causal(6, 7))[0]
-
-    def derived(fn):
-        gradient = jax.grad(lambda *args: jnp.sum(jnp.square(fn(*args))) / 2, range(4))
-        if derivative == "forward":
-            with masksafe.forward_mode():
-                return jax.jit(lambda *args: jax.jvp(fn, args, along)[1])(*inputs)
-        if derivative == "forward over reverse":
-            return jax.jit(lambda *args: jax.jvp(gradient, args, along)[1])(*inputs)
-        return jax.jit(lambda *args: jax.vjp(gradient, *args)[1](along))(*inputs)
-
-    assert_close(derived(ours), derived(theirs), 3e-4)
+    sample, time, head, _ = np.indices((2, 6, 2, 4))
+    out = run(replaced(query, (0, 2, 1, 0), np.nan), key, value)
+    np.testing.assert_array_equal(np.isnan(out), (sample == 0) & (time == 2) & (head == 1))
+    out = run(query, replaced(key, (1, 3, 0, 0), np.inf), value)
+    np.testing.assert_array_equal(np.isnan(out), (sample == 1) & (time >= 3))
 
 
 def test_a_function_is_traced_once_and_compiled_once():
@@ -179,19 +90,23 @@ def test_a_function_is_traced_once_and_compiled_once():
     assert np.abs(first - second).max() > 1e-3
 
 
-def test_functions_that_read_alike_but_hold_other_constants_are_told_apart():
+@pytest.mark.parametrize(
+    "wrap", few_of([jax.jit, lambda fn: jax.checkpoint(jax.jit(fn))], jax.jit), ids=["jit", "remat"]
+)
+def test_functions_that_read_alike_but_hold_other_constants_are_told_apart(wrap):
     query, key, value = random_inputs()
     outs = []
     for factor in (1.0, 2.0):
         table = np.full(7, factor, np.float32)
-        inner = jax.jit(lambda k, table=table: jnp.asarray(table)[k])
+        inner = wrap(lambda k, table=table: jnp.asarray(table)[k])
         outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
-    expected = [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)]
+    expected = [exact(query, key, value, scale=0.5 * factor)[0] for factor in (1.0, 2.0)]
     assert_close(outs, expected)
 
 
+@pytest.mark.forms
 def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
-    """A rule of derivatives, and a constant of a function inside of one that is recomputed."""
+    """A rule of derivatives."""
     query, key, value = random_inputs()
 
     def with_rule(factor):
@@ -203,40 +118,13 @@ def test_functions_that_differ_in_what_is_not_shown_are_told_apart():
         return jax.grad(lambda query: jnp.sum(attention(query, key, value, score_mod=mod) ** 2))(query)
 
     np.testing.assert_allclose(gradient(with_rule(3.0)), 3 * gradient(with_rule(1.0)), rtol=1e-5)
-    outs = []
-    for factor in (1.0, 2.0):
-        table = np.full(7, factor, np.float32)
-        inner = jax.checkpoint(jax.jit(lambda k, table=table: jnp.asarray(table)[k]))
-        outs.append(attention(query, key, value, score_mod=lambda x, b, h, q, k, inner=inner: x * inner(k)))
-    assert_close(outs, [attention(query, key, value, scale=0.5 * factor) for factor in (1.0, 2.0)])
 
 
-def test_lowers_for_cuda():
-    def loss(query, key, value, slopes):
-        out, lse = with_residual(
-            query,
-            key,
-            value,
-            score_mod=lambda x, batch, head, q, k: x + slopes[head] * (k - q),
-            mask_mod=attention_masks.causal,
-            sinks=slopes,
-            key_positions=jnp.arange(7)[None],
-        )
-        return jnp.sum(out) + jnp.sum(lse)
-
-    step = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
-    assert jax.export.export(step, platforms=["cuda"])(*random_inputs(), SLOPES).platforms == ("cuda",)
-
-
+@pytest.mark.forms
 def test_nothing_of_the_size_of_all_pairs_is_held():
     shape = jax.ShapeDtypeStruct((1, 2048, 1, 16), jnp.float32)
-
-    def loss(query, key, value, slopes):
-        return jnp.sum(alibi(query, key, value, slopes)[0])
-
-    program = (
-        jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*[shape] * 3, jax.ShapeDtypeStruct((1,), jnp.float32)).compile()
-    )
+    step = jax.grad(lambda *args: jnp.sum(alibi(*args)[0]), (0, 1, 2, 3))
+    program = jax.jit(step).lower(*[shape] * 3, jax.ShapeDtypeStruct((1,), jnp.float32)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2048**2 * 4 / 2
 
 
@@ -255,7 +143,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", few_of(MASKS, "of samples and heads"))
 def test_a_function_masks_as_an_array_does(name, form):
     mod, live = MASKS[name]
     live, inputs = np.broadcast_to(live, (2, 2, 6, 7)), random_inputs()
@@ -305,31 +193,11 @@ READY_MADE = {
 @pytest.mark.parametrize("name", READY_MADE)
 def test_ready_made_masks(name):
     mask, live = READY_MADE[name]
-    inputs = random_inputs()
     live = np.broadcast_to(live[:, None] if live.ndim == 3 else live, (2, 2, 6, 7))
-    np.testing.assert_allclose(attention(*inputs, mask_mod=mask), exact(*inputs, live)[0], rtol=2e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.broadcast_to(mask(*map(jnp.asarray, np.indices(live.shape))), live.shape), live)
 
 
 # In JAX's transformations.
-
-
-@pytest.mark.slow
-def test_vmap_remat_scan_and_shard_map():
-    inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
-    fn = lambda *args: alibi(*args)[0]  # noqa: E731
-    expected = with_gradients(fn)(inputs, d_out)
-    assert_close(with_gradients(jax.checkpoint(fn))(inputs, d_out), expected)
-
-    def samples_in_turn(query, key, value, slopes):
-        one = lambda _, x: (None, fn(*(y[None] for y in x), slopes)[0])  # noqa: E731
-        return jax.lax.scan(one, None, (query, key, value))[1]
-
-    assert_close(with_gradients(samples_in_turn)(inputs, d_out), expected)
-    assert_close(with_gradients(jax.vmap(fn, (0, 0, 0, None)))(inputs, d_out), expected)
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,))
-    rows = PartitionSpec("batch")
-    sharded = jax.shard_map(fn, mesh=mesh, in_specs=(rows, rows, rows, PartitionSpec()), out_specs=rows)
-    assert_close(with_gradients(sharded)(inputs, d_out), expected)
 
 
 def in_shard_map(fn, **arguments):
@@ -338,111 +206,100 @@ def in_shard_map(fn, **arguments):
     return jax.shard_map(fn, mesh=mesh, in_specs=(rows, rows, rows), out_specs=rows, **arguments)
 
 
-def test_constants_and_random_numbers_in_shard_map():
-    key = jax.random.key(0)
-    for mod in (lambda *_: 1.0, lambda x, b, h, q, k: x + jax.random.uniform(jax.random.fold_in(key, h), ()) * q):
-        fn = functools.partial(attention, score_mod=mod)
-        d_out = COTANGENTS[0]
-        assert_close(
-            with_gradients(in_shard_map(fn))(random_inputs(), d_out), with_gradients(fn)(random_inputs(), d_out)
-        )
+def random_slopes(x, batch, head, q, k):
+    return x + jax.random.uniform(jax.random.fold_in(jax.random.key(0), head), ()) * q
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("mod", [lambda *_: 1.0, random_slopes], ids=["constant", "random"])
+def test_constants_and_random_numbers_in_shard_map(mod):
+    fn, inputs = functools.partial(attention, score_mod=mod), random_inputs()
+    assert_close(with_gradients(in_shard_map(fn))(inputs, COTANGENTS[0]), with_gradients(fn)(inputs, COTANGENTS[0]))
+
+
+ABOVE_0 = functools.partial(attention, score_mod=lambda x, *_: jax.nn.relu(x))
 
 
 def test_what_shard_map_cannot_check_is_refused_with_a_way_out():
-    fn = functools.partial(attention, score_mod=lambda x, *_: jax.nn.relu(x))
-    inputs, d_out = random_inputs(), COTANGENTS[0]
     with pytest.raises(ValueError, match=r"score_mod or mask_mod: got a function with \w+; .* check_vma=False"):
-        with_gradients(in_shard_map(fn))(inputs, d_out)
-    unchecked = with_gradients(in_shard_map(fn, check_vma=False))(inputs, d_out)
-    assert_close(unchecked, with_gradients(fn)(inputs, d_out))
+        jax.eval_shape(with_gradients(in_shard_map(ABOVE_0)), random_inputs(), COTANGENTS[0])
+    jax.eval_shape(with_gradients(in_shard_map(ABOVE_0, check_vma=False)), random_inputs(), COTANGENTS[0])
+
+
+@pytest.mark.forms
+def test_what_shard_map_does_not_check_has_exact_gradients():
+    actual = with_gradients(in_shard_map(ABOVE_0, check_vma=False))(random_inputs(), COTANGENTS[0])
+    assert_close(actual, with_gradients(ABOVE_0)(random_inputs(), COTANGENTS[0]))
 
 
 def test_a_table_and_positions_that_are_split():
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Explicit,))
     table, positions = np.arange(7) != 3, np.stack([np.arange(7), np.arange(7)[::-1]])
-    fn = lambda q, k, v, at: attention(q, k, v, key_positions=at, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])  # noqa: E731
+
+    def fn(q, k, v, at):
+        mods = dict(score_mod=lambda x, b, h, i, j: x + h * j, mask_mod=lambda b, h, i, j: jnp.asarray(table)[j])
+        return attention(q, k, v, key_positions=at, **mods)
+
+    inputs = random_inputs(N=4, K=2)
     with jax.set_mesh(mesh):
         place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
-        out = jax.jit(fn)(*map(place, (*random_inputs(), positions)))
-    assert_close(out, exact(*random_inputs(), (positions != 3)[:, None, None])[0])
+        out = jax.jit(fn)(*map(place, (*inputs, positions)))
+    bias = np.arange(4)[:, None, None] * positions[:, None, None]
+    assert_close(out, exact(*inputs, (positions != 3)[:, None, None], bias)[0])
 
 
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-def test_sharded(kind):
-    inputs, d_out = (*random_inputs(), SLOPES), COTANGENTS[0]
-    masks = dict(mask_mod=attention_masks.chunked(4))
-    fn = lambda q, k, v, a: attention(q, k, v, score_mod=lambda *pair: defined(a, *pair), **masks)  # noqa: E731
-    expected = with_gradients(fn)(inputs, d_out)
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(kind,))
-    with jax.set_mesh(mesh):
-        place = lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))  # noqa: E731
-        actual = with_gradients(fn)((*map(place, inputs[:3]), jnp.asarray(SLOPES)), place(d_out))
-    assert_close(actual, expected)
-
-
-BAD_FUNCTIONS = {
-    "an array": (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
-    "a vector": (
-        dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)),
-        ValueError,
-        r"score_mod: got a result of shape \(2,\)",
-    ),
-    "a boolean": (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
-    "a number": (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
-    "an integer": (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
-    "other parameters": (
+BAD_FUNCTIONS = [
+    (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
+    (dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)), ValueError, r"score_mod: got a result of shape \(2,\)"),
+    (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
+    (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
+    (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
+    (
         dict(score_mod=lambda x, q, k: x),
         TypeError,
         r"score_mod: got a function of \(x, q, k\); expected one that can be called as \(logit, batch",
     ),
-    "two results": (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
-    "an offset as well": (
+    (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
+    (
         dict(is_causal=True, causal_offset=1, query_positions=np.arange(6)[None]),
         ValueError,
         "causal_offset: got an offset and query_positions",
     ),
-    "floats": (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
-    "positions of another length": (
-        dict(query_positions=np.ones((2, 5), int)),
-        ValueError,
-        "query_positions: got shape",
-    ),
-    "sinks": (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
-}
+    (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
+    (dict(query_positions=np.ones((2, 5), int)), ValueError, "query_positions: got shape"),
+    (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_FUNCTIONS)
-def test_bad_arguments_are_refused(name):
-    arguments, error, text = BAD_FUNCTIONS[name]
+@pytest.mark.parametrize("case", BAD_FUNCTIONS)
+def test_bad_arguments_are_refused(case):
+    arguments, error, text = case
     with pytest.raises(error, match=f"^dot_product_attention: {text}"):
         attention(*random_inputs(), **arguments)
 
 
-BAD_MASKS = {
-    "window": (lambda: attention_masks.window(None), r"attention_masks.window: left and right: got value \(None, 0\)"),
-    "chunked": (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
-    "no chunk": (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
-    "prefix": (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
-    "no function": (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
-    "a boolean window": (lambda: attention_masks.window(True), "attention_masks.window: left and right: got value"),
-    "a window of no key": (
-        lambda: attention_masks.window(-1),
-        r"value \(-1, 0\).* -1 does not mean a window",
-    ),
-    "no chunk of NumPy": (lambda: attention_masks.chunked(np.array(0)), "attention_masks.chunked: size: got value 0"),
-    "chunks of samples": (lambda: attention_masks.chunked(np.ones(2, int)), r"size: got shape \(2,\); expected one"),
-    "a negative prefix": (lambda: attention_masks.prefix(-3), "attention_masks.prefix: length: got value -3"),
-    "negative prefixes": (lambda: attention_masks.prefix(np.array([2, -3])), "prefix: length: got value"),
-    "prefixes of pairs": (lambda: attention_masks.prefix(np.ones((2, 2), int)), r"length: got shape \(2, 2\)"),
-    "or": (lambda: attention_masks.causal or attention_masks.prefix(3), r"Use \| and & and ~ in place of or, and, not"),
-    "not": (lambda: not attention_masks.causal, "AttentionMask: a mask is neither true nor false"),
-    "joined with a number": (lambda: attention_masks.causal & 3, "unsupported operand"),
-}
+BAD_MASKS = [
+    (lambda: attention_masks.window(None), r"attention_masks.window: left and right: got value \(None, 0\)"),
+    (lambda: attention_masks.chunked(2.5), "attention_masks.chunked: size: got dtype float32"),
+    (lambda: attention_masks.chunked(0), "attention_masks.chunked: size: got value 0"),
+    (lambda: attention_masks.prefix(2.5), "attention_masks.prefix: length: got dtype float32"),
+    (lambda: attention_masks.AttentionMask(3), "AttentionMask: allows: got type int"),
+    (lambda: attention_masks.window(True), "attention_masks.window: left and right: got value"),
+    (lambda: attention_masks.window(-1), r"value \(-1, 0\).* -1 does not mean a window"),
+    (lambda: attention_masks.chunked(np.array(0)), "attention_masks.chunked: size: got value 0"),
+    (lambda: attention_masks.chunked(np.ones(2, int)), r"size: got shape \(2,\); expected one"),
+    (lambda: attention_masks.prefix(-3), "attention_masks.prefix: length: got value -3"),
+    (lambda: attention_masks.prefix(np.array([2, -3])), "prefix: length: got value"),
+    (lambda: attention_masks.prefix(np.ones((2, 2), int)), r"length: got shape \(2, 2\)"),
+    (lambda: attention_masks.causal or attention_masks.prefix(3), r"Use \| and & and ~ in place of or, and, not"),
+    (lambda: not attention_masks.causal, "AttentionMask: a mask is neither true nor false"),
+    (lambda: attention_masks.causal & 3, "unsupported operand"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_MASKS)
-def test_bad_masks_are_refused(name):
-    make, text = BAD_MASKS[name]
+@pytest.mark.parametrize("case", BAD_MASKS)
+def test_bad_masks_are_refused(case):
+    make, text = case
     with pytest.raises((TypeError, ValueError), match=text):
         make()
 

@@ -2,8 +2,6 @@
 
 import functools
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,26 +12,15 @@ from attention_cases import (
     below,
     causal,
     exact,
+    few_of,
     normals,
     random_inputs,
-    replaced,
-    tiles_of,
     with_gradients,
 )
 
 import masksafe
-from masksafe._core import platforms
 
 with_residual = functools.partial(attention, return_residual=True)
-
-
-def assert_exact(run, inputs, live, rest=None):
-    cotangents = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
-    outputs, gradients = run(inputs, cotangents, rest)
-    expected, of_all = exact(*inputs, live, d_out=cotangents[0], d_lse=cotangents[1])
-    assert_close(outputs, expected)
-    assert_close(gradients, [of_all[name] for name in ("query", "key", "value")])
-    return outputs, gradients
 
 
 # Positions.
@@ -75,36 +62,18 @@ POSITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", POSITIONS)
-def test_positions_are_what_masks_compare(name, one_or_many_blocks):
+@pytest.mark.parametrize("name", few_of(POSITIONS, "with lengths"))
+def test_positions_are_what_masks_compare(name, form):
     arguments, live = POSITIONS[name]
     live, inputs = np.broadcast_to(live, (2, 2, 6, 7)), random_inputs()
-    run = with_gradients(functools.partial(with_residual, **{k: v for k, v in arguments.items() if not is_array(v)}))
-    rest = {k: v for k, v in arguments.items() if is_array(v)}
-    clean = assert_exact(run, inputs, live, rest)
+    cotangents = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
+    run = with_gradients(functools.partial(with_residual, **arguments))
+    clean = run(inputs, cotangents)
+    expected, of_all = exact(*inputs, live, d_out=cotangents[0], d_lse=cotangents[1])
+    assert_close(clean, (expected, [of_all[name] for name in ("query", "key", "value")]))
     masked = ~live.any((1, 3))[..., None, None], *[~live.any((1, 2))[..., None, None]] * 2
-    dirty = run(
-        tuple(np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True)),
-        (normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)),
-        rest,
-    )
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
-
-
-def is_array(x):
-    return isinstance(x, np.ndarray)
-
-
-@pytest.mark.slow
-@hypothesis.given(seed=st.integers(0, 2**20), offset=st.integers(-(2**20), 2**20), size=st.sampled_from([2, 4]))
-def test_only_differences_of_positions_matter(seed, offset, size):
-    with platforms.chosen(attention=tiles_of(size)):
-        rng, inputs = np.random.default_rng(seed), random_inputs()
-        positions = rng.integers(-4, 8, (2, 6)), rng.integers(-4, 8, (2, 7))
-        moved = [x + offset for x in positions]
-        run = lambda q, k: attention(*inputs, is_causal=True, query_positions=q, key_positions=k)  # noqa: E731
-        np.testing.assert_array_equal(jax.jit(run)(*positions), jax.jit(run)(*moved))
-        np.testing.assert_allclose(run(*positions), exact(*inputs, sees(*positions))[0], rtol=2e-5, atol=1e-5)
+    dirty = tuple(np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True))
+    jax.tree.map(np.testing.assert_array_equal, run(dirty, cotangents), clean)
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():
@@ -125,6 +94,7 @@ def test_a_rotating_cache_gives_what_a_long_one_gives():
         np.testing.assert_allclose(out, expected[:, t : t + 1], rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_padding_on_the_left():
     """With lengths of their own, two prompts that end together."""
     query, key, value = random_inputs(S=6)
@@ -143,33 +113,25 @@ def test_padding_on_the_left():
 SINKS = np.float32([0.5, -1.0])
 
 
-def with_sinks_exactly(query, key, value, live, sinks, d_out):
-    """In float64: the output, and the gradients of the inputs and the sinks."""
-    (out, lse), _ = exact(query, key, value, live, d_out=d_out)
-    share = np.where(np.isneginf(lse), 0, 1 / (1 + np.exp(np.float64(sinks) - lse)))
-    slope = share * (1 - share) * np.sum(out * d_out, -1)
-    _, gradients = exact(query, key, value, live, d_out=share[..., None] * d_out, d_lse=slope)
-    return share[..., None] * out, [*(gradients[n] for n in ("query", "key", "value")), -slope.sum((0, 1))]
-
-
-LIVE = causal(6, 7, -2) & (np.arange(7) != 1)  # the first two queries see nothing, the third one key
-
-
-def attend_with_sinks(query, key, value, sinks):
-    return attention(query, key, value, is_causal=True, causal_offset=-2, mask=np.arange(7) != 1, sinks=sinks)
-
-
-def test_sinks_are_exact(one_or_many_blocks):
-    inputs, d_out = random_inputs(), normals(2, 6, 2, 4, seed=6)
-    run = with_gradients(attend_with_sinks)
+def test_sinks_count_only_for_queries_that_take_part():
+    """By a causal mask the first two see nothing; of the last two the loss wants nothing."""
+    inputs, of_queries = random_inputs(), np.arange(6)[:, None, None]
+    attend = functools.partial(attention, is_causal=True, causal_offset=-2)
+    run = with_gradients(lambda *args: attend(*args[:3], sinks=args[3]))
+    d_out = np.where(of_queries < 4, normals(2, 6, 2, 4, seed=6), 0)
     clean = run((*inputs, SINKS), d_out)
-    assert_close(clean, with_sinks_exactly(*inputs, np.broadcast_to(LIVE, (2, 2, 6, 7)), SINKS, d_out))
-    assert (np.asarray(clean[0])[:, :2] == 0).all()
-    masked = np.isin(np.arange(7), (1, 5, 6))[:, None, None]
-    dirty = [np.where(np.arange(6)[:, None, None] < 2, np.float32(np.nan), inputs[0])]
-    dirty += [np.where(masked, np.float32(np.inf), x) for x in inputs[1:]]
-    dirty_d_out = np.where(np.arange(6)[:, None, None] < 2, np.float32(np.nan), d_out)
-    jax.tree.map(np.testing.assert_array_equal, run((*dirty, SINKS), dirty_d_out), clean)
+    assert not np.asarray(clean[0])[:, :2].any()
+    few, padded = (of_queries < 2), (of_queries >= 4)
+    dirty = np.where(few | padded, np.float32(np.nan), inputs[0]), *inputs[1:], SINKS
+    out, gradients = run(dirty, np.where(few, np.float32(np.nan), d_out))
+    jax.tree.map(np.testing.assert_array_equal, (out[:, :4], gradients), (clean[0][:, :4], clean[1]))
+
+
+@pytest.mark.forms
+def test_a_sink_takes_all_weight_or_none():
+    inputs, attend = random_inputs(), functools.partial(attention, is_causal=True, causal_offset=-2)
+    all_or_nothing = attend(*inputs, sinks=np.float32([-np.inf, np.inf]))
+    np.testing.assert_array_equal(all_or_nothing, np.asarray(attend(*inputs)) * np.float32([1, 0])[:, None])
 
 
 def of_transformers(query, key, value, sinks):
@@ -188,62 +150,17 @@ def test_sinks_are_those_of_gpt_oss():
     np.testing.assert_array_equal(lse, with_residual(*inputs, is_causal=True)[1])
 
 
-def test_sinks_of_infinity_and_of_a_query_that_the_loss_masks():
-    query, key, value = random_inputs()
-    np.testing.assert_array_equal(
-        attention(query, key, value, sinks=np.float32([-np.inf, np.inf])),
-        np.asarray(attention(query, key, value)) * np.float32([1, 0])[:, None],
-    )
-    real = (np.arange(6) < 4)[:, None, None]
-    loss = lambda sinks, key, query: jnp.sum(jnp.where(real, attention(query, key, value, sinks=sinks), 0) ** 2)  # noqa: E731
-    gradients = jax.jit(jax.grad(loss, (0, 1)))
-    clean = gradients(SINKS, key, query)
-    jax.tree.map(np.testing.assert_array_equal, gradients(SINKS, key, replaced(query, np.s_[:, 4:], np.nan)), clean)
-
-
 def test_sinks_after_merging():
-    query, key, value = random_inputs()
-    parts = [with_residual(query, key[:, s], value[:, s]) for s in (slice(0, 3), slice(3, 7))]
-    out, lse = masksafe.merge_attention(*zip(*parts, strict=True))
-    merged = out * jax.nn.sigmoid(lse - SINKS)[..., None]
-    np.testing.assert_allclose(merged, attention(query, key, value, sinks=SINKS), rtol=2e-5, atol=1e-6)
-
-
-def test_sinks_in_16_bits_are_rounded_once():
-    inputs = [jnp.asarray(x, jnp.bfloat16) for x in random_inputs(T=64, S=64)]
-    out = attention(*inputs, sinks=SINKS)
-    wide = attention(*(x.astype(jnp.float32) for x in inputs), sinks=SINKS)
-    assert out.dtype == jnp.bfloat16
-    assert np.mean(np.asarray(out != wide.astype(jnp.bfloat16))) < 0.01
-
-
-@pytest.mark.parametrize("derivative", ["forward", "forward over reverse", "reverse over reverse"])
-def test_other_derivatives_of_sinks(derivative):
-    inputs, step = (*random_inputs(), SINKS), 1e-4
-    along = tuple(normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs))
-    live = np.broadcast_to(LIVE, (2, 2, 6, 7))
-
-    def reference(*at):
-        out, _ = with_sinks_exactly(*at[:3], live, at[3], np.zeros((2, 6, 2, 4)))
-        return [out] if derivative == "forward" else with_sinks_exactly(*at[:3], live, at[3], out)[1]
-
-    gradient = jax.grad(lambda *args: jnp.sum(attend_with_sinks(*args) ** 2) / 2, range(4))
-
     @jax.jit
-    def actual(at, along):
-        if derivative == "forward":
-            with masksafe.forward_mode():
-                return [jax.jvp(attend_with_sinks, at, along)[1]]
-        if derivative == "forward over reverse":
-            return jax.jvp(gradient, at, along)[1]
-        return jax.vjp(gradient, *at)[1](along)
+    def both(query, key, value):
+        parts = [with_residual(query, key[:, s], value[:, s]) for s in (slice(0, 3), slice(3, 7))]
+        out, lse = masksafe.merge_attention(*zip(*parts, strict=True))
+        return out * jax.nn.sigmoid(lse - SINKS)[..., None], attention(query, key, value, sinks=SINKS)
 
-    ahead, behind = (
-        reference(*(np.float64(x) + sign * step * d for x, d in zip(inputs, along, strict=True))) for sign in (1, -1)
-    )
-    assert_close(actual(inputs, along), [(a - b) / (2 * step) for a, b in zip(ahead, behind, strict=True)], 2e-4)
+    np.testing.assert_allclose(*both(*random_inputs()), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_sinks_and_soft_cap_are_those_of_splash_attention(with_sinks):
     """Against the reference that JAX ships for its kernel for TPUs, one head and one sample at a time."""

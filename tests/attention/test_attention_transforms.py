@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from attention_cases import (
     CASES,
-    PAIRS,
     assert_close,
     attention,
     below,
@@ -22,12 +21,11 @@ from attention_cases import (
     with_gradients,
 )
 from jax.experimental import checkify
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import masksafe
 from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, live_blocks
-from masksafe.testing import assert_consistent
 
 
 def assert_exact(actual, inputs, live, d_out, tolerance=2e-5, **arguments):
@@ -46,7 +44,8 @@ LIVE = causal(6, 7, -1) & (np.arange(7) != 2)
 STEP = 1e-3  # of central differences in float64
 
 
-def test_gradient_through_a_jvp(one_or_many_blocks):
+@pytest.mark.forms
+def test_gradient_through_a_jvp(form):
     """What mean-flow and consistency models do: a forward derivative inside of a loss."""
     inputs = random_inputs()
     along = [normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs)]
@@ -72,30 +71,11 @@ def test_gradient_through_a_jvp(one_or_many_blocks):
         np.testing.assert_allclose(slope(*inputs), (ahead - behind) / (2 * STEP), rtol=1e-3)
 
 
-@pytest.mark.slow
-def test_forward_mode_with_the_logsumexp_and_dropout(many_blocks):
-    inputs = random_inputs()
-    along = tuple(normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs))
-    arguments = dict(dropout_rate=0.3, dropout_key=jax.random.key(1), return_residual=True, **ARGUMENTS)
-    fn = functools.partial(attention, **arguments)
-    value = np.broadcast_to(np.eye(7, dtype=np.float32)[:, None], (2, 7, 1, 7))
-    factors = np.moveaxis(np.where(np.asarray(fn(*inputs[:2], value)[0]) != 0, 1 / 0.7, 0), 2, 1)
-    with masksafe.forward_mode():
-        out, velocity = jax.jit(lambda: jax.jvp(lambda *args: fn(*args)[0], inputs, along))()
-        finite = lambda *args: jnp.where(LIVE.any(1)[:, None], fn(*args)[1], 0)  # noqa: E731
-        _, of_logsumexp = jax.jit(lambda: jax.jvp(finite, inputs, along))()
-    at = [[np.float64(x) + step * d for x, d in zip(inputs, along, strict=True)] for step in (0, STEP, -STEP)]
-    (clean, _), ahead, behind = (exact(*args, LIVE, factors=factors) for args in at)
-    assert_close(out, clean)
-    assert_close(velocity, (ahead[0] - behind[0]) / (2 * STEP), 1e-4)
-    rows = LIVE.any(1)
-    assert_close(of_logsumexp[:, rows], (ahead[1][:, rows] - behind[1][:, rows]) / (2 * STEP), 1e-4)
-
-
 # Transformations.
 
 
-@pytest.mark.parametrize("over", few_of(range(5), 4))
+@pytest.mark.forms
+@pytest.mark.parametrize("over", range(5))
 def test_vmap_over_any_argument(over, many_blocks):
     lengths = np.array([[7], [0], [4]])
     stacked = [*(np.expand_dims(x, 1) for x in random_inputs(3)), normals(3, 1, 2, 6, 7, seed=5), lengths]
@@ -113,59 +93,23 @@ def test_vmap_over_any_argument(over, many_blocks):
         assert_exact(jax.tree.map(lambda x, i=i: x[i], batched), inputs, live, d_out)
 
 
-@pytest.mark.parametrize("name", few_of(["segments", "pairs"], "segments"))
-def test_scan_and_remat(name, one_or_many_blocks):
-    arguments, live = CASES[name]
-    inputs, d_out = random_inputs(), normals(2, 6, 2, 4, seed=6)
-    rematerialised = jax.checkpoint(functools.partial(attention, **arguments))
-    scanned = lambda *args: jax.lax.scan(lambda total, _: (total + rematerialised(*args), None), d_out, None, 2)[0]  # noqa: E731
-    out, gradients = with_gradients(scanned)(inputs, d_out)
-    assert_exact(((out - d_out) / 2, jax.tree.map(lambda g: g / 2, gradients)), inputs, live, d_out)
-
-
-def test_transposed_and_strided_inputs():
-    inputs, d_out = random_inputs(), normals(2, 6, 2, 4, seed=6)
-    query, key, value = np.asfortranarray(inputs[0]), np.repeat(inputs[1], 2, 1)[:, ::2], inputs[2].swapaxes(1, 3)
-    run = with_gradients(lambda q, k, v: attention(q, k, jnp.swapaxes(v, 1, 3), **ARGUMENTS))
-    out, (d_query, d_key, d_value) = run((query, key, value), d_out)
-    assert_exact((out, (d_query, d_key, d_value.swapaxes(1, 3))), inputs, LIVE, d_out)
-
-
-@pytest.mark.slow
-def test_one_answer_in_all_modes():
-    fn = lambda query, key, value, mask: attention(query, key, value, mask=mask, is_causal=True)  # noqa: E731
-    assert_consistent(fn, *random_inputs(), PAIRS)
-
-
-def test_debug_nans_is_quiet_on_padding(one_or_many_blocks):
+def test_debug_nans_is_quiet_on_padding(form):
     query, key, value = random_inputs()
-    padded = replaced(key, np.s_[:, 4:], np.nan), replaced(value, np.s_[:, 4:], np.nan)
+    lengths, unseen = np.array([4, 0]), np.s_[:, 4:]
+    bias = replaced(np.zeros((1, 2, 6, 7), np.float32), np.s_[..., 3], np.nan)
+    args = query, replaced(key, unseen, np.nan), replaced(value, unseen, np.nan), bias, np.float32(0.5)
+
+    def fn(query, key, value, bias, scale):
+        return attention(query, key, value, bias, np.arange(7) != 3, scale=scale, key_value_seq_lengths=lengths)
+
     with jax.debug_nans(True):
-        fn = functools.partial(attention, key_value_seq_lengths=np.array([4, 0]))
-        _, reverse = jax.vjp(fn, query, *padded)
-        for gradient in reverse(np.ones_like(query)):
-            assert np.isfinite(gradient).all()
+        _, reverse = jax.vjp(fn, *args)
+        assert all(np.isfinite(gradient).all() for gradient in reverse(np.ones_like(query)))
 
 
-def test_debug_nans_is_quiet_without_a_batch_and_with_a_bias_and_a_scale():
-    query, key, value = (x[0] for x in random_inputs(1))
-    bias = replaced(np.zeros((2, 6, 7), np.float32), (..., 3), np.nan)
-    with jax.debug_nans(True):
-        out = attention(query, replaced(key, 3, np.nan), value, bias, np.arange(7) != 3, scale=jnp.float32(0.5))
-        assert np.isfinite(out).all()
-
-
-def test_debug_nans_is_quiet_on_the_gradient_of_a_bias(one_or_many_blocks):
-    inputs, mask = random_inputs(), np.arange(7) != 3
-    bias = replaced(np.zeros((1, 2, 6, 7), np.float32), (..., 3), np.nan)
-    with jax.debug_nans(True):
-        for fn in (attention, jax.jit(attention)):
-            _, reverse = jax.vjp(lambda *args: fn(*args, mask), *inputs, bias)  # noqa: B023
-            assert all(np.isfinite(gradient).all() for gradient in reverse(np.ones_like(inputs[0])))
-
-
-@pytest.mark.parametrize("errors", few_of([checkify.nan_checks, checkify.index_checks], checkify.nan_checks))
-def test_checkify_is_quiet_on_padding(errors, one_or_many_blocks):
+@pytest.mark.forms
+@pytest.mark.parametrize("errors", [checkify.nan_checks, checkify.index_checks])
+def test_checkify_is_quiet_on_padding(errors, form):
     query, key, value = random_inputs()
     padded = replaced(key, np.s_[:, 4:], np.nan), replaced(value, np.s_[:, 4:], np.nan)
     fn = lambda *args: attention(*args, mask=np.arange(7) < 4)  # noqa: E731
@@ -173,79 +117,22 @@ def test_checkify_is_quiet_on_padding(errors, one_or_many_blocks):
     error.throw()
 
 
-def test_symbolic_sizes():
-    batch, time = jax.export.symbolic_shape("b, t")
-    shapes = [jax.ShapeDtypeStruct((batch, time, 2, 4), jnp.float32)] * 3
-    exported = jax.export.export(jax.jit(lambda q, k, v: attention(q, k, v, is_causal=True)))(*shapes)
-    inputs = random_inputs(2, 7, 7, 2, 2)
-    assert_close(exported.call(*inputs), exact(*inputs, causal(7, 7))[0])
-
-
 # Many devices.
 
-SPECS = {
-    "batch": PartitionSpec("x"),
-    "heads": PartitionSpec(None, None, "x"),
-    "batch and heads": PartitionSpec("x", None, "y"),
-    "queries": PartitionSpec(None, "x"),
-}
-SEGMENTS = np.arange(8)[None] // 3
-LENGTHS = np.array([8, 0, 3, 5, 8, 8, 1, 2])
-SHARDED = {
-    "bias": (
-        dict(bias=np.where(np.arange(8) < 5, np.float32(0.1), -np.inf) + np.zeros((8, 1), np.float32)),
-        (np.arange(8) < 5) & np.ones((8, 1), bool),
-    ),
-    "structure": (
-        dict(
-            is_causal=True,
-            mask=np.arange(8) != 5,
-            query_segment_ids=SEGMENTS,
-            key_value_segment_ids=SEGMENTS,
-            key_value_seq_lengths=LENGTHS,
-        ),
-        causal(8, 8) & (np.arange(8) != 5) & (SEGMENTS[0] == SEGMENTS[0][:, None]) & below(LENGTHS, 8)[:, None, None],
-    ),
-}
 
-
-@pytest.mark.parametrize("axis_type", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit), ids=str)
-@pytest.mark.parametrize("spec", few_of(SPECS, "batch"))
-@pytest.mark.parametrize("name", few_of(SHARDED, "structure"))
-def test_sharded_arrays_agree_with_float64(axis_type, spec, name, one_or_many_blocks):
-    arguments, live = SHARDED[name]
-    inputs, d_out = random_inputs(8, 8, 8, 8, 4), normals(8, 8, 8, 4, seed=6)
-    shape = {"batch": (8,), "heads": (4,), "batch and heads": (2, 4), "queries": (8,)}[spec]
-    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], (axis_type,) * len(shape))
-    of_keys = PartitionSpec() if spec == "queries" else SPECS[spec]
-    run = with_gradients(lambda *args: jnp.sum(attention(*args, **arguments) * d_out))
-    with jax.set_mesh(mesh):
-        specs = SPECS[spec], of_keys, of_keys
-        sharded = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(inputs, specs, strict=True)]
-        total, gradients = run(sharded, np.float32(1))
-    (expected, _), _ = exact(*inputs, live, 0.1 if name == "bias" else 0.0, d_out=d_out)
-    assert_close(total, (expected * d_out).sum(), 1e-4)
-    assert_exact((expected, gradients), inputs, live, d_out)
-
-
-@pytest.mark.parametrize("name", few_of(SHARDED, "structure"))
 @pytest.mark.parametrize("replicated", few_of([(), (1, 2), (0,)], (1, 2)), ids=str)
-def test_shard_map(name, replicated, one_or_many_blocks):
-    arguments, live = SHARDED[name]
-    arguments = {name: x for name, x in arguments.items() if name != "key_value_seq_lengths"}
-    if name == "structure":
-        live = causal(8, 8) & (np.arange(8) != 5) & (SEGMENTS[0] == SEGMENTS[0][:, None])
-    inputs, d_out = random_inputs(8, 8, 8, 2, 2), normals(8, 8, 2, 4, seed=6)
-    mesh = jax.make_mesh((8,), ("x",))
+def test_shard_map(replicated, many_blocks):
+    """The gradients of what all devices share are sums over them."""
+    ids, of_keys = np.arange(8)[None] // 3, np.arange(8) != 5
+    fn = functools.partial(attention, is_causal=True, mask=of_keys, query_segment_ids=ids, key_value_segment_ids=ids)
+    live = causal(8, 8) & of_keys & (ids == ids.T)
     specs = tuple(PartitionSpec() if i in replicated else PartitionSpec("x") for i in range(3))
-    inputs = [x[:1] if i in replicated else x for i, x in enumerate(inputs)]
+    inputs = [x[:1] if i in replicated else x for i, x in enumerate(random_inputs(8, 8, 8, 2, 2))]
+    d_out, mesh = normals(8, 8, 2, 4, seed=6), jax.make_mesh((8,), ("x",))
     sharded = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(inputs, specs, strict=True)]
-    split = jax.shard_map(
-        lambda *args: attention(*args, **arguments), mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x")
-    )
+    split = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x"))
     out, gradients = with_gradients(split)(sharded, d_out)
-    whole = [np.broadcast_to(x, (8, *x.shape[1:])) for x in inputs]
-    (expected, _), of_all = exact(*whole, live, d_out=d_out)
+    (expected, _), of_all = exact(*(np.broadcast_to(x, (8, *x.shape[1:])) for x in inputs), live, d_out=d_out)
     assert_close(out, expected)
     for i, argument in enumerate(("query", "key", "value")):
         total = of_all[argument].sum(0, keepdims=True) if i in replicated else of_all[argument]
@@ -255,31 +142,24 @@ def test_shard_map(name, replicated, one_or_many_blocks):
 # Programs.
 
 
-@pytest.mark.parametrize("dtype", few_of([jnp.float32, jnp.bfloat16], jnp.bfloat16))
-def test_lowers_for_cuda(dtype):
-    inputs = [jax.ShapeDtypeStruct(x.shape, dtype) for x in random_inputs(2, 1200, 1300, 2, 1, 64)]
-    # cuDNN's kernel, the default where it is installed, is not for export.
-    fn = functools.partial(attention, is_causal=True, implementation="xla")
-    loss = lambda *args: fn(*args).astype(jnp.float32).sum()  # noqa: E731
-    jax.export.export(jax.jit(jax.value_and_grad(loss, (0, 1, 2))), platforms=["cuda"])(*inputs)
-
-
 def temporary_bytes(fn, *args):
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 LONG = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.float32)
+OF_PAIRS = {
+    "mask": jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_),
+    "bias": jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32),
+}
+WITH_DROPOUT = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
+STATIC = [{}, dict(is_causal=True), dict(local_window_size=256), dict(key_value_seq_lengths=4000), WITH_DROPOUT]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"is_causal": True}, {"local_window_size": 256}, {"key_value_seq_lengths": 4000}],
-    ids=lambda a: ",".join(a) or "plain",
-)
-def test_memory_of_the_gradient(arguments):
-    loss = lambda q, k, v: jnp.sum(attention(q, k, v, **arguments))  # noqa: E731
-    assert temporary_bytes(jax.value_and_grad(loss, (0, 1, 2)), LONG, LONG, LONG) < 150e6
+@pytest.mark.parametrize(("arguments", "static"), [*(({}, x) for x in STATIC), (OF_PAIRS, {})], ids=str)
+def test_memory_of_the_gradient(arguments, static):
+    loss = lambda qkv, arguments: jnp.sum(attention(*qkv, **arguments, **static))  # noqa: E731
+    assert temporary_bytes(jax.value_and_grad(loss), (LONG,) * 3, arguments) < 150e6
 
 
 def results_of(jaxpr):
@@ -295,33 +175,16 @@ def results_of(jaxpr):
 def test_no_array_over_all_pairs_is_computed(choose):
     # On other platforms there are such arrays in the trace, but within a kernel: XLA fuses them into their sum.
     choose(form="cpu")
-    mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
-    bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
 
-    def loss(query, key, value, bias, mask):
-        dropout = dict(dropout_rate=0.1, dropout_key=jax.random.key(0))
-        return jnp.sum(attention(query, key, value, bias, mask, is_causal=True, **dropout))
+    def loss(qkv, bias, mask):
+        return jnp.sum(attention(*qkv, bias, mask, is_causal=True, **WITH_DROPOUT))
 
-    program = jax.make_jaxpr(jax.grad(loss, (0, 1, 2, 3)))(LONG, LONG, LONG, bias, mask)
+    mask = OF_PAIRS["mask"]
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))((LONG,) * 3, OF_PAIRS["bias"], mask)
     results = list(results_of(program.jaxpr))
     assert any(result.ndim == 5 and result.size > 2**16 for result in results)  # those of a block are among them
     assert max(result.size for result in results if result.dtype != jnp.bool_) < mask.size / 4
     assert max(result.size for result in results) == mask.size  # which is reshaped
-
-
-@pytest.mark.slow
-def test_mask_and_bias_are_not_expanded():
-    mask = jax.ShapeDtypeStruct((1, 1, 8192, 8192), jnp.bool_)
-    bias = jax.ShapeDtypeStruct((1, 1, 1, 8192), jnp.float32)
-    loss = lambda q, k, v, b, m: jnp.sum(attention(q, k, v, b, m))  # noqa: E731
-    assert temporary_bytes(jax.value_and_grad(loss, (0, 1, 2, 3)), LONG, LONG, LONG, bias, mask) < 150e6
-
-
-@pytest.mark.slow
-def test_dropout_is_not_stored():
-    key = jax.random.key(0)
-    loss = lambda q, k, v: jnp.sum(attention(q, k, v, dropout_rate=0.1, dropout_key=key))  # noqa: E731
-    assert temporary_bytes(jax.value_and_grad(loss, (0, 1, 2)), LONG, LONG, LONG) < 150e6
 
 
 @pytest.mark.slow
@@ -346,8 +209,9 @@ class SeenError(Exception):
     """Ends a call as soon as its blocks are known."""
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", few_of([1, 2, 4], 2))
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatch):
     arguments, allowed = CASES[name]
 

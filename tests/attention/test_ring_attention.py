@@ -1,10 +1,13 @@
 """dot_product_attention with axis_name: time split over devices, against the same call on one device."""
 
+import contextlib
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, attention, by_rows, few_of, normals, random_inputs, shrink_blocks
+from attention_cases import assert_close, attention, few_of, normals, random_inputs, replaced
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +17,6 @@ B, T, N, K = 2, 16, 4, 2
 IN_TIME, OF_PAIRS = P(None, "time"), P(None, None, "time")
 SPECS = dict.fromkeys(("query", "key", "value", "query_segment_ids", "key_value_segment_ids"), IN_TIME)
 SPECS |= dict.fromkeys(("query_positions", "key_positions"), IN_TIME)
-OUT_SPECS = IN_TIME, IN_TIME
 
 
 def mesh_of(*shape, names=("time",), kind=AxisType.Auto):
@@ -29,37 +31,46 @@ def spec_of(name, x):
 
 
 def attend(arrays, static, **more):
-    """The output and the logsumexp; `slopes` are captured by a `score_mod`."""
+    """The output and the logsumexp; a `score_mod` captures `slopes`, or a `table` of samples and positions."""
     arrays = dict(arrays)
-    slopes = arrays.pop("slopes", None)
+    slopes, table = arrays.pop("slopes", None), arrays.pop("table", None)
     if slopes is not None:
         more["score_mod"] = lambda x, batch, head, query, key: x * slopes[head] - slopes[batch] * (query - key)
+    if table is not None:
+        more["score_mod"] = lambda x, batch, head, query, key: x + table[batch, query]
     return attention(**arrays, **static, **more, return_residual=True)
 
 
-def in_ring(arrays, static, mesh, check_vma=True):
-    """`attend` with time split over the axis "time", of whole arrays."""
+def in_ring(arrays, static, mesh, check_vma=True, specs=None, out_specs=IN_TIME, axis_name="time", **more):
+    """`attend` with time split over an axis, "time", of whole arrays, by default over no other."""
+    local = functools.partial(attend, static=static, axis_name=axis_name)
+    specs = {name: spec_of(name, x) if specs is None else specs[name] for name, x in arrays.items()}
+    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma, **more)
 
-    def local(arrays):
-        return attend(arrays, static, axis_name="time")
 
-    specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=OUT_SPECS, check_vma=check_vma)
+def place(mesh, spec, *arrays):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
+
+
+def program_of(fn):
+    """The jitted function of arrays: the outputs of `fn(arrays)`, and the gradients of its float arrays."""
+
+    @jax.jit
+    def run(floats, rest, cotangents):
+        outputs, reverse = jax.vjp(lambda floats: fn(floats | rest), floats)
+        return outputs, reverse(tuple(d.astype(out.dtype) for d, out in zip(cotangents, outputs, strict=True)))[0]
+
+    def results(arrays, cotangents=None):
+        floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
+        shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
+        cotangents = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
+        return run(floats, {name: x for name, x in arrays.items() if name not in floats}, tuple(cotangents))
+
+    return results
 
 
 def results(fn, arrays, cotangents=None):
-    """The outputs of `fn(arrays)`, and the gradients of its float arrays."""
-    floats = {name for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
-    shape = (*arrays["query"].shape[:3], arrays["value"].shape[3])
-    d_out, d_lse = cotangents or (normals(*shape, seed=6), normals(*shape[:3], seed=7))
-
-    @jax.jit
-    def run(arrays):
-        rest = {name: x for name, x in arrays.items() if name not in floats}
-        outputs, reverse = jax.vjp(lambda some: fn(some | rest), {name: arrays[name] for name in floats})
-        return outputs, reverse((d_out.astype(outputs[0].dtype), d_lse.astype(outputs[1].dtype)))[0]
-
-    return run(arrays)
+    return program_of(fn)(arrays, cotangents)
 
 
 def inputs(S=T, T=T, N=N, K=K, B=B, **more):
@@ -73,6 +84,7 @@ def assert_same(actual, expected, tolerance=2e-5):
 
 
 INDEX = np.arange(T)
+SINKS, SLOPES = normals(N, seed=5), normals(N, seed=8)
 IDS = np.stack([INDEX // 5, np.where(INDEX < 6, 2, 9)])
 ALLOWED = np.random.default_rng(0).random((B, N, T, T)) < 0.3
 SHUFFLED = np.random.default_rng(1).permutation(2 * T)[:T][None]
@@ -110,54 +122,36 @@ CASES = {
     "bias": (dict(bias=SOME_BIAS), {}),
     "bias of keys": (dict(bias=normals(B, 1, 1, T, seed=4)), dict(is_causal=True)),
     "bias of queries": (dict(bias=normals(B, N, T, 1, seed=4)), dict(is_causal=True)),
-    "sinks": (dict(sinks=normals(N, seed=5)), dict(is_causal=True)),
+    "sinks": (dict(sinks=SINKS), dict(is_causal=True)),
     "scale and cap": (dict(scale=np.float32(0.7)), dict(logit_soft_cap=1.5, is_causal=True)),
-    "score_mod": (dict(slopes=normals(N, seed=8)), dict(is_causal=True)),
+    "score_mod": (dict(slopes=SLOPES), dict(is_causal=True)),
     "mask_mod": ({}, dict(mask_mod=near)),
     "both mods, positions": (
-        dict(slopes=normals(N, seed=8), query_positions=SHUFFLED, key_positions=SHUFFLED),
+        dict(slopes=SLOPES, query_positions=SHUFFLED, key_positions=SHUFFLED),
         dict(mask_mod=near),
     ),
     "random numbers": ({}, dict(score_mod=noisy, is_causal=True)),
     "everything": (
-        dict(bias=SOME_BIAS, sinks=normals(N, seed=5), slopes=normals(N, seed=8), scale=np.float32(0.7))
+        dict(bias=SOME_BIAS, sinks=SINKS, slopes=SLOPES, scale=np.float32(0.7))
         | dict(query_segment_ids=IDS, key_value_segment_ids=IDS, key_value_seq_lengths=np.array([14, 13])),
         dict(is_causal=True, logit_soft_cap=3.0),
     ),
 }
-BY_DEFAULT = ("causal", "window", "lengths of shards", "segments", "positions", "mask", "everything")
 
 
-@pytest.mark.parametrize("name", few_of(CASES, *BY_DEFAULT))
-def test_equals_one_device(name):
-    more, static = CASES[name]
-    arrays = inputs(**more)
-    expected = results(lambda arrays: attend(arrays, static), arrays)
-    assert_same(results(in_ring(arrays, static, mesh_of(4)), arrays), expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_equals_one_device_in_blocks(name, check_vma, choose):
-    shrink_blocks(choose, 2)
+@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+@pytest.mark.parametrize("name", few_of(CASES, "window and causal"))
+def test_equals_one_device(name, check_vma, whole_form):
     more, static = CASES[name]
     arrays = inputs(**more)
     expected = results(lambda arrays: attend(arrays, static), arrays)
     assert_same(results(in_ring(arrays, static, mesh_of(4), check_vma), arrays), expected)
 
 
-@pytest.mark.parametrize("name", few_of(CASES, "causal"))
-def test_equals_one_device_by_row(name, choose):
-    by_rows(choose)
-    test_equals_one_device(name)
-
-
-@pytest.mark.parametrize("sizes", few_of([(8, 24), (24, 8), (8, 8), (8, 64)], (8, 24)), ids=str)
-@pytest.mark.parametrize("static", few_of([dict(is_causal=True), dict(local_window_size=(3, 4)), {}], {}), ids=str)
-@pytest.mark.parametrize(
-    "devices", [8, pytest.param(2, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.forms
+@pytest.mark.parametrize("sizes", [(8, 24), (24, 8), (8, 8), (8, 64)], ids=str)
+@pytest.mark.parametrize("static", [dict(is_causal=True), dict(local_window_size=(3, 4)), {}], ids=str)
+@pytest.mark.parametrize("devices", [8, 2, 1])
 def test_sizes(sizes, static, devices):
     arrays = inputs(S=sizes[1], T=sizes[0])
     expected = results(lambda arrays: attend(arrays, static), arrays)
@@ -167,36 +161,65 @@ def test_sizes(sizes, static, devices):
 # The contract.
 
 
-@pytest.mark.parametrize("garbage", few_of([np.nan, np.inf, 1e38], np.nan))
-@pytest.mark.parametrize("name", few_of(["keys", "lengths", "segments"], "keys", "lengths"))
-def test_masked_keys_change_nothing(name, garbage):
+WITH_ALL_MASKS = inputs(
+    bias=normals(B, N, T, T, seed=3),
+    sinks=SINKS,
+    mask=np.ones((B, 1, 1, T), bool),
+    query_positions=INDEX[None],
+    key_positions=INDEX[None],
+    query_seq_lengths=np.full(B, T),
+    key_value_seq_lengths=np.full(B, T),
+    query_segment_ids=np.zeros((B, T), int),
+    key_value_segment_ids=np.zeros((B, T), int),
+)
+STATIC = dict(is_causal=True, mask_mod=near)
+
+
+@pytest.fixture(scope="module")
+def ring():
+    """The results in a ring, with other arrays than those above: one program for all."""
+    run = program_of(in_ring(WITH_ALL_MASKS, STATIC, mesh_of(4)))
+    return lambda cotangents=None, **arrays: run(WITH_ALL_MASKS | arrays, cotangents)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    run = program_of(lambda arrays: attend(arrays, STATIC))
+    return lambda **arrays: run(WITH_ALL_MASKS | arrays)
+
+
+def test_all_masks_together_and_each_alone_are_those_of_one_device(ring, one_device):
+    shuffled = dict(query_positions=SHUFFLED, key_positions=SHUFFLED[:, ::-1])
+    lengths = dict(query_seq_lengths=np.array([16, 7]), key_value_seq_lengths=np.array([10, 3]))
+    segments = dict(query_segment_ids=IDS, key_value_segment_ids=IDS)
+    for arrays in ({}, shuffled, lengths, segments, dict(bias=np.where(ALLOWED, WITH_ALL_MASKS["bias"], -np.inf))):
+        assert_same(ring(**arrays), one_device(**arrays))
+
+
+MASKS = {
+    "keys": (np.isin(INDEX, (0, 5, 6, 7, 14))[None] & np.ones((B, 1), bool), {}),
+    "lengths": (np.array([[6], [0]]) > INDEX, dict(key_value_seq_lengths=np.array([6, 0]))),
+    "segments": (IDS == 2, dict(query_segment_ids=np.full((B, T), 2), key_value_segment_ids=IDS)),
+}
+MASKS["keys"][1]["mask"] = MASKS["keys"][0][:, None, None]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masked_keys_change_nothing(name, ring):
     """Also where all keys of a device are masked, for some samples or for all."""
-    seen = {
-        "keys": np.isin(INDEX, (0, 5, 6, 7, 14))[None] & np.ones((B, 1), bool),
-        "lengths": np.array([[6], [0]]) > INDEX,
-        "segments": IDS == 2,
-    }[name]
-    more = {
-        "keys": dict(mask=seen[:1, None, None]),
-        "lengths": dict(key_value_seq_lengths=np.array([6, 0])),
-        "segments": dict(query_segment_ids=np.full((B, T), 2), key_value_segment_ids=IDS),
-    }[name]
-    arrays = inputs(bias=normals(B, N, T, T, seed=3), **more)
-    run = in_ring(arrays, dict(is_causal=True), mesh_of(4))
-    clean = results(run, arrays)
-    hidden = ~seen[..., None, None]
-    dirty = {name: np.where(hidden, np.float32(garbage), arrays[name]) for name in ("key", "value")}
-    dirty["bias"] = np.where(seen[:, None, None], arrays["bias"], np.float32(garbage))
-    if name == "segments":  # of queries that see nothing either
-        dirty["query"] = np.where(hidden & ~seen.any(1)[:, None, None, None], np.float32(garbage), arrays["query"])
-    jax.tree.map(np.testing.assert_array_equal, results(run, arrays | dirty), clean)
+    seen, masks = MASKS[name]
+    clean = ring(**masks)
     for name in ("key", "value"):
         assert (np.asarray(clean[1][name])[~seen] == 0).all()
+    for garbage in np.float32([np.nan, np.inf, 1e38]):
+        dirty = {name: np.where(seen[..., None, None], WITH_ALL_MASKS[name], garbage) for name in ("key", "value")}
+        dirty["bias"] = np.where(seen[:, None, None], WITH_ALL_MASKS["bias"], garbage)
+        dirty["query"] = np.where(seen.any(1)[:, None, None, None], WITH_ALL_MASKS["query"], garbage)
+        jax.tree.map(np.testing.assert_array_equal, ring(**masks, **dirty), clean)
 
 
-def test_a_query_that_sees_nothing_on_any_device_is_zero():
-    arrays = inputs(query_seq_lengths=np.array([9, 0]), sinks=normals(N, seed=5))
-    (out, lse), gradients = results(in_ring(arrays, dict(is_causal=True, causal_offset=-2), mesh_of(4)), arrays)
+def test_a_query_that_sees_nothing_on_any_device_is_zero(ring):
+    (out, lse), gradients = ring(query_seq_lengths=np.array([9, 0]), query_positions=INDEX[None] - 2)
     empty = (np.array([[9], [0]]) <= INDEX) | (INDEX < 2)
     assert (np.asarray(out)[empty] == 0).all()
     assert (np.asarray(lse)[empty] == -np.inf).all()
@@ -204,54 +227,47 @@ def test_a_query_that_sees_nothing_on_any_device_is_zero():
     assert all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
-@pytest.mark.parametrize("bad", ["query", "key", "value"])
-def test_what_is_bad_shows_where_it_does_on_one_device(bad):
-    arrays, static = inputs(), dict(is_causal=True)
-    arrays[bad] = arrays[bad].copy()
-    arrays[bad][0, 6, 1, 2] = np.nan
-    actual = results(in_ring(arrays, static, mesh_of(4)), arrays)
-    expected = results(lambda arrays: attend(arrays, static), arrays)
-    assert np.isnan(expected[0][0]).any()
-    assert_same(actual, expected)  # NaN equals NaN
+def test_what_is_bad_shows_where_it_does_on_one_device(ring, one_device):
+    for name in ("query", "key", "value"):
+        bad = {name: replaced(WITH_ALL_MASKS[name], (0, 6, 1, 2), np.nan)}
+        actual, expected = ring(**bad), one_device(**bad)
+        assert np.isnan(expected[0][0]).any()
+        assert_same(actual, expected)  # NaN equals NaN
 
 
-def test_logits_that_overflow_on_some_devices_have_weight_0():
+def test_logits_that_overflow_on_some_devices_have_weight_0(ring, one_device):
     """Of all keys of a device: finite queries and keys do not make an output NaN that sees others, too."""
-    arrays = inputs()
-    arrays["query"][0, 6], arrays["key"][:, 5:] = 1e20, -1e19
-    (out, lse), _ = results(in_ring(arrays, {}, mesh_of(4)), arrays)
-    few = {name: x[:, :5] if name != "query" else x[:, 6:7] for name, x in arrays.items()}
-    assert_close((out[0, 6], lse[0, 6]), jax.tree.map(lambda x: x[0, 0], attend(few, {})))
+    query, key = (WITH_ALL_MASKS[name] for name in ("query", "key"))
+    huge = dict(query=replaced(query, (0, 6), 1e20), key=replaced(key, np.s_[:, 4:], -1e19))
+    huge["bias"] = np.zeros_like(WITH_ALL_MASKS["bias"])
+    actual, expected = ring(**huge)[0], one_device(**huge, key_value_seq_lengths=np.array([4, 4]))[0]
+    assert np.isfinite(expected[1][0, 6]).all()
+    assert_close(*(jax.tree.map(lambda x: x[0, 6], results) for results in (actual, expected)))
 
 
-def test_padded_queries_without_cotangents_take_no_part():
-    arrays, static, real = inputs(), dict(is_causal=True), (INDEX < 9)[:, None, None]
+def test_padded_queries_without_cotangents_take_no_part(ring):
+    real = (INDEX < 9)[:, None, None]
     cotangents = np.where(real, normals(B, T, N, 3, seed=6), 0), np.where(real[..., 0], normals(B, T, N, seed=7), 0)
-    run = in_ring(arrays, static, mesh_of(4))
-    _, clean = results(run, arrays, cotangents)
-    _, dirty = results(run, arrays | {"query": np.where(real, arrays["query"], np.float32(np.nan))}, cotangents)
+    _, clean = ring(cotangents)
+    _, dirty = ring(cotangents, query=np.where(real, WITH_ALL_MASKS["query"], np.float32(np.nan)))
     jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
-@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
+@pytest.mark.forms
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bits_are_rounded_once(dtype):
-    arrays, static = inputs(), dict(is_causal=True)
-    narrow = {name: jnp.asarray(x, dtype) for name, x in arrays.items()}
-    wide = {name: np.asarray(x, np.float32) for name, x in narrow.items()}
-    d_out, d_lse = np.asarray(jnp.asarray(normals(B, T, N, 3, seed=6), dtype), np.float32), normals(B, T, N, seed=7)
-    exact = results(lambda arrays: attend(arrays, static), wide, (d_out, d_lse))
-    (out, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
-    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
-    rounded = {
-        name: np.asarray(jnp.asarray(x, dtype), np.float64) for name, x in (exact[1] | {"out": exact[0][0]}).items()
-    }
-    for name, x in (gradients | {"out": out}).items():
+    static = dict(is_causal=True)
+    narrow = {name: jnp.asarray(x, dtype) for name, x in inputs().items()}
+    d_out, d_lse = jnp.asarray(normals(B, T, N, 3, seed=6), dtype), normals(B, T, N, seed=7)
+    wide, wide_d_out = (jax.tree.map(lambda x: np.asarray(x, np.float32), x) for x in (narrow, d_out))
+    (out, _), expected = results(lambda arrays: attend(arrays, static), wide, (wide_d_out, d_lse))
+    (actual, lse), gradients = results(in_ring(narrow, static, mesh_of(8)), narrow, (d_out, d_lse))
+    assert lse.dtype == jnp.float32
+    for x, unrounded in zip([actual, *gradients.values()], [out, *expected.values()], strict=True):
         assert x.dtype == dtype
-        close = np.isclose(np.asarray(x, np.float64), rounded[name], rtol=1e-6, atol=1e-6)
-        assert close.mean() > 0.97  # a number may lie next to where rounding turns
-        np.testing.assert_allclose(
-            np.asarray(x, np.float64), rounded[name], rtol=float(jnp.finfo(dtype).eps), atol=1e-3
-        )
+        x, rounded = np.asarray(x, np.float64), np.asarray(jnp.asarray(unrounded, dtype), np.float64)
+        assert np.isclose(x, rounded, rtol=1e-6, atol=1e-6).mean() > 0.97  # some lie next to where rounding turns
+        np.testing.assert_allclose(x, rounded, rtol=float(jnp.finfo(dtype).eps), atol=1e-3)
 
 
 # The way round.
@@ -282,69 +298,60 @@ def operations(jaxpr, inside=False):
             yield from operations(inner, inside or equation.primitive.name == "while")
 
 
-@pytest.mark.parametrize(
-    ("static", "hops", "hops_of_sums"),
-    [
-        ({}, 7, 9),
-        (dict(is_causal=True), 7, 9),
-        (dict(local_window_size=(2, 0)), 1, 2),  # to the next device, and home
-        (dict(local_window_size=(3, 0), is_causal=True), 2, 3),
-        (dict(local_window_size=(1, 1)), 3, 3),  # the first hop is to the device before
-        (dict(local_window_size=(0, 0)), 0, 0),
-        (dict(local_window_size=(4, 0), causal_offset=-4), 3, 3),
-    ],
-    ids=str,
-)
-def test_keys_are_sent_as_far_as_a_window_reaches(static, hops, hops_of_sums):
-    arrays = inputs()
+def jaxprs(arrays, static):
+    """The programs of a ring of eight devices, without and with gradients."""
     run = in_ring(arrays, static, mesh_of(8))
-
-    assert permutes(jax.make_jaxpr(run)(arrays).jaxpr) == 2 * hops
     ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
-    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
-    assert permutes(program.jaxpr) == 2 * (2 * hops + hops_of_sums)
+    fns = run, lambda arrays: jax.vjp(run, arrays)[1](ones)
+    return [jax.make_jaxpr(fn)(arrays).jaxpr for fn in fns]
 
 
-def compiled(fn, mesh, *shapes):
-    """The program of a function of arrays that are split along time, for a long sequence."""
-    place = NamedSharding(mesh, IN_TIME)
-    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place) for shape in shapes]
-    return jax.jit(fn, out_shardings=place).lower(*shapes).compile()
+HOPS = [
+    ({}, 7, 9),
+    (dict(is_causal=True), 7, 9),
+    (dict(local_window_size=(2, 0)), 1, 2),  # to the next device, and home
+    (dict(local_window_size=(3, 0), is_causal=True), 2, 3),
+    (dict(local_window_size=(1, 1)), 3, 3),  # the first hop is to the device before
+    (dict(local_window_size=(0, 0)), 0, 0),
+    (dict(local_window_size=(4, 0), causal_offset=-4), 3, 3),
+]
 
 
+@pytest.mark.parametrize("case", few_of(HOPS, HOPS[4]), ids=str)
+def test_keys_are_sent_as_far_as_a_window_reaches(case):
+    static, hops, hops_of_sums = case
+    forward, with_gradients = jaxprs(inputs(), static)
+    assert permutes(forward) == 2 * hops
+    assert permutes(with_gradients) == 2 * (2 * hops + hops_of_sums)
+
+
+@pytest.mark.forms
 def test_nothing_is_gathered():
     """The program with the gradient sends to neighbours alone, and a device needs a part of the memory."""
-    mesh, shape = mesh_of(8), (1, 8192, 2, 64)
+    mesh, length = mesh_of(8), 8192
 
     def gathered(query, key, value):
         key, value = (jax.lax.all_gather(x, "time", axis=1, tiled=True) for x in (key, value))
         positions = jax.lax.axis_index("time") * query.shape[1] + jnp.arange(query.shape[1])
         return attention(query, key, value, is_causal=True, query_positions=positions)
 
-    def ring(query, key, value):
-        return attention(query, key, value, is_causal=True, axis_name="time")
-
-    def gradients(fn):
+    def program(fn):
         split = jax.shard_map(fn, mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME)
-        return lambda *args: jax.grad(lambda args: jnp.sum(split(*args) ** 2))(args)
+        step = jax.grad(lambda args: jnp.sum(split(*args) ** 2))
+        x = jax.ShapeDtypeStruct((1, length, 2, 64), jnp.float32, sharding=NamedSharding(mesh, IN_TIME))
+        return jax.jit(step, out_shardings=NamedSharding(mesh, IN_TIME)).lower((x, x, x)).compile()
 
-    programs = {fn: compiled(gradients(fn), mesh, shape, shape, shape) for fn in (ring, gathered)}
-    text = programs[ring].as_text()
-    assert "collective-permute" in text
-    for exchange in ("all-gather", "all-to-all", "reduce-scatter", f"f32[1,{shape[1]},"):
-        assert exchange not in text
-        assert exchange in programs[gathered].as_text() or exchange == "all-to-all"
-    sizes = {fn: program.memory_analysis().temp_size_in_bytes for fn, program in programs.items()}
-    assert sizes[ring] < 0.6 * sizes[gathered]
+    ring, peer = program(functools.partial(attention, is_causal=True, axis_name="time")), program(gathered)
+    assert "collective-permute" in ring.as_text()
+    for exchange in ("all-gather", "all-to-all", "reduce-scatter", f"f32[1,{length},"):
+        assert exchange not in ring.as_text()
+        assert exchange in peer.as_text() or exchange == "all-to-all"
+    assert ring.memory_analysis().temp_size_in_bytes < 0.6 * peer.memory_analysis().temp_size_in_bytes
 
 
 def test_steps_in_which_a_device_sees_nothing_are_skipped():
     """All that is computed is in loops that run once or never, and nothing is sent in there."""
-    arrays = inputs()
-    run = in_ring(arrays, dict(is_causal=True), mesh_of(8))
-    ones = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), jax.eval_shape(run, arrays))
-    program = jax.make_jaxpr(lambda arrays: jax.vjp(run, arrays)[1](ones))(arrays)
-    found = set(operations(program.jaxpr))
+    found = set(operations(jaxprs(inputs(), dict(is_causal=True))[1]))
     assert ("ppermute", False) in found
     assert ("ppermute", True) not in found
     assert ("dot_general", True) in found
@@ -369,6 +376,7 @@ def test_zigzag_is_balanced_and_undone():
     assert masksafe.zigzag(labels, 1, axis=0)[0] == 2**40
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_zigzag_of_arrays_on_a_mesh(kind):
     mesh, x = mesh_of(4, kind=kind), normals(2, 16, 3)
@@ -379,6 +387,7 @@ def test_zigzag_of_arrays_on_a_mesh(kind):
         np.testing.assert_array_equal(masksafe.undo_zigzag(turned, 4), x)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("segments", [False, True])
 def test_attention_in_zigzag_order(segments):
     positions = masksafe.zigzag(jnp.arange(T), 4, axis=0)[None]
@@ -418,77 +427,57 @@ def loss_of(fn):
     return lambda arrays: sum(jnp.sum(jnp.sin(x)) for x in fn(arrays))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
-def test_forward_mode(check_vma):
-    arrays, static = inputs(sinks=normals(N, seed=5), slopes=normals(N, seed=8)), dict(is_causal=True)
-    with masksafe.forward_mode():
-        actual, expected = (
-            jax.jit(lambda arrays, fn=fn: jax.jvp(fn, (arrays,), (directions(arrays),)))(arrays)
-            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
-        )
-        assert_close(actual, expected)
-        gradients = [
-            jax.jit(jax.grad(loss_of(fn)))(arrays)
-            for fn in (in_ring(arrays, static, mesh_of(4), check_vma), lambda arrays: attend(arrays, static))
-        ]
-    assert_close(*gradients)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
-@pytest.mark.parametrize("over", ["forward", pytest.param("reverse", marks=pytest.mark.slow)])
-def test_second_derivatives(over, check_vma):
-    arrays, static = inputs(bias=normals(1, N, T, T, seed=3)), dict(local_window_size=(9, 2))
+@pytest.mark.forms
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("over", ["forward mode", "forward over reverse", "reverse over reverse"])
+def test_other_derivatives(over, check_vma):
+    arrays = inputs(bias=normals(1, N, T, T, seed=3), sinks=SINKS, slopes=SLOPES)
+    static = dict(local_window_size=(9, 2))
     along = directions(arrays)
 
     def product(fn):
         slope = jax.grad(loss_of(fn))
-        if over == "forward":
+        if over == "forward mode":
+            return jax.jit(lambda arrays: jax.jvp(fn, (arrays,), (along,)))
+        if over == "forward over reverse":
             return jax.jit(lambda arrays: jax.jvp(slope, (arrays,), (along,))[1])
         inner = lambda arrays: sum(jnp.vdot(d, along[name]) for name, d in slope(arrays).items())  # noqa: E731
         return jax.jit(jax.grad(inner))
 
-    actual = product(in_ring(arrays, static, mesh_of(4), check_vma))(arrays)
-    assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
+    with masksafe.forward_mode() if over == "forward mode" else contextlib.nullcontext():
+        actual = product(in_ring(arrays, static, mesh_of(4), check_vma))(arrays)
+        assert_close(actual, product(lambda arrays: attend(arrays, static))(arrays), 1e-4)
 
 
-@pytest.mark.parametrize("kind", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit))
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
+COTANGENTS = normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7)
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_batch_and_heads_split_as_well(kind, check_vma):
     mesh = mesh_of(2, 2, 2, names=("batch", "time", "heads"), kind=kind)
-    arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=normals(N, seed=5))
+    arrays = inputs(query_segment_ids=IDS, key_value_segment_ids=IDS, sinks=SINKS)
     arrays |= dict(bias=normals(1, N, T, 1, seed=3), scale=np.float32(0.7))
-    static = dict(is_causal=True)
-    of_time = P("batch", "time", "heads")
+    static, of_time = dict(is_causal=True, local_window_size=6), P("batch", "time", "heads")
     specs = dict.fromkeys(("query", "key", "value"), of_time) | {"sinks": P("heads"), "bias": P(None, "heads", "time")}
     specs |= dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), P("batch", "time")) | {"scale": P()}
-    specs = {name: specs[name] for name in arrays}
-
-    def local(arrays):
-        return attend(arrays, static, axis_name="time")
-
-    split = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=of_time, check_vma=check_vma)
+    split = in_ring(arrays, static, mesh, check_vma, specs, of_time)
     with jax.set_mesh(mesh):
-        placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()}
-        d_out, d_lse = normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7)
-        cotangents = [jax.device_put(x, NamedSharding(mesh, of_time)) for x in (d_out, d_lse)]
-        actual = results(split, placed, cotangents)
+        placed = {name: place(mesh, specs[name], x)[0] for name, x in arrays.items()}
+        actual = results(split, placed, place(mesh, of_time, *COTANGENTS))
     assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
 
 
-@pytest.mark.parametrize("kind", few_of([AxisType.Explicit, AxisType.Auto], AxisType.Explicit))
+@pytest.mark.forms
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_time_alone_is_manual(kind):
     """`jax.shard_map` over the axis of time, while the compiler or the types split the batch."""
-    mesh = mesh_of(2, 4, names=("batch", "time"), kind=kind)
+    mesh, in_both = mesh_of(2, 4, names=("batch", "time"), kind=kind), P("batch", "time")
     arrays, static = inputs(), dict(is_causal=True)
     with jax.set_mesh(mesh):
-        place = NamedSharding(mesh, P("batch", "time"))
-        placed = {name: jax.device_put(x, place) for name, x in arrays.items()}
-        local = lambda arrays: attend(arrays, static, axis_name="time")  # noqa: E731
-        split = jax.shard_map(local, in_specs=IN_TIME, out_specs=IN_TIME, axis_names={"time"})
-        cotangents = [jax.device_put(x, place) for x in (normals(B, T, N, 3, seed=6), normals(B, T, N, seed=7))]
-        actual = results(split, placed, cotangents)
+        placed = dict(zip(arrays, place(mesh, in_both, *arrays.values()), strict=True))
+        actual = results(in_ring(arrays, static, mesh, axis_names={"time"}), placed, place(mesh, in_both, *COTANGENTS))
     assert_same(actual, results(lambda arrays: attend(arrays, static), arrays))
 
 
@@ -501,58 +490,26 @@ def test_score_mod_beside_explicit_axes_is_refused():
             jax.eval_shape(split, *placed)
 
 
-@pytest.mark.slow
-def test_gradients_within_shard_map():
-    """Of the sum over devices: those of what all devices share are summed by JAX."""
-    arrays, static = inputs(slopes=normals(N, seed=8), sinks=normals(N, seed=5)), dict(is_causal=True)
-
-    def local(arrays):
-        return jax.grad(lambda arrays: jnp.sum(attend(arrays, static, axis_name="time")[0] ** 2))(arrays)
-
-    specs = {name: spec_of(name, x) for name, x in arrays.items()}
-    actual = jax.jit(jax.shard_map(local, mesh=mesh_of(4), in_specs=(specs,), out_specs=specs))(arrays)
-    expected = jax.jit(jax.grad(lambda arrays: jnp.sum(attend(arrays, static)[0] ** 2)))(arrays)
-    assert_close(actual, expected, 5e-5)
-
-
-@pytest.mark.slow
+@pytest.mark.forms
 def test_captured_arrays_that_are_split():
     """A table of the device's own queries, whose rows are split over another axis of the mesh."""
-    mesh, in_both = mesh_of(2, 4, names=("batch", "time")), P("batch", "time")
-    arrays, table = inputs(), normals(B, T, seed=9)
-    positions = np.stack([INDEX, INDEX[::-1]])
-
-    def split(query, key, value, table):
-        def local(query, key, value, table, positions):
-            mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
-            of_time = dict(query_positions=positions, key_positions=positions, axis_name="time")
-            return attention(query, key, value, score_mod=mod, **of_time)
-
-        specs = in_both, in_both, in_both, P("batch"), in_both
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=in_both)(query, key, value, table, positions)
-
-    def whole(query, key, value, table):
-        mod = lambda x, batch, head, i, j: x + table[batch, i]  # noqa: E731
-        return attention(query, key, value, score_mod=mod, query_positions=positions, key_positions=positions)
-
-    args = (*arrays.values(), table)
-    gradients = [
-        jax.jit(jax.grad(lambda *args, fn=fn: jnp.sum(jnp.sin(fn(*args))), (0, 1, 2, 3)))(*args)
-        for fn in (split, whole)
-    ]
-    assert_close(*gradients)
+    in_both, positions = P("batch", "time"), np.stack([INDEX, INDEX[::-1]])
+    arrays = inputs(table=normals(B, T, seed=9), query_positions=positions, key_positions=positions)
+    specs = dict.fromkeys(arrays, in_both) | {"table": P("batch")}
+    split = in_ring(arrays, {}, mesh_of(2, 4, names=("batch", "time")), specs=specs, out_specs=in_both)
+    assert_same(results(split, arrays), results(lambda arrays: attend(arrays, {}), arrays))
 
 
+@pytest.mark.forms
 def test_remat_vmap_and_scan():
     arrays, static = inputs(key_value_seq_lengths=np.array([13, 2])), dict(is_causal=True)
 
     def local(arrays):
-        one = jax.checkpoint(lambda arrays: attend(arrays, static, axis_name="time"))
-        expand = lambda x: x[:, None]  # noqa: E731
-        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(expand, arrays)))
+        one = jax.checkpoint(functools.partial(attend, static=static, axis_name="time"))
+        return jax.tree.map(lambda x: x[:, 0], jax.vmap(one)(jax.tree.map(lambda x: x[:, None], arrays)))
 
     specs = ({name: spec_of(name, x) for name, x in arrays.items()},)
-    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=OUT_SPECS)
+    split = jax.shard_map(local, mesh=mesh_of(4), in_specs=specs, out_specs=IN_TIME)
 
     def twice(arrays):
         return jax.tree.map(lambda x: x.sum(0) / 2, jax.lax.map(lambda _: split(arrays), jnp.arange(2)))
@@ -560,87 +517,36 @@ def test_remat_vmap_and_scan():
     assert_same(results(twice, arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
+@pytest.mark.forms
 def test_axes_in_another_order_than_the_mesh():
     """The first of the names is the slowest, as in a `PartitionSpec`."""
-    arrays, static = inputs(), dict(is_causal=True, local_window_size=(6, 0))
-    mesh = mesh_of(2, 2, names=("x", "y"))
-
-    def of(names):
-        in_time = P(None, names)
-        fn = lambda arrays: attend(arrays, static, axis_name=names)  # noqa: E731
-        return jax.shard_map(fn, mesh=mesh, in_specs=(in_time,), out_specs=(in_time, in_time))
-
-    assert_same(results(of(("y", "x")), arrays), results(lambda arrays: attend(arrays, static), arrays))
-
-
-def test_batch_dimensions():
-    q, k, v = (x[:, None] for x in random_inputs(B, T, T, N, K))
-    mask = ALLOWED[:, None, :1]
-    split = jax.shard_map(
-        lambda q, k, v, mask: attention(q, k, v, mask=mask, axis_name="time"),
-        mesh=mesh_of(4),
-        in_specs=(*[P(None, None, "time")] * 3, P(None, None, None, "time")),
-        out_specs=P(None, None, "time"),
-    )
-    assert_close(jax.jit(split)(q, k, v, mask), attention(q, k, v, mask=mask))
-    alone = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time"), mesh=mesh_of(4), in_specs=P("time"), out_specs=P("time")
-    )
-    assert_close(alone(q[0, 0], k[0, 0], v[0, 0]), attention(q[0, 0], k[0, 0], v[0, 0]))
-
-
-@pytest.mark.slow
-def test_strict_settings():
-    arrays = inputs(key_value_seq_lengths=np.array([6, 0]), bias=SOME_BIAS)
-    for name in ("key", "value"):
-        arrays[name] = np.where(INDEX[:, None, None] < 6, arrays[name], np.float32(np.nan))
-    run = in_ring(arrays, dict(is_causal=True), mesh_of(4))
-    expected = results(run, arrays)
-    with jax.debug_nans(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert_same(results(in_ring(arrays, dict(is_causal=True), mesh_of(4)), arrays), expected, 0)
-
-
-@pytest.mark.slow
-def test_64_bits():
-    with jax.enable_x64(True):
-        arrays = {name: np.asarray(x, np.float64) for name, x in inputs(slopes=normals(N, seed=8)).items()}
-        arrays |= dict(query_positions=SHUFFLED, key_positions=SHUFFLED)
-        actual = results(in_ring(arrays, dict(is_causal=True), mesh_of(4)), arrays)
-        assert actual[0][0].dtype == np.float64
-        assert_same(actual, results(lambda arrays: attend(arrays, dict(is_causal=True)), arrays), 1e-12)
+    arrays, static, names = inputs(), dict(is_causal=True, local_window_size=(6, 0)), ("y", "x")
+    mesh, in_time = mesh_of(2, 2, names=("x", "y")), P(None, names)
+    split = in_ring(arrays, static, mesh, specs=dict.fromkeys(arrays, in_time), out_specs=in_time, axis_name=names)
+    assert_same(results(split, arrays), results(lambda arrays: attend(arrays, static), arrays))
 
 
 # Arguments.
 
-BAD_ARGUMENTS = {
-    "no such axis": (dict(axis_name="rows"), ValueError, "axis_name: got value 'rows'; expected an axis of the mesh"),
-    "a mask of the device's own keys": (
-        dict(mask=np.ones((1, 1, 4, 4), bool)),
-        ValueError,
-        r"mask: got shape \(1, 1, 4, 4\); .* keys of all devices",
-    ),
-    "a bias of all queries": (dict(bias=np.ones((16, 16))), ValueError, r"bias: got shape \(16, 16\); expected"),
-    "positions of all queries": (
-        dict(query_positions=np.arange(16)),
-        ValueError,
-        r"query_positions: got shape",
-    ),
-    "segments of all keys": (
+BAD_ARGUMENTS = [
+    (dict(axis_name="rows"), ValueError, "axis_name: got value 'rows'; expected an axis of the mesh"),
+    (dict(mask=np.ones((1, 1, 4, 4), bool)), ValueError, r"mask: got shape \(1, 1, 4, 4\); .* keys of all devices"),
+    (dict(bias=np.ones((16, 16))), ValueError, r"bias: got shape \(16, 16\); expected"),
+    (dict(query_positions=np.arange(16)), ValueError, r"query_positions: got shape"),
+    (
         dict(query_segment_ids=np.ones((1, 4), int), key_value_segment_ids=np.ones((1, 16), int)),
         ValueError,
         r"key_value_segment_ids: got shape \(1, 16\)",
     ),
-    "cudnn": (dict(implementation="cudnn"), ValueError, "implementation: got value 'cudnn'"),
-}
+    (dict(implementation="cudnn"), ValueError, "implementation: got value 'cudnn'"),
+]
 
 
-@pytest.mark.parametrize("name", BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(name):
-    arguments, error, text = BAD_ARGUMENTS[name]
-    arguments = dict(axis_name="time") | arguments
-    split = jax.shard_map(
-        lambda *args: attention(*args, **arguments), mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME
-    )
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(case):
+    arguments, error, text = case
+    fn = functools.partial(attention, **(dict(axis_name="time") | arguments))
+    split = jax.shard_map(fn, mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME)
     with pytest.raises(error, match=f"^dot_product_attention: {text}"):
         split(*random_inputs(B, T, T, N, K))
 
@@ -652,20 +558,7 @@ def test_an_axis_outside_of_shard_map_is_refused():
 
 def test_cudnn_is_refused_for_the_ring():
     q = jax.ShapeDtypeStruct((1, 16, 2, 64), jnp.bfloat16)
-    split = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time", implementation="cudnn"),
-        mesh=mesh_of(4),
-        in_specs=IN_TIME,
-        out_specs=IN_TIME,
-    )
+    fn = functools.partial(attention, axis_name="time", implementation="cudnn")
+    split = jax.shard_map(fn, mesh=mesh_of(4), in_specs=IN_TIME, out_specs=IN_TIME)
     with pytest.raises(ValueError, match="For cuDNN, it has no axis_name"):
         jax.eval_shape(split, q, q, q)
-
-
-def test_lowers_for_cuda():
-    mesh, x = mesh_of(8), jax.ShapeDtypeStruct((1, 8 * 256, 2, 64), jnp.bfloat16)
-    split = jax.shard_map(
-        lambda *args: attention(*args, axis_name="time", is_causal=True), mesh=mesh, in_specs=IN_TIME, out_specs=IN_TIME
-    )
-    loss = lambda *args: split(*args).astype(jnp.float32).sum()  # noqa: E731
-    jax.export.export(jax.jit(jax.grad(loss, (0, 1, 2))), platforms=["cuda"])(x, x, x)

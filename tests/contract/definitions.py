@@ -262,16 +262,26 @@ def group_norm(where, x, scale, bias):
 # Attention: q [B, T, N, H], k and v [B, S, K, H], a mask [B, T, S].
 
 
-def attention(where, q, k, v):
-    """The output, and the logsumexp [B, T, N]."""
-    groups = q.shape[2] // k.shape[2]
+def attention(where, q, k, v, scale=None, change=lambda x, *pairs: x):
+    """The output, and the logsumexp [B, T, N]; `change` gets the logits of a query, and the indices of the pairs."""
+    groups, scale = q.shape[2] // k.shape[2], 1 / math.sqrt(q.shape[3]) if scale is None else scale
     out, lse = np.zeros((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], -np.inf)
     for b, t, n in np.ndindex(q.shape[:3]):
-        left = where[b, t]
-        if left.any():
-            x = k[b, left, n // groups] @ q[b, t, n] / math.sqrt(q.shape[3])
+        left = np.flatnonzero(where[b, t])
+        if left.size:
+            x = change(scale * k[b, left, n // groups] @ q[b, t, n], b, n, t, left)
             out[b, t, n], lse[b, t, n] = softmax(x) @ v[b, left, n // groups], logsumexp(x)
     return out, lse
+
+
+def attention_with_options(where, q, k, v, bias, sinks, scale, slopes, behind):
+    """With a soft cap of 2, then a bias, a `score_mod` of the distance, and sinks, which the logsumexp leaves out."""
+
+    def change(x, b, n, t, s):
+        return (2 * np.tanh(x / 2) + bias[0, n, t, s]) * (1 + slopes[n] * (1 + b) * np.sqrt(behind[b, t, s]))
+
+    out, lse = attention(where, q, k, v, scale, change)
+    return out / (1 + np.exp(sinks - np.where(np.isfinite(lse), lse, 0)))[..., None], lse
 
 
 def merge(where, outs, lses):

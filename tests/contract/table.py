@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import definitions as of
+import jax.numpy as jnp
 import numpy as np
 
 import masksafe
@@ -39,6 +40,7 @@ class Op(NamedTuple):
     hidden: Callable[..., list[np.ndarray]] | None = None  # by the mask, if kinds do not tell
     constants: tuple[int, ...] = ()  # floats that have no gradient
     classes: int = 0
+    tier: str | None = None  # a mark of its tests: variants have "forms"
 
     @property
     def floats(self) -> list[int]:
@@ -95,8 +97,26 @@ SOME_PIXELS = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], bool)
 FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1]], bool)
 TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
-PAIRS = RNG.random((3, 4, 5)) < 0.5
-PAIRS[0, 1], PAIRS[1], PAIRS[2, :, 1] = False, False, False
+
+# Of attention. Query 0 of the first sample sees no key, no query sees its key 2, and each kind of mask hides a pair
+# that no other one hides.
+B, T, S, HEADS = 2, 4, 6, 2
+PAIRS = np.ones((B, T, S), bool)
+PAIRS[0, 0], PAIRS[0, :, 2], PAIRS[0, 1, 4], PAIRS[1] = False, False, False, False
+DISTANCE = np.arange(S) - np.arange(T)[:, None]
+LENGTHS = {"query_seq_lengths": np.array([4, 3]), "key_value_seq_lengths": np.array([5, 4])}
+IN_LENGTHS = (np.arange(T) < [[4], [3]])[:, :, None] & (np.arange(S) < [[5], [4]])[:, None]
+SEGMENTS = {
+    "query_segment_ids": np.array([[0, 0, 0, 0], [7, 7, 7, 2]]),
+    "key_value_segment_ids": np.array([[0, 5, 0, 0, 0, 0], [9, 7, 7, 7, 2, 2]]),
+}
+IN_SEGMENTS = SEGMENTS["query_segment_ids"][:, :, None] == SEGMENTS["key_value_segment_ids"][:, None]
+POSITIONS = {
+    "query_positions": np.array([[2, 3, 4, 5]]),
+    "key_positions": np.array([[0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 4, 5]]),
+}
+QUERY_AT, KEY_AT = POSITIONS["query_positions"][:, :, None], POSITIONS["key_positions"][:, None]
+BEHIND = QUERY_AT - KEY_AT
 PARTS = np.array([[1, 0, 1], [1, 0, 0]], bool)[:, :, None] & np.ones(2, bool)
 
 
@@ -138,15 +158,47 @@ def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, k
     return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
 
 
-def _hides_of_attention(where: np.ndarray) -> list[np.ndarray]:
-    of_queries, of_keys = ~where.any(2)[..., None, None], ~where.any(1)[..., None, None]
-    shapes = ((3, 4, 2, 4), (3, 5, 1, 4), (3, 5, 1, 4))
-    return [np.broadcast_to(h, s) for h, s in zip((of_queries, of_keys, of_keys), shapes, strict=True)]
+def _attention_over(
+    allowed: np.ndarray, definition: Callable[..., Any], *more: np.ndarray, options: Any = dict, **others: Any
+) -> Op:
+    """Attention with `options` of the arrays behind the value; they allow no more than the pairs `allowed`."""
+    shapes = (B, T, HEADS, 4), (B, S, 1, 4), (B, S, 1, 3)
+
+    def call(w: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
+        mask = None if w is None else w[:, None]
+        return masksafe.dot_product_attention(q, k, v, mask=mask, return_residual=True, **options(*more))
+
+    def hidden(where: np.ndarray) -> list[np.ndarray]:
+        live = where & allowed
+        of_queries, of_keys = ~live.any(2)[..., None, None], ~live.any(1)[..., None, None]
+        of_pairs = [~live.any(0) if x.shape[-2:] == (T, S) else False for x in more]
+        gone = of_queries, of_keys, of_keys, *of_pairs
+        return [np.broadcast_to(h, x) for h, x in zip(gone, (*shapes, *(x.shape for x in more)), strict=True)]
+
+    return Op(
+        call,
+        (*(floats(*shape) for shape in shapes), *more),
+        ("row",) * 3 + ("whole",) * len(more),
+        PAIRS,
+        lambda w, *args: definition(w & allowed, *args),
+        hidden=hidden,
+        nothing=(0.0, -np.inf),
+        **others,
+    )
 
 
-def _attention(w: Any, q: Any, k: Any, v: Any) -> Any:
-    mask = None if w is None else w[:, None]
-    return masksafe.dot_product_attention(q, k, v, mask=mask, return_residual=True)
+def _of_structure(live: np.ndarray, **options: Any) -> Op:
+    return _attention_over(live, of.attention, options=lambda: options, tier="forms")
+
+
+def _all_options(bias: Any, sinks: Any, scale: Any, slopes: Any) -> Any:
+    def score(x: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:  # at a masked pair NaN, and so its derivatives
+        slope = jnp.asarray(slopes)[head].astype(x.dtype) * (1 + batch).astype(x.dtype)
+        return x + slope * jnp.sqrt((q - k).astype(x.dtype)) * x
+
+    mods = {"score_mod": score, "mask_mod": lambda b, h, q, k: q + k != 9}
+    band = {"is_causal": True, "local_window_size": (3, 1), **POSITIONS}
+    return {"bias": bias, "sinks": sinks, "scale": scale, "logit_soft_cap": 2.0, **mods, **band, **LENGTHS, **SEGMENTS}
 
 
 def _merged(w: Any, outs: Any, lses: Any) -> Any:
@@ -345,15 +397,22 @@ OPS = {
         may_be_unmasked=False,
     ),
     "apply_where": Op(_doubled, (X,), ("row",), ELEMENTS, of.elementwise(lambda x: 2 * x), may_be_unmasked=False),
-    "dot_product_attention": Op(
-        _attention,
-        (floats(3, 4, 2, 4), floats(3, 5, 1, 4), floats(3, 5, 1, 4)),
-        ("row",) * 3,
-        PAIRS,
-        of.attention,
-        hidden=_hides_of_attention,
-        nothing=(0.0, -np.inf),
+    "dot_product_attention": _attention_over(np.ones((T, S), bool), of.attention),
+    "dot_product_attention, options": _attention_over(
+        (BEHIND >= 0) & (BEHIND <= 3) & (QUERY_AT + KEY_AT != 9) & IN_LENGTHS & IN_SEGMENTS,
+        functools.partial(of.attention_with_options, behind=BEHIND),
+        floats(1, HEADS, T, S),
+        floats(HEADS),
+        np.float32([0.6]),
+        floats(HEADS),
+        options=_all_options,
+        may_be_unmasked=False,  # which costs one more program
     ),
+    "dot_product_attention, causal": _of_structure(DISTANCE <= -1, is_causal=True, causal_offset=-1),
+    "dot_product_attention, window": _of_structure((DISTANCE >= -2) & (DISTANCE <= 1), local_window_size=(2, 1)),
+    "dot_product_attention, lengths": _of_structure(IN_LENGTHS, **LENGTHS),
+    "dot_product_attention, segments": _of_structure(IN_SEGMENTS, **SEGMENTS),
+    "dot_product_attention, positions": _of_structure(BEHIND >= 0, is_causal=True, **POSITIONS),
     "merge_attention": Op(
         _merged,
         (floats(2, 3, 2, 4), floats(2, 3, 2)),
