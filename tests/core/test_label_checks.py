@@ -32,6 +32,10 @@ integer_loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
 soft_losses = [masksafe.losses.softmax_cross_entropy, masksafe.losses.safe_softmax_cross_entropy]
 
 
+def forms(*values):
+    return pytest.param(*values, marks=pytest.mark.forms)
+
+
 def mean_loss(logits, labels):
     return masksafe.mean(integer_loss(logits, labels))
 
@@ -102,14 +106,11 @@ WAYS = {
 # checkify
 
 
-# The others do the same in another order.
-SHORT_WAYS = [
-    pytest.param(way, marks=[pytest.mark.slow] if way in ("jit", "grad", "grad of jit", "training step") else [])
-    for way in WAYS
-]
+def each_way(*short):
+    return pytest.mark.parametrize("way", [way if way in short else forms(way) for way in WAYS])
 
 
-@pytest.mark.parametrize("way", SHORT_WAYS)
+@each_way("jit of value_and_grad", "scan", "shard_map")
 def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
     checks = checkify.all_checks if way in ("jit of value_and_grad", "vmap", "scan") else checkify.user_checks
     with masksafe.label_checks("checkify"):
@@ -122,7 +123,7 @@ def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
         assert f"called at {__file__}:" in error.get()
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_checkify_needs_no_jit():
     with masksafe.label_checks("checkify"):
         checked = checkify.checkify(mean_loss)
@@ -162,7 +163,7 @@ def of_distributions(logits, labels):
         pytest.param(
             of_distributions,
             [(SOFT.at[1, 0].set(0.3), [1]), (SOFT.at[1, 0, 2].set(-0.3), [1])],
-            marks=pytest.mark.slow,
+            marks=pytest.mark.forms,
         ),
     ],
 )
@@ -211,8 +212,8 @@ def over_rows(mesh, fn):
     return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
 
 
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("jitted", [jax.jit, lambda fn: fn])
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, forms(jax.sharding.AxisType.Explicit)])
+@pytest.mark.parametrize("jitted", [jax.jit, forms(lambda fn: fn)])
 def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type, jitted):
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(axis_type,))
     args = jax.device_put((LOGITS, LABELS), jax.sharding.NamedSharding(mesh, PartitionSpec("rows")))
@@ -246,7 +247,7 @@ def test_raise_is_a_value_error_at_once_in_eager_code():
         padded_loss(LOGITS, PADDED)
 
 
-@pytest.mark.parametrize("way", SHORT_WAYS[1:])
+@each_way("jit of vmap of grad", "while", "cond", "grad of remat")
 def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     with masksafe.label_checks("raise"):
         step = jax.jit(WAYS[way](padded_loss))
@@ -259,9 +260,7 @@ def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(losses))
 
 
-@pytest.mark.parametrize(
-    "axis_type", [pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.slow), jax.sharding.AxisType.Explicit]
-)
+@pytest.mark.parametrize("axis_type", [forms(jax.sharding.AxisType.Auto), jax.sharding.AxisType.Explicit])
 def test_raise_stops_every_device(axis_type):
     """A device that went on alone would wait for the others in the gradient's sum until JAX aborts the process."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis_type,))
@@ -284,7 +283,7 @@ def test_raise_stops_every_device(axis_type):
             two_steps(kernel, inputs, jax.device_put(jnp.zeros(16, int).at[9].set(5), by_row)).block_until_ready()
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("check_vma", [True, forms(False)])
 def test_raise_stops_every_device_of_a_shard_map(check_vma):
     mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -313,6 +312,7 @@ def test_raise_reports_once_for_all_elements_of_a_vmap():
             jax.jit(shared)(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
 
 
+@pytest.mark.forms
 def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match="labels are outside") as error:
@@ -321,12 +321,18 @@ def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
 
 
 def test_raise_is_a_value_error_at_once_in_an_eager_vmap():
-    with masksafe.label_checks("raise"):
-        with pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
-            jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
-        shared_mask = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
-        with pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"):
-            shared_mask(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
+        jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
+
+
+@pytest.mark.forms
+def test_raise_is_a_value_error_at_once_in_an_eager_vmap_with_a_shared_mask():
+    loss = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"),
+    ):
+        loss(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
 
 
 def test_gradient_of_labels_is_checked():
@@ -358,21 +364,12 @@ def step_of_scan(total, row):
     return total + mean_loss(*row), None
 
 
-# Without the checks, the same calls make the same functions but for those of the checks.
-SHORT = {
-    "off": (),
-    "raise": ("eager", "vmap of vmap", "vmap of grad of remat", "scan"),
-    "checkify": ("grad of remat",),
-}
+SHORT = [("eager", "raise"), ("vmap of grad of remat", "raise")]
 
 
 @pytest.mark.parametrize(
     ("way", "mode"),
-    [
-        pytest.param(way, mode, marks=[] if way in short else pytest.mark.slow)
-        for mode, short in SHORT.items()
-        for way in REPEATED
-    ],
+    [*SHORT, *(forms(w, m) for m in ("off", "raise", "checkify") for w in REPEATED if (w, m) not in SHORT)],
 )
 def test_repeated_calls_compile_nothing(way, mode):
     compiled = []
@@ -415,11 +412,12 @@ OF_OTHERS = "jax.jit(lambda: jax.debug.callback(lambda: 1 / 0))()"
 @pytest.mark.parametrize(
     ("code", "on_stderr"),
     [
-        pytest.param("run()", 1, id="not caught"),
-        pytest.param(UNREAD, 1, id="never read"),
-        pytest.param(CAUGHT_WITHIN, 1, id="caught within", marks=pytest.mark.slow),
-        pytest.param(CAUGHT + "\n" + UNREAD, 0, id="caught, and never read", marks=pytest.mark.slow),
+        (UNREAD, 1),
+        forms("run()", 1),
+        forms(CAUGHT_WITHIN, 1),
+        forms(CAUGHT + "\n" + UNREAD, 0),
     ],
+    ids=["never read", "not caught", "caught within", "caught, and never read"],
 )
 def test_an_error_is_told_once(code, on_stderr):
     done = run_python(EXIT + code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
@@ -486,14 +484,14 @@ def test_both_of_two_processes_tell_of_an_error_once():
 @pytest.mark.parametrize(
     ("labels", "kwargs", "text"),
     [
-        (LABELS.at[1, 1].set(0), {}, "2 of 12 labels are outside [0, 5); first at (2, 1): -1"),
+        forms(LABELS.at[1, 1].set(0), {}, "2 of 12 labels are outside [0, 5); first at (2, 1): -1"),
         (LABELS, {"where": jnp.arange(4)[:, None] > 1}, "2 of 6 labels are outside [0, 5); first at (2, 1): -1"),
-        (LABELS[1], {}, "1 of 3 labels are outside [0, 5); first at (1,): 5"),
+        forms(LABELS[1], {}, "1 of 3 labels are outside [0, 5); first at (1,): 5"),
         (LABELS[2, 2], {}, "1 of 1 labels are outside [0, 5); first at (): 7"),
-        (LABELS.astype(jnp.int8) - 100, {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
-        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
+        forms(LABELS.astype(jnp.int8) - 100, {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
+        forms(np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
         (GOOD, {"where": jnp.arange(5)[None, None] != 3}, "1 of 12 labels are at a masked class; first at (1, 0): 3"),
-        (
+        forms(
             GOOD,
             {"where": jnp.arange(60).reshape(4, 3, 5) > 1},
             "1 of 12 labels are at a masked class; first at (0, 0): 0",
@@ -506,7 +504,7 @@ def test_text_of_integer_labels(labels, kwargs, text):
         integer_loss(logits, labels, **kwargs)
 
 
-@pytest.mark.parametrize("axis", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("axis", [(2, 1), forms((1, 2))], ids=str)
 def test_label_over_several_axes_at_a_masked_class(axis):
     where = jnp.ones((4, 3, 5), bool).at[2, 1, 3].set(False)
     label = 1 * 5 + 3 if axis == (1, 2) else 3 * 3 + 1
@@ -522,9 +520,9 @@ def test_label_over_several_axes_at_a_masked_class(axis):
     ("loss", "dtype"),
     [
         (soft_losses[0], "float32"),
-        (soft_losses[0], "bfloat16"),
-        pytest.param(soft_losses[0], "float16", marks=pytest.mark.slow),
-        (soft_losses[1], "float32"),
+        forms(soft_losses[0], "bfloat16"),
+        forms(soft_losses[0], "float16"),
+        forms(soft_losses[1], "float32"),
     ],
 )
 def test_distributions(loss, dtype):
@@ -552,7 +550,7 @@ def test_masked_probabilities_are_not_looked_at():
         compiled(LOGITS, labels, where=where).block_until_ready()
 
 
-@pytest.mark.parametrize("mode", ["raise", pytest.param("checkify", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
 def test_unusual_labels(mode):
     def check(loss, *args):
         with masksafe.label_checks(mode):
@@ -586,7 +584,7 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
+@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
 @pytest.mark.parametrize("loss", STRICT)
 def test_checks_promote_nothing(loss, mode):
     labels = jnp.minimum(GOOD, 3)
@@ -596,7 +594,7 @@ def test_checks_promote_nothing(loss, mode):
         jax.make_jaxpr(checked(jax.vmap(STRICT[loss])))(labels[None])
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 @pytest.mark.parametrize("mode", ["raise", "checkify"])
 @pytest.mark.parametrize("loss", STRICT)
 def test_checks_are_quiet_under_debug_nans(loss, mode):
@@ -608,7 +606,7 @@ def test_checks_are_quiet_under_debug_nans(loss, mode):
             checkify.checkify(STRICT[loss])(labels)[0].throw()
 
 
-@pytest.mark.parametrize("mode", ["raise", pytest.param("checkify", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
 def test_sharded_labels_and_probabilities_are_checked(mode):
     mesh = jax.make_mesh((4,), ("rows",))
     by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
@@ -635,7 +633,7 @@ def test_sharded_labels_and_probabilities_are_checked(mode):
 # The switch.
 
 
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("gradient", [False, forms(True)])
 def test_off_costs_nothing(gradient, monkeypatch):
     def lowered():
         def losses(logits, labels, soft):
@@ -710,8 +708,8 @@ def test_unknown_mode_is_refused(mode):
     ("value", "text"),
     [
         ("raise", "2 of 2 labels are outside"),
-        pytest.param("", "", marks=pytest.mark.slow),
-        ("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'"),
+        forms("", ""),
+        forms("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'"),
     ],
 )
 def test_environment_variable(value, text):
