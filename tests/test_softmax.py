@@ -213,7 +213,7 @@ CALLS = (
 )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64", forms("bfloat16"), forms("int32")])
+@pytest.mark.parametrize("dtype", ["float32", forms("complex64"), forms("bfloat16"), forms("int32")])
 def test_logsumexp_is_that_of_jax_nn(dtype):
     both = jax.jit(lambda a: [[op(a, **call) for call in CALLS] for op in (masksafe.logsumexp, jax.nn.logsumexp)])
     ours, theirs = both((3 * X).astype(jnp.dtype(dtype)))

@@ -13,6 +13,7 @@ HEADS, X, KERNEL, LABELS = jnp.ones((1, 2, 1, 4)), jnp.ones((2, 4)), jnp.ones((4
 Pair = tuple[jax.Array, jax.Array]
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_flag_that_is_only_known_to_be_a_bool(flag: bool) -> None:
     results = (

@@ -349,16 +349,17 @@ CALLS = {
 }
 
 
-def test_standardize_is_that_of_jax_nn():
+@pytest.mark.parametrize(
+    "names", [("a mean", "a variance", "an array for epsilon"), forms(("all axes", "a mean, stable", "both"))], ids=str
+)
+def test_standardize_is_that_of_jax_nn(names):
     @jax.jit
     def values_and_gradients(x):
         def of(op, call):
             y, pull_back = jax.vjp(lambda x: op(x, **call), x)
             return y, pull_back(jnp.cos(x))
 
-        return [
-            {name: of(op, call) for name, call in CALLS.items()} for op in (masksafe.standardize, jax.nn.standardize)
-        ]
+        return [{name: of(op, CALLS[name]) for name in names} for op in (masksafe.standardize, jax.nn.standardize)]
 
     chex.assert_trees_all_close(*values_and_gradients(X), rtol=1e-4, atol=1e-5)
     arguments = (X, -1, MEAN, VARIANCE, 0.1, np.ones(X.shape, bool))  # in the same order
@@ -382,12 +383,14 @@ def test_standardize_has_the_dtype_of_jax_nn(other):
 
 def test_traced_epsilon_is_the_same_as_a_number():
     x = np.concatenate([X[:2], np.full((1, 4, 5), 3.3, np.float32)])  # with constant slices
-    fn = jax.jit(
-        lambda x, epsilon: jax.vjp(lambda x: masksafe.standardize(x, epsilon=epsilon), x)[1](weights_of(SHAPE))
-    )
-    value = jax.jit(lambda x, epsilon: masksafe.standardize(x, epsilon=epsilon))
+
+    @jax.jit
+    def standardized_with(x, epsilon):
+        y, pull_back = jax.vjp(lambda x: masksafe.standardize(x, epsilon=epsilon), x)
+        return y, pull_back(weights_of(SHAPE))
+
     for epsilon in (0.0, 1e-5):
-        y, (gradient,) = value(x, epsilon), fn(x, epsilon)
+        y, (gradient,) = standardized_with(x, epsilon)
         expected, (expected_gradient, *_) = reference("standardize", X, epsilon=epsilon)
         np.testing.assert_allclose(y[:2], expected[:2], rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(gradient[:2], expected_gradient[:2], rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """layer_norm, rms_norm, standardize in blocks on meshes, and as compiled programs."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -45,7 +46,8 @@ def test_one_answer_in_every_mode(axis, dtype):
     assert_consistent(fn, (X + 100).astype(jnp.dtype(dtype)), *parameters(SHAPE, axis), WHERE)
 
 
-@pytest.mark.parametrize(("kind", "axis"), cases([("Explicit", 0)], ["Explicit", "Auto"], [-1, 0, 1]), ids=str)
+@pytest.mark.forms
+@pytest.mark.parametrize(("kind", "axis"), [*itertools.product(["Explicit", "Auto"], [-1, 0, 1])], ids=str)
 def test_sharded_arrays(kind, axis, choose):
     choose(row_block_elements=8)
     rng = np.random.default_rng(0)
@@ -100,6 +102,7 @@ def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_sca
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_inside_shard_map(choose):
     choose(row_block_elements=8)
     rng = np.random.default_rng(0)
