@@ -1,4 +1,4 @@
-"""layer_norm, rms_norm, standardize: axes, precision, what peers compute, arguments. The table has the contract."""
+"""layer_norm, rms_norm, standardize: axes, digits, devices, peers, arguments. The table has the contract."""
 
 import functools
 import itertools
@@ -12,8 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import masksafe
+from masksafe.testing import assert_consistent
 
 SHAPE = (3, 4, 5)
 X = np.random.default_rng(0).normal(2.0, 3.0, SHAPE).astype(np.float32)
@@ -114,44 +117,80 @@ def cases(short, *choices):
 NAMES = ["layer_norm", "rms_norm", "standardize"]
 AXES = [-1, 0, 1, (0, 2), (2, 0), (2, 1), (0, 1, 2), (2, 0, 1)]
 
+# The forms of a program: on a CPU in one block or several, with rows left over; and those of accelerators, for arrays
+# of any size, in which rows fit into registers or not.
+ELSEWHERE = {"form": "elsewhere", "fewest_elements_of_few_passes": 0}
+PROGRAMS = {
+    "one block": {},
+    "blocks": {"row_block_elements": 25},
+    "registers": ELSEWHERE,
+    "passes": {**ELSEWHERE, "elements_of_row_in_one_kernel": 0},
+}
+
+
+@pytest.fixture
+def program(request, choose):
+    choose(**PROGRAMS[request.param])
+
+
+def in_programs(names, short, *choices):
+    """Parameters: a form of a program, and others."""
+    return pytest.mark.parametrize(("program", *names), cases(short, PROGRAMS, *choices), indirect=["program"], ids=str)
+
 
 # Values and gradients.
 
-SHORT = [("layer_norm", (2, 0), "some"), ("layer_norm", 1, "rows"), ("rms_norm", (2, 0), "columns")]
+SHORT = [
+    ("one block", "layer_norm", (2, 0), "some"),
+    ("one block", "rms_norm", (2, 0), "columns"),
+    ("blocks", "layer_norm", 1, "rows"),
+    ("passes", "layer_norm", (2, 1), "some"),
+    ("passes", "rms_norm", 0, "no"),
+    ("passes", "standardize", -1, "rows"),
+    ("registers", "layer_norm", (2, 1), "rows"),
+]
 
 
-@pytest.mark.parametrize(("op", "axis", "where"), cases(SHORT, NAMES, AXES, WHERES), ids=str)
-def test_value_and_gradients_are_those_of_the_definition(op, axis, where):
+@in_programs(("op", "axis", "where"), SHORT, ["layer_norm"], AXES, WHERES)
+def test_value_and_gradients_are_those_of_the_definition(program, op, axis, where):
     scale, bias = parameters(SHAPE, axis)
     actual = value_and_gradients(op, axis)(X, scale, bias, WHERES[where])
     # A gradient is the difference of numbers of the size of the largest of them.
     assert_close(actual, reference(op, X, scale, bias, axis, WHERES[where]), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("op", "shape", "dtype", "masked"),
-    cases(
-        [("layer_norm", (7, 3), "bfloat16", True)],  # with rows left over
-        NAMES,
-        [(8, 5), (7, 3), (13, 2), (2, 3, 4)],
-        ["float32", "float16", "bfloat16"],
-        [True, False],
-    ),
-    ids=str,
+@in_programs(("where",), [("passes", "rows")], ["no", "rows", "dead"])
+def test_second_derivatives_are_those_of_the_plain_rules(program, where):
+    args = X, *parameters(SHAPE, -1)
+    directions = tuple(np.random.default_rng(4).normal(size=a.shape).astype(np.float32) for a in args)
+    fn = lambda args: weighted_sum("layer_norm", *args, -1, WHERES[where])[0]  # noqa: E731
+
+    @jax.jit
+    def products(args):
+        slope = lambda args: sum(map(jnp.vdot, jax.grad(fn)(args), directions))  # noqa: E731
+        reverse = jax.jvp(jax.grad(fn), (args,), (directions,))[1], jax.grad(slope)(args)
+        with masksafe.forward_mode():
+            return *reverse, jax.jvp(jax.grad(fn), (args,), (directions,))[1]
+
+    over_reverse, twice_reverse, plain = products(args)
+    chex.assert_trees_all_close(over_reverse, plain, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(twice_reverse, plain, rtol=1e-4, atol=1e-4)
+
+
+@in_programs(
+    ("dtype", "where"),
+    [("blocks", "bfloat16", "some"), ("passes", "bfloat16", "rows")],
+    ["bfloat16", "float16"],
+    WHERES,
 )
-def test_blocks_give_what_one_pass_gives(op, shape, dtype, masked, choose):
-    choose(row_block_elements=8)
-    rng = np.random.default_rng(3)
-    x = rng.normal(size=shape).astype(jnp.dtype(dtype))
-    where = rng.random(shape) < 0.7 if masked else None
-    args = x, *parameters(shape, -1), where
-    lowered = value_and_gradients(op).lower(*args)
-    assert "while" in lowered.as_text()
-    y, gradients = lowered.compile()(*args)
-    assert [a.dtype for a in (y, *gradients)] == [x.dtype, x.dtype, "float32", "float32"]
+def test_16_bits(program, dtype, where):
+    x, scale, bias = X.astype(jnp.dtype(dtype)), *parameters(SHAPE, -1)
+    y, gradients = value_and_gradients("layer_norm")(x, scale, bias, WHERES[where])
+    assert [a.dtype for a in (y, *gradients)] == [dtype, dtype, "float32", "float32"]
     # The result is rounded, and so is the cotangent, whose sums are those of the reverse rule.
-    tolerance = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
-    assert_close((y, gradients), reference(op, *args[:3], -1, where), rtol=tolerance, atol=tolerance)
+    tolerance = {"bfloat16": 2e-2, "float16": 2e-3}[dtype]
+    expected = reference("layer_norm", x, scale, bias, -1, WHERES[where])
+    assert_close((y, gradients), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("axis", "masked"), cases([(-1, True)], [-1, (-2, -1)], [True, False]), ids=str)
@@ -172,22 +211,50 @@ def test_equals_flax_on_clean_input(axis, masked):
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-# Precision.
+# Digits.
 
 
 def float64_layer_norm(x, epsilon=1e-6):
     return reference("layer_norm", x, epsilon=epsilon)[0]
 
 
-def test_large_offset_costs_no_digit():
-    fn = jax.jit(lambda x: (*masksafe.var_mean(x, -1), masksafe.layer_norm(x), masksafe.standardize(x)))
-    for offset in (1e4, 1e6):
-        x = (np.random.default_rng(0).normal(size=(16, 512)) + offset).astype(np.float32)
-        variance, mean, normed, standardized = fn(x)
-        np.testing.assert_allclose(variance, x.astype(np.float64).var(-1), rtol=1e-6)
-        np.testing.assert_allclose(mean, x.astype(np.float64).mean(-1), rtol=1e-7)
-        np.testing.assert_allclose(normed, float64_layer_norm(x), atol=2e-6)
-        np.testing.assert_allclose(standardized, float64_layer_norm(x, epsilon=1e-5), atol=2e-6)
+OUTLIER = np.where(np.arange(1024) == 0, 1e3, np.random.default_rng(0).normal(size=(4, 1024)))
+INPUTS = [np.random.default_rng(0).normal(size=(4, 1024)) + offset for offset in (1e4, 1e6)] + [OUTLIER, OUTLIER + 1e3]
+
+
+@in_programs(
+    ("masked", "axis"), [("one block", False, -1), ("passes", False, -1), ("passes", True, -1)], [False, True], [-1, 0]
+)
+def test_no_digit_is_lost(program, masked, axis):
+    along = (lambda a: a) if axis == -1 else (lambda a: None if a is None else np.swapaxes(a, 0, 1))
+
+    @jax.jit
+    def results(x, where, d_y):
+        y, pull_back = jax.vjp(lambda x: masksafe.layer_norm(x, axis=axis, where=where), x)
+        return y, pull_back(d_y)[0], *masksafe.var_mean(x, axis, where)
+
+    for x in INPUTS:
+        x, where = x.astype(np.float32), np.random.default_rng(1).random(x.shape) < (0.7 if masked else 1)
+        d_y = weights_of(x.shape)
+        y, d_x, variance, mean = results(along(x), along(where) if masked else None, along(d_y))
+        n, wide = where.sum(-1), np.where(where, x.astype(np.float64), 0)
+        expected_mean = wide.sum(-1) / n
+        deviations = np.where(where, wide - expected_mean[:, None], 0)
+        expected_variance = (deviations**2).sum(-1) / n
+        np.testing.assert_allclose(variance, expected_variance, rtol=4e-6)
+        # The mean is rounded, and so are the deviations from a shift, which are of the size of the spread.
+        np.testing.assert_array_less(np.abs(mean - expected_mean), 1e-7 * np.abs(mean) + 4e-7 * expected_variance**0.5)
+        normalized, (d_expected, *_) = reference("layer_norm", x, where=where)
+        np.testing.assert_allclose(along(np.asarray(y)), normalized, rtol=3e-6, atol=3e-6)
+        np.testing.assert_allclose(along(np.asarray(d_x)), d_expected, rtol=1e-5, atol=1e-5 * np.abs(d_expected).max())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1.6e-2), forms("float16", 2e-3)])
+def test_16_bits_with_an_offset_are_rounded_once(dtype, tolerance):
+    fn = jax.jit(masksafe.layer_norm)
+    for offset, spread in ((1e3, 1.0), (100.0, 1.0), (1e4, 300.0)):
+        x = np.random.default_rng(0).normal(offset, spread, (8, 1000)).astype(jnp.dtype(dtype))
+        np.testing.assert_allclose(np.asarray(fn(x), np.float64), float64_layer_norm(x), atol=tolerance)
 
 
 @pytest.mark.forms
@@ -199,14 +266,6 @@ def test_the_fast_variance_of_the_peers_fails_where_ours_does_not():
     assert all(np.abs(y - float64_layer_norm(x)).max() > 100 for y in theirs)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 1.6e-2), forms("float16", 2e-3)])
-def test_16_bits_with_an_offset_are_rounded_once(dtype, tolerance):
-    fn = jax.jit(masksafe.layer_norm)
-    for offset, spread in ((1e3, 1.0), (100.0, 1.0), (1e4, 300.0)):
-        x = np.random.default_rng(0).normal(offset, spread, (8, 1000)).astype(jnp.dtype(dtype))
-        np.testing.assert_allclose(np.asarray(fn(x), np.float64), float64_layer_norm(x), atol=tolerance)
-
-
 def test_narrow_floats_stay_what_they_are():
     def outputs_and_gradient(x):
         outputs = masksafe.layer_norm(x, where=WHERE), masksafe.rms_norm(x), *masksafe.var_mean(x, -1, WHERE)
@@ -215,6 +274,22 @@ def test_narrow_floats_stay_what_they_are():
     with jax.numpy_dtype_promotion("strict"):
         results = jax.eval_shape(outputs_and_gradient, X.astype("float8_e4m3fn"))
     assert {a.dtype for a in results} == {jnp.dtype("float8_e4m3fn")}
+
+
+@in_programs(
+    ("masked", "axis"), [("one block", False, -1), ("passes", False, -1), ("passes", True, -1)], [False, True], [-1, 0]
+)
+def test_constant_whose_mean_is_rounded_has_no_spread_but_with_the_next_float_it_has(program, masked, axis):
+    along = (lambda a: a) if axis == -1 else (lambda a: np.swapaxes(a, 0, 1))
+    for n in (41, 1000):
+        x = np.repeat(np.array([[0.1], [1.1], [-1e6], [3.7], [1e-20]], np.float32), n, axis=1)
+        mask = np.ones(along(x).shape, bool) if masked else None
+        fn = jax.jit(lambda x: (masksafe.var(x, axis, mask), masksafe.layer_norm(x, axis=axis, where=mask, epsilon=0)))  # noqa: B023
+        for result in fn(along(x)):
+            np.testing.assert_array_equal(result, 0)
+        x[:, 7] = np.nextafter(x[:, 7], np.float32(np.inf))
+        expected = float64_layer_norm(x, epsilon=0)
+        np.testing.assert_allclose(along(np.asarray(fn(along(x))[1]))[:3], expected[:3], rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -243,25 +318,18 @@ def test_slice_without_a_spread_is_finite_to_the_second_derivative(op, epsilon, 
             np.testing.assert_array_equal(value, np.where(where, bias, 0))
 
 
-@pytest.mark.parametrize("n", [41, *map(forms, (3, 14, 63, 1000))])
-def test_constant_whose_mean_is_rounded_has_no_spread_but_with_the_next_float_it_has(n):
-    x = np.repeat(np.array([[0.1], [1.1], [-1e6], [3.7], [1e-20]], np.float32), n, axis=1)
-
-    @jax.jit
-    def results(x):
-        cubes = lambda x: jnp.sum(masksafe.standardize(x, epsilon=0) ** 3 * np.arange(n, dtype=np.float32))  # noqa: E731
-        return masksafe.var(x, -1), masksafe.layer_norm(x, epsilon=0), jax.grad(cubes)(x)
-
-    for result in results(x):
-        np.testing.assert_array_equal(result, 0)
-    x[:, n // 6] = np.nextafter(x[:, n // 6], np.float32(np.inf))
-    np.testing.assert_allclose(results(x)[1][:3], float64_layer_norm(x, epsilon=0)[:3], rtol=1e-4)
+@in_programs((), [("passes",)])
+def test_squares_that_overflow_give_zeros(program):
+    x = np.array([[1e30, -1e30, 3e25, 0], [1, 2, 3, 4]], np.float32)
+    y, pull_back = jax.jit(lambda x: jax.vjp(masksafe.layer_norm, x))(x)
+    np.testing.assert_array_equal(y[0], 0)
+    assert np.isfinite(pull_back(np.ones_like(x))[0]).all()
 
 
 @pytest.mark.parametrize(
-    "name", ["layer_norm", "batch_norm", *map(forms, ["rms_norm", "standardize", "group_norm", "weights"])]
+    ("name", "masked"),
+    cases([("layer_norm", True), ("batch_norm", True)], [*NAMES, "group_norm", "batch_norm", "weights"], [True, False]),
 )
-@pytest.mark.parametrize("masked", [True, forms(False)])
 def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked):
     x = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
     where = np.arange(6) < 4 if masked else None
@@ -292,20 +360,35 @@ def test_parameter_that_is_bad_where_one_row_masks_it_harms_only_the_others():
     assert np.isfinite(jax.jit(jax.grad(loss))(x)[0]).all()
 
 
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", forms("standardize")])
-def test_infinity_shows_in_its_slice_and_in_no_other(op):
-    x, where = X.copy(), WHERE.copy()
+@pytest.mark.parametrize("program", ["passes", forms("registers")], indirect=True)
+def test_bad_row_harms_the_gradient_of_the_scale_only_where_it_is_unmasked(program):
+    x, where = X[0].copy(), WHERE[0].copy()
+    where[1] = [True, True, False, False, True]
+    x[1, 0] = np.nan
+    loss = lambda scale: masksafe.layer_norm(x, scale, where=where).sum()  # noqa: E731
+    gradient = jax.jit(jax.grad(loss))(np.ones(5, np.float32))
+    np.testing.assert_array_equal(np.isnan(gradient), where[1])
+
+
+SHORT = [("one block", "layer_norm", True), ("passes", "layer_norm", True), ("passes", "rms_norm", False)]
+
+
+@in_programs(("op", "masked"), SHORT, NAMES, [True, False])
+def test_unmasked_bad_value_shows_in_its_slice_and_in_no_other(program, op, masked):
+    x, where = X.copy(), WHERE.copy() if masked else None
     slice_of_bad = np.zeros(SHAPE, bool)
-    where[0, 1, 2] = True
-    slice_of_bad[0, 1] = where[0, 1]
-    for bad in (np.inf, -np.inf):
+    slice_of_bad[0, 1] = True
+    if masked:
+        where[0, 1, 2] = True
+        slice_of_bad &= where
+    for bad in (np.nan, np.inf, -np.inf):
         x[0, 1, 2] = bad
         y, (gradient, *_) = map(jax.device_get, value_and_gradients(op)(x, *parameters(SHAPE, -1), where))
-        # In rms_norm the others are divided by infinity.
-        assert (np.isnan(y[slice_of_bad]) | ((y[slice_of_bad] == 0) & (op == "rms_norm"))).all()
         for result in (y, gradient):
             assert np.isnan(result[0, 1, 2])
             assert np.isfinite(result[~slice_of_bad]).all()
+        if op != "rms_norm" or np.isnan(bad):  # else the others are divided by infinity
+            assert np.isnan(y[slice_of_bad]).all()
 
 
 @pytest.mark.slow
@@ -333,6 +416,54 @@ def test_arrays_without_elements(op, shape):
     y, (d_x, *d_parameters) = value_and_gradients(op)(np.zeros(shape, np.float32), scale, scale)
     assert y.shape == d_x.shape == shape
     np.testing.assert_array_equal(d_parameters, 0)
+
+
+# Devices.
+
+
+@in_programs((), [("passes",)])
+@pytest.mark.parametrize(
+    ("kind", "axis", "of_where"),
+    cases([("Explicit", 0, (2, 1))], ["Explicit", "Auto"], [-1, 0, 1], [(2, 6), (2, 1), (1, 6)]),
+    ids=str,
+)
+def test_sharded_arrays(program, kind, axis, of_where):
+    rng = np.random.default_rng(0)
+    x, where = rng.normal(size=(16, 2, 6)).astype(np.float32), rng.random((16, *of_where)) < 0.7
+    scale, bias = parameters(x.shape, axis)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
+    with jax.set_mesh(mesh):
+        batch, whole = (NamedSharding(mesh, P(*names)) for names in (["data"], []))
+        args = jax.device_put((x, scale, bias, where), (batch, whole, whole, batch))
+        actual = value_and_gradients("layer_norm", axis)(*args)
+    assert_close(actual, reference("layer_norm", x, scale, bias, axis, where), rtol=1e-4, atol=1e-5)
+
+
+@in_programs(("of_where",), [("blocks", (64, 1)), ("passes", (64, 6))], [(64, 6), (64, 1), (1, 6)])
+def test_inside_shard_map(program, of_where):
+    rng = np.random.default_rng(0)
+    x, where = rng.normal(size=(64, 6)).astype(np.float32), rng.random(of_where) < 0.7
+    scale, bias = parameters(x.shape, -1)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    layer_norm = lambda x, scale, bias, where: masksafe.layer_norm(x, scale, bias, where=where)  # noqa: E731
+    specs = P("data"), P(), P(), P() if of_where[0] == 1 else P("data")
+    mapped = jax.shard_map(layer_norm, mesh=mesh, in_specs=specs, out_specs=P("data"))
+
+    @jax.jit
+    def value_and_gradients(x, scale, bias):
+        y, pull_back = jax.vjp(lambda *args: mapped(*args, where), x, scale, bias)
+        return y, pull_back(weights_of(x.shape))
+
+    expected = reference("layer_norm", x, scale, bias, -1, where)
+    assert_close(value_and_gradients(x, scale, bias), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.forms
+@in_programs(("op",), [], NAMES)
+def test_one_answer_far_from_0(program, op):
+    scale, bias = used(op, *parameters(SHAPE, -1))
+    fn = lambda x, scale, bias, where: apply(op, x, scale, bias, -1, where)  # noqa: E731
+    assert_consistent(fn, X + 100, scale, bias, WHERE, modes=("jit", "vmap", "scan"))
 
 
 # What jax.nn.standardize takes beyond that.

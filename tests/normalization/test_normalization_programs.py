@@ -1,7 +1,6 @@
-"""layer_norm, rms_norm, standardize in blocks on meshes, and as compiled programs."""
+"""layer_norm, rms_norm and var as compiled programs: split arguments, memory, neighbours."""
 
 import functools
-import itertools
 
 import chex
 import jax
@@ -10,55 +9,10 @@ import numpy as np
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_normalization import (
-    SHAPE,
-    WHERE,
-    X,
-    apply,
-    assert_close,
-    cases,
-    forms,
-    parameters,
-    reference,
-    used,
-    value_and_gradients,
-    weights_of,
-)
+from test_normalization import cases, forms, parameters
 
 import masksafe
 from masksafe.testing import assert_consistent
-
-# One answer.
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("op", ["layer_norm", "rms_norm", "standardize"])
-def test_one_answer_far_from_0(op):
-    scale, bias = used(op, *parameters(SHAPE, -1))
-    fn = lambda x, scale, bias, where: apply(op, x, scale, bias, -1, where)  # noqa: E731
-    assert_consistent(fn, X + 100, scale, bias, WHERE, modes=("jit", "vmap", "scan"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("axis", "dtype"), [(-1, "float32"), ((2, 1), "bfloat16")], ids=str)
-def test_one_answer_in_every_mode(axis, dtype):
-    fn = lambda x, scale, bias, where: masksafe.layer_norm(x, scale, bias, axis=axis, where=where)  # noqa: E731
-    assert_consistent(fn, (X + 100).astype(jnp.dtype(dtype)), *parameters(SHAPE, axis), WHERE)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize(("kind", "axis"), [*itertools.product(["Explicit", "Auto"], [-1, 0, 1])], ids=str)
-def test_sharded_arrays(kind, axis, choose):
-    choose(row_block_elements=8)
-    rng = np.random.default_rng(0)
-    x, where = rng.normal(size=(16, 2, 6)).astype(np.float32), rng.random((16, 2, 1)) < 0.7
-    scale, bias = parameters(x.shape, axis)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType[kind],))
-    with jax.set_mesh(mesh):
-        batch, whole = (NamedSharding(mesh, PartitionSpec(*names)) for names in (["data"], []))
-        args = jax.device_put((x, scale, bias, where), (batch, whole, whole, batch))
-        actual = value_and_gradients("layer_norm", axis)(*args)
-    assert_close(actual, reference("layer_norm", x, scale, bias, axis, where), rtol=1e-4, atol=1e-5)
 
 
 def normed_and_variance(x, scale, where):
@@ -100,26 +54,6 @@ def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_sca
         sharded = map(split, args, (of_x, of_scale, of_where))
         actual = jax.jit(jax.value_and_grad(normed_and_variance, (0, 1)))(*sharded)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.forms
-def test_inside_shard_map(choose):
-    choose(row_block_elements=8)
-    rng = np.random.default_rng(0)
-    x, where = rng.normal(size=(64, 6)).astype(np.float32), rng.random((64, 1)) < 0.7
-    args = x, *parameters(x.shape, -1), where
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    split, whole = PartitionSpec("data"), PartitionSpec()
-    layer_norm = lambda x, scale, bias, where: masksafe.layer_norm(x, scale, bias, where=where)  # noqa: E731
-    mapped = jax.shard_map(layer_norm, mesh=mesh, in_specs=(split, whole, whole, split), out_specs=split)
-
-    @jax.jit
-    def value_and_gradients(*args):
-        y, pull_back = jax.vjp(lambda *moving: mapped(*moving, args[-1]), *args[:-1])
-        return y, pull_back(weights_of(y.shape))
-
-    expected = reference("layer_norm", *args[:-1], -1, where)
-    assert_close(value_and_gradients(*args), expected, rtol=1e-4, atol=1e-5)
 
 
 def convolution_swap_norm_dense(x, parameters):
