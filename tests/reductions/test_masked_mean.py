@@ -500,34 +500,6 @@ def test_bad_arguments_are_refused(call, error, match):
         call()
 
 
-TYPED = """
-from typing import Any, assert_type
-import jax
-from masksafe import MaskedMean, value_and_grad_of_mean
-def loss(params: dict[str, jax.Array], x: jax.Array, *, factor: int) -> MaskedMean:
-    return MaskedMean.of(params["kernel"] * x * factor)
-def with_aux(params: jax.Array, x: jax.Array) -> tuple[MaskedMean, int]:
-    return MaskedMean.of(params * x), 1
-def any_of(x: jax.Array, has_aux: bool) -> None:
-    assert_type(value_and_grad_of_mean(loss)({"kernel": x}, x, factor=1), tuple[jax.Array, Any])
-    step = value_and_grad_of_mean(with_aux, has_aux=True, microbatches=2)
-    assert_type(step(x, x), tuple[tuple[jax.Array, int], Any])
-    assert_type(value_and_grad_of_mean(with_aux, 0, has_aux)(x, x), tuple[Any, Any])
-    assert_type(MaskedMean.sum([MaskedMean.of(x)]).value, jax.Array)
-    value_and_grad_of_mean(loss)({"kernel": x}, x, factor="1")
-"""
-
-
-@pytest.mark.slow
-def test_types_are_those_of_the_function(tmp_path):
-    mypy = pytest.importorskip("mypy.api")
-    file = tmp_path / "typed.py"
-    file.write_text(TYPED)
-    told, _, _ = mypy.run(["--strict", "--follow-imports=silent", str(file)])
-    expected = 'error: Argument "factor" has incompatible type "str"; expected "int"  [arg-type]'
-    assert [line.partition(": ")[2] for line in told.splitlines()[:-1]] == [expected]
-
-
 def test_counts_of_any_integer_dtype_can_be_read():
     assert MaskedMean(1.0, jnp.uint32(7)).count == 7
     assert "count=14" in repr(MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7)))
