@@ -323,9 +323,8 @@ def test_gradient_of_labels_is_checked():
         loss = lambda labels: jnp.sum(soft_losses[0](LOGITS, labels))  # noqa: E731
         compiled = jax.jit(jax.grad(loss))
         assert np.isfinite(compiled(SOFT)).all()
-        for fn in (compiled, jax.jit(jax.grad(jax.checkpoint(loss)))):
-            with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
-                jax.block_until_ready(fn(SOFT.at[1, 0, 0].set(-1)))
+        with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
+            jax.block_until_ready(compiled(SOFT.at[1, 0, 0].set(-1)))
 
 
 # Each call makes new functions, as code does that is not written for a benchmark.

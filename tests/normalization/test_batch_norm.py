@@ -177,6 +177,7 @@ def test_unmasked_nan_shows_in_its_own_group_only():
     np.testing.assert_array_equal(np.isnan(y), is_nan)
 
 
+@pytest.mark.forms
 def test_groups_of_channels_that_a_mesh_splits():
     x = np.random.default_rng(0).normal(size=(3, 2, 8)).astype(np.float32)
     mesh = jax.make_mesh((4,), ("channels",), axis_types=(AxisType.Explicit,))

@@ -160,7 +160,7 @@ def test_strict_flags_and_one_exchange(name):
 # Weights.
 
 
-@each_name("var_mean")
+@each_name("mean")
 def test_an_element_of_weight_0_takes_no_part_and_a_negative_weight_shows(name):
     reduce = jax.jit(lambda x, weights: REDUCTIONS[name](x, 0, None, weights=weights))
     gradients = jax.jit(jax.grad(lambda *args: scalar(reduce(*args)), (0, 1)))
