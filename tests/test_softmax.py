@@ -3,8 +3,6 @@
 import functools
 
 import chex
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -120,24 +118,6 @@ def test_log_softmax_near_certainty_keeps_its_digits_and_so_do_its_derivatives(w
         along = jax.jit(lambda e: jax.jvp(op, (x,), (jnp.broadcast_to(e, x.shape),))[1])
         forward = [along(e) for e in np.eye(3, dtype=np.float32)]
     np.testing.assert_allclose(np.stack(forward, -1), jacobian, rtol=1e-6)
-
-
-@pytest.mark.slow
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(
-    x=st.lists(st.floats(-80, 80, width=32), min_size=9, max_size=9),
-    kept=st.lists(st.booleans(), min_size=9, max_size=9),
-)
-def test_masking_equals_removal(x, kept):
-    x, kept = np.array(x, np.float32), np.array(kept)
-    results = jax.device_get(values_and_gradients()(np.where(kept, x, np.nan).astype(np.float32), kept))
-    for name, (out, gradient) in results.items():
-        np.testing.assert_array_equal(gradient[~kept], 0)
-        if kept.any():
-            rest = out[kept] if out.ndim else out
-            np.testing.assert_allclose(rest, reference(name, x[kept])[0], rtol=2e-5, atol=1e-6)
-        else:
-            np.testing.assert_array_equal(out, 0 if name == "softmax" else -np.inf)
 
 
 def test_infinity_that_is_not_masked_shows_in_its_row_only():

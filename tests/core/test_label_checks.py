@@ -69,10 +69,13 @@ def in_cond(fn):
     return lambda logits, labels: lax.cond(logits[0, 0, 0] < 1e9, fn, lambda *_: 0.0, logits, labels)
 
 
-def in_shard_map(fn):
-    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+def over_rows(mesh, fn):
     rows = PartitionSpec("rows")
-    return jax.shard_map(lambda *a: fn(*a)[None], mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+def in_shard_map(fn):
+    return over_rows(jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), fn)
 
 
 def in_training_step(fn):
@@ -187,11 +190,6 @@ def test_function_that_checkify_has_not_been_through_fails_loudly():
         raise KeyError
 
 
-def over_rows(mesh, fn):
-    rows = PartitionSpec("rows")
-    return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
-
-
 @pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, forms(jax.sharding.AxisType.Explicit)])
 @pytest.mark.parametrize("jitted", [jax.jit, forms(lambda fn: fn)])
 def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type, jitted):
@@ -289,9 +287,16 @@ def test_raise_reports_once_for_all_elements_of_a_vmap():
         text = r"4 of 3000 labels are outside \[0, 5\); first at \(700, 1\): 9"
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             by_row(jnp.zeros((1000, 3, CLASSES)), labels).block_until_ready()
-        shared = jax.vmap(integer_loss, (0, None))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"):
-            jax.jit(shared)(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
+
+
+@pytest.mark.forms
+def test_raise_reports_once_for_labels_that_a_vmap_shares():
+    shared = jax.jit(jax.vmap(integer_loss, (0, None)))
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"),
+    ):
+        shared(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
 
 
 @pytest.mark.forms

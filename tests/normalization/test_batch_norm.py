@@ -74,20 +74,6 @@ def test_batch_norm_over_devices_exchanges_once_in_either_pass(of_the_whole):
     assert of_gradients.as_text().count(" all-reduce(") <= 3
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("where", [None, WHERE], ids=["no mask", "mask"])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_batch_norm_over_devices_is_that_of_the_whole(where, check_vma):
-    given = np.ones(X.shape, bool) if where is None else where
-    of_part = lambda x, scale, bias, part: batch_norm(  # noqa: E731
-        x, scale, bias, None if where is None else part, axis_name="batch"
-    )
-    fn = on_devices(of_part, check_vma=check_vma)
-    actual = differentiated(lambda *args: fn(*args, given))(X, SCALE, BIAS)
-    expected = differentiated(lambda *args: batch_norm(*args, where))(X, SCALE, BIAS)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("how", ["samples", forms("devices and micro-batches")])
 def test_batch_norm_over_named_axes_of_vmap(how, of_the_whole):
     """As equinox has it, one sample at a time; and over a mesh axis and a named axis of vmap at once."""
