@@ -223,6 +223,12 @@ def test_extrema_of_no_integers(dtype, largest, smallest):
     assert masksafe.max(nothing).dtype == dtype
 
 
+def test_equal_elements_share_the_gradient_but_not_with_a_masked_one():
+    x, where = np.array([1, 3, 3, 3], np.float32), np.array([True, True, True, False])
+    gradients = jax.jit(lambda x: (jax.grad(masksafe.max)(x, where=where), jax.grad(masksafe.min)(-x, where=where)))(x)
+    np.testing.assert_array_equal(gradients, [[0, 0.5, 0.5, 0]] * 2)
+
+
 @pytest.mark.parametrize("name", ["max", forms("min")])
 def test_gradient_of_infinite_and_bad_extrema(name):
     reduce, least = getattr(masksafe, name), -jnp.inf if name == "max" else jnp.inf
