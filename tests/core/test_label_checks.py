@@ -524,6 +524,10 @@ def test_distributions(loss, dtype):
         "2 of 60 labels are negative or not finite; first at (1, 2, 3): -0.5": soft.at[1, 2, 3:].set(-0.5),
         "1 of 60 labels are negative or not finite; first at (0, 0, 0): inf": soft.at[0, 0, 0].set(jnp.inf),
         "1 of 12 rows of labels sum to neither 1 nor 0; first at (3, 0): ": soft.at[3, 0].set(0.5),
+        "1 of 12 rows of labels sum to neither 1 nor 0; first at (3, 1): 0.5": soft.at[3, 1]
+        .set(0)
+        .at[3, 1, 0]
+        .set(0.5),
     }
     compiled = jax.jit(loss)
     with masksafe.label_checks("raise"):
