@@ -84,6 +84,12 @@ def log_softmax(x):
     return x - logsumexp(x)
 
 
+def sum_and_sign(x, b):
+    """The log of |sum b exp(x)|, and the sign of the sum."""
+    total = np.sum(b * np.exp(x))
+    return np.log(np.abs(total)), np.sign(total)
+
+
 def softmax(x):
     return np.exp(log_softmax(x))
 
@@ -226,6 +232,10 @@ def weighted_var(x, w):
     return weighted_mean((x - weighted_mean(x, w)) ** 2, w)
 
 
+def weighted_var_mean(x, w):
+    return weighted_var(x, w), weighted_mean(x, w)
+
+
 def var_mean(x):
     return np.var(x), np.mean(x)
 
@@ -239,7 +249,23 @@ def rms_norm(x, scale):
 
 
 def standardize(x):
-    return (x - np.mean(x)) / np.sqrt(np.var(x) + 1e-5)
+    return standardize_by(x, np.mean(x), np.var(x))
+
+
+def standardize_by(x, mean, variance, epsilon=1e-5):
+    return (x - mean) / np.sqrt(variance + epsilon)
+
+
+def weighted_layer_norm(x, w):
+    return standardize_by(x, weighted_mean(x, w), weighted_var(x, w), 1e-6)
+
+
+def weighted_rms_norm(x, w):
+    return standardize_by(x, 0, weighted_mean(x**2, w), 1e-6)
+
+
+def weighted_standardize(x, w):
+    return standardize_by(x, weighted_mean(x, w), weighted_var(x, w))
 
 
 def l2_normalize(x):
@@ -257,6 +283,16 @@ def group_norm(where, x, scale, bias):
     of_group = by_row(layer_norm, ("row", "along", "along"), keeps_row=True)
     halves = [of_group(*(np.array_split(a, 2, -1)[k] for a in (where, x, scale, bias)))[0] for k in range(2)]
     return (np.concatenate(halves, -1),)
+
+
+def group_norm_of_positions(where, x, scale, bias):
+    """The same of samples [samples, 2 positions * 4 channels]."""
+    out = np.zeros(where.shape)
+    for columns in ([0, 1, 4, 5], [2, 3, 6, 7]):
+        normalized = by_row(layer_norm, ("row",), keeps_row=True)(where[:, columns], x[:, columns])[0]
+        channels = np.array(columns) % 4
+        out[:, columns] = np.where(where[:, columns], normalized * scale[channels] + bias[channels], 0)
+    return (out,)
 
 
 # Attention: q [B, T, N, H], k and v [B, S, K, H], a mask [B, T, S].

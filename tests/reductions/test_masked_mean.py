@@ -1,5 +1,7 @@
 """MaskedMean and value_and_grad_of_mean."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,12 @@ import masksafe
 from masksafe import MaskedMean, losses, value_and_grad_of_mean
 
 P = PartitionSpec
+
+
+def forms(*values):
+    return pytest.param(*values, marks=pytest.mark.forms)
+
+
 RNG = np.random.default_rng(0)
 LENGTHS = np.array([6, 1, 0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 6, 4, 1, 1])  # some parts of four, and pairs, have nothing left
 FEATURES = RNG.normal(size=(16, 6, 3)).astype(np.float32)
@@ -27,23 +35,26 @@ def mean_loss(params, features, labels):
     return MaskedMean.of(per_token, mask)
 
 
-def of_the_whole(params, features=FEATURES, labels=LABELS):
-    return jax.value_and_grad(lambda params: mean_loss(params, features, labels).value)(params)
+@functools.cache
+def of_the_whole():
+    return jax.jit(jax.value_and_grad(lambda params: mean_loss(params, FEATURES, LABELS).value))(PARAMS)
+
+
+IN_PARTS = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=4))
 
 
 # The mean.
 
 
 def test_parts_add_up_to_the_whole():
-    x, where = RNG.normal(size=(4, 5)), RNG.random((4, 5)) < 0.4
-    weights = RNG.random((4, 5))
-    for kwargs in ({}, {"weights": weights}):
-        parts = [MaskedMean.of(x[i], where[i], **{name: w[i] for name, w in kwargs.items()}) for i in range(4)]
-        whole = MaskedMean.of(x, where, **kwargs)
-        np.testing.assert_allclose(sum(parts).value, whole.value, rtol=1e-6)
-        np.testing.assert_allclose(whole.value, masksafe.mean(x, where=where, **kwargs), rtol=1e-6)
-        by_row = MaskedMean.of(x, where, axis=1, **kwargs)
-        np.testing.assert_allclose(by_row.value, masksafe.mean(x, 1, where, **kwargs), rtol=1e-6)
+    x, where, weights = RNG.normal(size=(4, 5)), RNG.random((4, 5)) < 0.4, RNG.random((4, 5))
+    of = jax.jit(
+        lambda x, where, weights, axis=None: MaskedMean.of(x, where, weights=weights, axis=axis), static_argnums=3
+    )
+    whole, by_row = of(x, where, weights), of(x, where, weights, 1)
+    np.testing.assert_allclose(sum(map(of, x, where, weights)).value, whole.value, rtol=1e-6)
+    np.testing.assert_allclose(whole.value, masksafe.mean(x, where=where, weights=weights), rtol=1e-6)
+    np.testing.assert_allclose(by_row.value, masksafe.mean(x, 1, where, weights=weights), rtol=1e-6)
 
 
 def test_nothing_is_0_and_counts_are_exact():
@@ -155,47 +166,40 @@ def test_trees_of_something_else():
     assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
 
 
-def test_strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        mean = MaskedMean.of(jnp.ones(3), jnp.array([True, False, True]))
-        assert MaskedMean.sum([mean, mean, MaskedMean(jnp.bfloat16(2), jnp.int8(2))]).value == 1
-
-
 # Its gradient.
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 8, 16])
+@pytest.mark.parametrize("microbatches", [4, *map(forms, (1, 2, 8, 16))])
 def test_gradient_of_micro_batches_is_that_of_the_whole(microbatches):
-    fn = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=microbatches))
-    chex.assert_trees_all_close(fn(PARAMS, FEATURES, LABELS), of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
+    fn = IN_PARTS if microbatches == 4 else jax.jit(value_and_grad_of_mean(mean_loss, microbatches=microbatches))
+    chex.assert_trees_all_close(fn(PARAMS, FEATURES, LABELS), of_the_whole(), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_left_anywhere_is_0():
-    fn = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=4))
-    value, gradients = fn(PARAMS, np.full_like(FEATURES, np.nan), np.full_like(LABELS, -100))
+    value, gradients = IN_PARTS(PARAMS, np.full_like(FEATURES, np.nan), np.full_like(LABELS, -100))
     jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), (value, gradients))
 
 
-@pytest.mark.parametrize(("check_vma", "axes"), [(True, "a"), (False, "a"), (True, ("a", "b"))])
+@pytest.mark.parametrize(("check_vma", "axes"), [(True, ("a", "b")), forms(False, "a"), forms(True, "a")])
 def test_gradient_over_devices_is_that_of_the_whole(check_vma, axes):
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name=axes)
     on_devices = jax.jit(
         jax.shard_map(fn, mesh=mesh, in_specs=(P(), P(axes), P(axes)), out_specs=(P(), P()), check_vma=check_vma)
     )
-    actual = on_devices(PARAMS, FEATURES, LABELS)
-    chex.assert_trees_all_close(actual, of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
-    text = on_devices.lower(PARAMS, FEATURES, LABELS).compile().as_text()
-    assert text.count(" all-reduce(") == 2  # of the sums of all micro-batches: floats, and the count
+    program = on_devices.lower(PARAMS, FEATURES, LABELS).compile()
+    actual = program(PARAMS, FEATURES, LABELS)
+    chex.assert_trees_all_close(actual, of_the_whole(), rtol=1e-5, atol=1e-6)
+    assert program.as_text().count(" all-reduce(") == 2  # of the sums of all micro-batches: floats, and the count
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, forms(AxisType.Auto)], ids=str)
 def test_gradient_on_a_mesh_without_shard_map(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         batch = jax.device_put((FEATURES, LABELS), NamedSharding(mesh, P("data")))
-        actual = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=4))(PARAMS, *batch)
-    chex.assert_trees_all_close(actual, of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
+        actual = IN_PARTS(PARAMS, *batch)
+    chex.assert_trees_all_close(actual, of_the_whole(), rtol=1e-5, atol=1e-6)
 
 
 def test_count_that_depends_on_the_parameters():
@@ -205,15 +209,14 @@ def test_count_that_depends_on_the_parameters():
         return MaskedMean.of(jnp.sin(x * params), where, weights=jnp.exp(x * params))
 
     x, where = RNG.normal(size=(8, 3)).astype(np.float32), RNG.random((8, 3)) < 0.5
-    expected = jax.value_and_grad(lambda p: mean_of_weighted(p, x, where).value)(0.7)
-    for microbatches in (1, 4):
-        actual = jax.jit(value_and_grad_of_mean(mean_of_weighted, microbatches=microbatches))(0.7, x, where)
-        chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+    expected = jax.jit(jax.value_and_grad(lambda p: mean_of_weighted(p, x, where).value))(0.7)
+    actual = jax.jit(value_and_grad_of_mean(mean_of_weighted, microbatches=4))(0.7, x, where)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
 def test_bfloat16_parameters_are_accumulated_in_float32():
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
-    value, gradients = jax.jit(value_and_grad_of_mean(mean_loss, microbatches=16))(params, FEATURES, LABELS)
+    value, gradients = jax.eval_shape(IN_PARTS, params, FEATURES, LABELS)
     assert value.dtype == jnp.float32
     chex.assert_trees_all_equal_dtypes(gradients, params)
     ones = lambda p, x: MaskedMean.of(x * p)  # noqa: E731
@@ -230,7 +233,7 @@ def test_aux_keys_scalars_keywords_and_several_arguments():
     args = PARAMS["kernel"], FEATURES, PARAMS["bias"], jax.random.key(0), 1.0
     wrapped = jax.jit(value_and_grad_of_mean(fn, (0, 2), has_aux=True, microbatches=4))
     (value, aux), (d_kernel, d_bias) = wrapped(*args, labels=LABELS)
-    expected_value, expected = of_the_whole(PARAMS)
+    expected_value, expected = of_the_whole()
     chex.assert_trees_all_close(
         (value, d_kernel, d_bias), (expected_value, expected["kernel"], expected["bias"]), rtol=1e-5, atol=1e-6
     )
@@ -245,7 +248,12 @@ def dpo_loss(policy, reference, tokens_mask):
     return MaskedMean.of(-jax.nn.log_sigmoid(by_answer[0] - by_answer[1]))
 
 
-def test_in_axes_cuts_pairs_along_their_batch():
+@pytest.mark.parametrize(
+    "in_axes",
+    [(None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None}), forms(1), forms((None, 1, 1, 1))],
+    ids=str,
+)
+def test_in_axes_cuts_pairs_along_their_batch(in_axes):
     policy, reference = RNG.normal(size=(2, 2, 8, 5)).astype(np.float32)
     mask = np.arange(5) < RNG.integers(0, 6, (2, 8))[..., None]
 
@@ -253,12 +261,11 @@ def test_in_axes_cuts_pairs_along_their_batch():
         return dpo_loss(scale * pairs["policy"], pairs["reference"], masks["tokens"]), pairs["policy"]
 
     args = 1.5, {"policy": policy, "reference": reference}, 3.0, {"tokens": mask, "none": None}
-    expected = jax.value_and_grad(lambda scale: dpo_loss(scale * policy, reference, mask).value)(1.5)
-    for in_axes in (1, (None, 1, 1, 1), (None, {"policy": -2, "reference": 1}, None, {"tokens": 1, "none": None})):
-        fn = value_and_grad_of_mean(loss, has_aux=True, in_axes=in_axes, microbatches=4)
-        (value, parts), gradient = jax.jit(fn)(*args)
-        chex.assert_trees_all_close((value, gradient), expected, rtol=1e-5)
-        np.testing.assert_array_equal(parts, [policy[:, i::4] for i in range(4)])
+    expected = jax.jit(jax.value_and_grad(lambda scale: dpo_loss(scale * policy, reference, mask).value))(1.5)
+    fn = value_and_grad_of_mean(loss, has_aux=True, in_axes=in_axes, microbatches=4)
+    (value, parts), gradient = jax.jit(fn)(*args)
+    chex.assert_trees_all_close((value, gradient), expected, rtol=1e-5)
+    np.testing.assert_array_equal(parts, [policy[:, i::4] for i in range(4)])
 
 
 def test_in_axes_none_is_shared_and_keywords_are_cut_along_axis_0():
@@ -292,63 +299,62 @@ def test_mean_in_aux_is_that_of_all_parts_and_devices():
         return mean_loss(params, features, labels), {"is 2": is_two, "columns": by_column, "rows": jnp.sum(is_live)}
 
     live = LABELS != -100
-    for microbatches in (1, 4):
-        fn = value_and_grad_of_mean(loss, has_aux=True, microbatches=microbatches)
-        (_, aux), _ = jax.jit(fn)(PARAMS, FEATURES, LABELS)
-        assert (aux["is 2"].total, aux["is 2"].count) == (np.sum(LABELS == 2), np.sum(live))
-        np.testing.assert_allclose(aux["columns"].value, FEATURES[live].mean(0), rtol=1e-5)
-        assert aux["rows"].shape == (microbatches,)
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     fn = value_and_grad_of_mean(loss, has_aux=True, microbatches=2, axis_name="a")
     specs = ((P(), {"is 2": P(), "columns": P(), "rows": P("a")}), P())
     on_devices = jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=specs))
-    (_, aux), _ = on_devices(PARAMS, FEATURES, LABELS)
+    program = on_devices.lower(PARAMS, FEATURES, LABELS).compile()
+    (_, aux), _ = program(PARAMS, FEATURES, LABELS)
     assert (aux["is 2"].total, aux["is 2"].count) == (np.sum(LABELS == 2), np.sum(live))
     np.testing.assert_allclose(aux["columns"].value, FEATURES[live].mean(0), rtol=1e-5)
     assert aux["rows"].shape == (8,)
-    text = on_devices.lower(PARAMS, FEATURES, LABELS).compile().as_text()
-    assert text.count(" all-reduce(") == 2
+    assert program.as_text().count(" all-reduce(") == 2
 
 
-def test_remat_donated_parameters_and_second_derivatives():
+@pytest.mark.forms
+def test_second_derivatives():
+    def of_whole(params):
+        return jax.value_and_grad(lambda params: mean_loss(params, FEATURES, LABELS).value)(params)
+
+    along = lambda grad: jax.jit(lambda p: jax.jvp(lambda p: grad(p)[1], (p,), (PARAMS,))[1])(PARAMS)  # noqa: E731
+    in_parts = along(lambda p: value_and_grad_of_mean(mean_loss, microbatches=4)(p, FEATURES, LABELS))
+    chex.assert_trees_all_close(in_parts, along(of_whole), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.forms
+def test_remat_and_donated_parameters():
     rematted = value_and_grad_of_mean(jax.checkpoint(mean_loss), microbatches=4)
     step = jax.jit(
         lambda params, *batch: jax.tree.map(lambda p, g: p - g, params, rematted(params, *batch)[1]), donate_argnums=0
     )
-    _, gradients = of_the_whole(PARAMS)
+    _, gradients = of_the_whole()
     stepped = step(jax.tree.map(jnp.array, PARAMS), FEATURES, LABELS)
     chex.assert_trees_all_close(stepped, jax.tree.map(jnp.subtract, PARAMS, gradients), rtol=1e-5, atol=1e-6)
-    along = lambda grad: jax.jit(lambda p: jax.jvp(lambda p: grad(p)[1], (p,), (PARAMS,))[1])(PARAMS)  # noqa: E731
-    in_parts = along(lambda p: value_and_grad_of_mean(mean_loss, microbatches=4)(p, FEATURES, LABELS))
-    chex.assert_trees_all_close(in_parts, along(of_the_whole), rtol=1e-4, atol=1e-5)
 
 
-def test_label_checks_reach_every_part():
+def test_a_bad_label_of_one_part_shows():
     labels = LABELS.copy()
     labels[7, 1] = 5
-    fn = value_and_grad_of_mean(mean_loss, microbatches=4)
-    with masksafe.label_checks("checkify"):
-        error, _ = jax.jit(checkify.checkify(fn))(PARAMS, FEATURES, labels)
-    with pytest.raises(checkify.JaxRuntimeError, match="softmax_cross_entropy_with_integer_labels"):
-        error.throw()
-    value, _ = jax.jit(fn)(PARAMS, FEATURES, labels)
+    value, _ = IN_PARTS(PARAMS, FEATURES, labels)
     assert np.isnan(value)
 
 
 TOLD = "softmax_cross_entropy_with_integer_labels: 1 of {} labels are outside [0, 5); first at {}: 5 "
 
 
-@pytest.mark.parametrize("mode", ["checkify", "raise"])
+PLACES = {
+    "plainly": "{} of the batch, in micro-batch {} of 4",
+    "jitted": "{} of the batch, in micro-batch {} of 4",
+    "next tokens": "{} of the batch, in micro-batch {} of 4",
+    "flat": "{} of micro-batch {} of 4",
+}
+SHORT = [("raise", "next tokens")]
+
+
 @pytest.mark.parametrize(
-    ("how", "place"),
-    [
-        ("plainly", "{} of the batch, in micro-batch {} of 4"),
-        ("jitted", "{} of the batch, in micro-batch {} of 4"),
-        ("next tokens", "{} of the batch, in micro-batch {} of 4"),
-        ("flat", "{} of micro-batch {} of 4"),
-    ],
+    ("mode", "how"), [*SHORT, *(forms(m, h) for m in ("raise", "checkify") for h in PLACES if (m, h) not in SHORT)]
 )
-def test_label_reports_name_the_place_in_the_whole_batch(mode, how, place):
+def test_label_reports_name_the_place_in_the_whole_batch(mode, how):
     def loss(params, features, labels):
         if how == "next tokens":
             features, labels = features[:, :-1], labels[:, 1:]
@@ -364,7 +370,7 @@ def test_label_reports_name_the_place_in_the_whole_batch(mode, how, place):
         labels[row, column] = 5
         shifted = column - (how == "next tokens")
         index = (row // 4 * 6 + column,) if how == "flat" else (row, shifted)
-        expected = TOLD.format(20 if how == "next tokens" else 24, place.format(index, row % 4))
+        expected = TOLD.format(20 if how == "next tokens" else 24, PLACES[how].format(index, row % 4))
         with masksafe.label_checks(mode):
             if mode == "checkify":
                 assert fn(PARAMS, FEATURES, labels)[0].get().startswith(expected)
@@ -374,7 +380,9 @@ def test_label_reports_name_the_place_in_the_whole_batch(mode, how, place):
                 assert expected in str(raised.value)
 
 
-def test_label_reports_of_vmaps_devices_and_labels_of_all_parts():
+@pytest.mark.forms
+@pytest.mark.parametrize("how", ["devices", "vmap", "all labels"])
+def test_label_reports_of_vmaps_devices_and_labels_of_all_parts(how):
     def of_samples(params, *batch):
         return jax.tree.map(jnp.sum, jax.vmap(mean_loss, (None, 0, 0))(params, *batch))
 
@@ -387,16 +395,24 @@ def test_label_reports_of_vmaps_devices_and_labels_of_all_parts():
     fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="a")
     on_devices = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=P())
     batch = FEATURES, labels
-    for fn, args, place in (
-        (value_and_grad_of_mean(of_samples, microbatches=4), batch, r"\(14, 2\) of the batch, in micro-batch 2 of 4"),
-        (on_devices, batch, r"\(6, 2\) of the batch, in micro-batch 0 of 2 of shard 1"),
-        (value_and_grad_of_mean(of_all, microbatches=2), [jax.random.key(0)], r"\(14, 2\) of micro-batch 0 of 2"),
-    ):
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"{place}: 5"), masksafe.label_checks("raise"):
-            jax.block_until_ready(jax.jit(fn)(PARAMS, *args))
+    fn, args, place = {
+        "vmap": (
+            value_and_grad_of_mean(of_samples, microbatches=4),
+            batch,
+            r"\(14, 2\) of the batch, in micro-batch 2 of 4",
+        ),
+        "devices": (on_devices, batch, r"\(6, 2\) of the batch, in micro-batch 0 of 2 of shard 1"),
+        "all labels": (
+            value_and_grad_of_mean(of_all, microbatches=2),
+            [jax.random.key(0)],
+            r"\(14, 2\) of micro-batch 0 of 2",
+        ),
+    }[how]
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{place}: 5"), masksafe.label_checks("raise"):
+        jax.block_until_ready(jax.jit(fn)(PARAMS, *args))
 
 
-@pytest.mark.parametrize("dtype", ["bool", "int8", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["int8", forms("bool"), forms("bfloat16")])
 def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
     fn = lambda p, x: MaskedMean(jnp.sum(p * x), jnp.sum(x).astype(dtype))  # noqa: E731
     value, gradient = jax.jit(value_and_grad_of_mean(fn, microbatches=512))(1.0, np.ones(512, np.float32))
@@ -405,13 +421,14 @@ def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
     assert sum(parts).count == 300
 
 
+@pytest.mark.forms
 def test_only_some_axes_manual():
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="a")
     specs = (P(), P("a"), P("a"))
     on_devices = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), axis_names={"a"})
     actual = jax.jit(on_devices)(PARAMS, FEATURES, LABELS)
-    chex.assert_trees_all_close(actual, of_the_whole(PARAMS), rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(actual, of_the_whole(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +451,7 @@ def test_a_mean_that_is_summed_already_is_refused():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     fn = value_and_grad_of_mean(lambda p, x: MaskedMean.of(p * x).psum("a"), axis_name="a")
     with pytest.raises(ValueError, match="fn: got a MaskedMean whose total is the same on all devices"):
-        jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())(jnp.ones(()), jnp.ones(8))
+        jax.eval_shape(jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a")), out_specs=P()), jnp.ones(()), jnp.ones(8))
 
 
 @pytest.mark.parametrize(
@@ -476,34 +493,6 @@ def test_a_mean_that_is_summed_already_is_refused():
 def test_bad_arguments_are_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-TYPED = """
-from typing import Any, assert_type
-import jax
-from masksafe import MaskedMean, value_and_grad_of_mean
-def loss(params: dict[str, jax.Array], x: jax.Array, *, factor: int) -> MaskedMean:
-    return MaskedMean.of(params["kernel"] * x * factor)
-def with_aux(params: jax.Array, x: jax.Array) -> tuple[MaskedMean, int]:
-    return MaskedMean.of(params * x), 1
-def any_of(x: jax.Array, has_aux: bool) -> None:
-    assert_type(value_and_grad_of_mean(loss)({"kernel": x}, x, factor=1), tuple[jax.Array, Any])
-    step = value_and_grad_of_mean(with_aux, has_aux=True, microbatches=2)
-    assert_type(step(x, x), tuple[tuple[jax.Array, int], Any])
-    assert_type(value_and_grad_of_mean(with_aux, 0, has_aux)(x, x), tuple[Any, Any])
-    assert_type(MaskedMean.sum([MaskedMean.of(x)]).value, jax.Array)
-    value_and_grad_of_mean(loss)({"kernel": x}, x, factor="1")
-"""
-
-
-@pytest.mark.slow
-def test_types_are_those_of_the_function(tmp_path):
-    mypy = pytest.importorskip("mypy.api")
-    file = tmp_path / "typed.py"
-    file.write_text(TYPED)
-    told, _, _ = mypy.run(["--strict", "--follow-imports=silent", str(file)])
-    expected = 'error: Argument "factor" has incompatible type "str"; expected "int"  [arg-type]'
-    assert [line.partition(": ")[2] for line in told.splitlines()[:-1]] == [expected]
 
 
 def test_counts_of_any_integer_dtype_can_be_read():

@@ -1,4 +1,4 @@
-"""Reductions with weights, and over the devices of a mesh axis."""
+"""Reductions and norms with weights, and over the devices of a mesh axis. The table has rows with weights."""
 
 import functools
 
@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import masksafe
-from masksafe.testing import assert_mask_safe
 
 P = PartitionSpec
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 3)).astype(np.float32) + 100
 WHERE = np.arange(16)[:, None] < np.array([16, 5, 0])  # uneven: some devices have nothing of a column, or of any
 WEIGHTS = RNG.integers(0, 4, size=X.shape).astype(np.float32)
+NORMS = ("standardize", "layer_norm", "rms_norm")
 REDUCTIONS = {
     "sum": masksafe.sum,
     "mean": masksafe.mean,
@@ -27,6 +27,15 @@ REDUCTIONS = {
     "rms_norm": lambda x, axis, where, **kwargs: masksafe.rms_norm(x, axis=axis, where=where, **kwargs),
 }
 EXTREMA = {"max": masksafe.max, "min": masksafe.min}
+
+
+def forms(*values):
+    return pytest.param(*values, marks=pytest.mark.forms)
+
+
+def each_name(*short, of=REDUCTIONS):
+    """Parameters: those names, and the others under the mark `forms`."""
+    return pytest.mark.parametrize("name", [name if name in short else forms(name) for name in of])
 
 
 def mesh_of(*sizes, axis_type=AxisType.Auto):
@@ -64,28 +73,39 @@ def on_devices(fn, mesh, axes, is_elementwise, **kwargs):
     )
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no weights"])
+@each_name("layer_norm")
+@pytest.mark.parametrize("has_weights", [True, forms(False)], ids=["weights", "no weights"])
 def test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights):
-    reduce, is_elementwise = REDUCTIONS[name], name not in ("sum", "mean", "var", "var_mean")
+    reduce = REDUCTIONS[name]
 
     def of_part(x, weights, where):
         return reduce(x, 0, where, weights=weights if has_weights else None, axis_name=("a", "b"))
 
-    fn = on_devices(of_part, mesh_of(2, 4), ("a", "b"), is_elementwise)
+    fn = on_devices(of_part, mesh_of(2, 4), ("a", "b"), name in NORMS)
     actual = differentiated(lambda x, w: fn(x, w, WHERE))(X, WEIGHTS)
     expected = differentiated(lambda x, w: reduce(x, 0, WHERE, weights=w if has_weights else None))(X, WEIGHTS)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["var_mean", "standardize"])
+@pytest.mark.forms
 def test_many_rows_are_merged_in_two_exchanges(name, choose):
     choose(most_numbers_of_one_exchange=0)
     test_over_devices_is_that_of_the_whole_with_its_gradients(name, has_weights=True)
-    test_variance_over_devices_survives_a_large_mean_and_equal_elements()
 
 
-@pytest.mark.parametrize("name", EXTREMA)
+@pytest.mark.parametrize("most", [0, forms(2**16)], ids=["in two exchanges", "in one"])
+def test_variance_over_devices_survives_a_large_mean_and_equal_elements(most, choose):
+    choose(most_numbers_of_one_exchange=most)
+    fn = on_devices(lambda x, *_: masksafe.var(x, 0, axis_name="a"), mesh_of(8), "a", False)
+    x = np.random.default_rng(1).normal(size=(64, 3)).astype(np.float32) + np.float32(1e4)
+    x[:, 2] = 3.3
+    actual = jax.jit(fn)(x, x, x)
+    np.testing.assert_allclose(actual[:2], x.astype(np.float64).var(0)[:2], rtol=1e-5)
+    assert actual[2] == 0
+
+
+@each_name("max", of=EXTREMA)
 def test_extremum_over_devices_is_that_of_the_whole_and_ties_share_the_gradient(name):
     reduce, x = EXTREMA[name], np.round(X - 100)  # with ties, on one device and on several
     fn = on_devices(lambda x, _, where: reduce(x, 0, where, axis_name="a"), mesh_of(8), "a", False)
@@ -95,23 +115,21 @@ def test_extremum_over_devices_is_that_of_the_whole_and_ties_share_the_gradient(
     assert np.all(np.isinf(actual[0]) == [False, False, True])
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_without_types_of_variation_and_on_explicit_meshes(check_vma):
+@pytest.mark.parametrize("how", ["checked", forms("not checked"), forms("without shard_map")])
+def test_without_types_of_variation_and_on_explicit_meshes(how):
     mesh = mesh_of(8, axis_type=AxisType.Explicit)
     of_part = lambda x, w, where: masksafe.var_mean(x, 0, where, weights=w, axis_name="a")  # noqa: E731
-    fn = on_devices(of_part, mesh, "a", False, check_vma=check_vma)
+    fn = on_devices(of_part, mesh, "a", False, check_vma=how == "checked")
+    if how == "without shard_map":
+        fn = lambda x, w, where: masksafe.var_mean(x, 0, where, weights=w)  # noqa: E731
     split = functools.partial(jax.device_put, device=jax.NamedSharding(mesh, P("a")))
     with jax.set_mesh(mesh):
         actual = differentiated(lambda x, w: fn(x, w, split(WHERE)))(split(X), split(WEIGHTS))
-        without_shard_map = differentiated(lambda x, w: masksafe.var_mean(x, 0, split(WHERE), weights=w))(
-            split(X), split(WEIGHTS)
-        )
     expected = differentiated(lambda x, w: masksafe.var_mean(x, 0, WHERE, weights=w))(X, WEIGHTS)
     chex.assert_trees_all_close(actual, expected, rtol=2e-5, atol=2e-5)
-    chex.assert_trees_all_close(without_shard_map, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [*REDUCTIONS, *EXTREMA])
+@each_name("var_mean", "max", of={**REDUCTIONS, **EXTREMA})
 def test_over_a_named_axis_of_vmap(name):
     reduce = {**REDUCTIONS, **EXTREMA}[name]
     of_one = lambda x, where: reduce(x, (), where, axis_name="batch")  # noqa: E731
@@ -130,54 +148,40 @@ def test_forward_mode_over_devices():
         chex.assert_trees_all_close(along(lambda x, w: fn(x, w, WHERE)), whole, rtol=1e-4, atol=1e-4)
 
 
+@each_name("var_mean")
+def test_strict_flags_and_one_exchange(name):
+    reduce = lambda x, w, where: REDUCTIONS[name](x, 0, where, weights=w > 0, axis_name="a")  # noqa: E731
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        fn = on_devices(reduce, mesh_of(8), "a", is_elementwise=name in NORMS)
+        text = jax.jit(fn).lower(X, WEIGHTS, WHERE).compile().as_text()
+    assert text.count(" all-reduce(") + text.count(" all-gather(") == 1 or name in NORMS
+
+
 # Weights.
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_a_weight_counts_repetitions(name):
-    reduce = REDUCTIONS[name]
-    x, weights, where = X[:, 0], WEIGHTS[:, 0].astype(int), WHERE[:, 1]
-    repeated, where_of_repeated = np.repeat(x, weights), np.repeat(where, weights)
-    actual = reduce(x, 0, where, weights=weights)
-    expected = reduce(repeated, 0, where_of_repeated)
-    if actual.shape if name not in ("var_mean",) else False:
-        actual = np.repeat(actual, weights)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
-def test_masked_elements_and_weights_are_gone(name):
-    fn = lambda x, w: REDUCTIONS[name](x, 0, WHERE, weights=w)  # noqa: E731
-    assert_mask_safe(fn, X, WEIGHTS, masked={0: ~WHERE, 1: ~WHERE}, transforms=("jit",))
-
-
-@pytest.mark.parametrize("name", REDUCTIONS)
+@each_name("mean")
 def test_an_element_of_weight_0_takes_no_part_and_a_negative_weight_shows(name):
-    reduce = functools.partial(REDUCTIONS[name], axis=0, where=None)
-    x, weights = jnp.array([1.0, jnp.nan, 3.0, 7.0]), jnp.array([1.0, 0.0, 1.0, 2.0])
-    rest = jnp.array([0, 2, 3])
-    actual, expected = reduce(x, weights=weights), reduce(x[rest], weights=weights[rest])
-    if name in ("standardize", "layer_norm", "rms_norm"):
-        assert actual[1] == 0
-        actual = actual[rest]
-    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
-    chex.assert_tree_all_finite(jax.grad(lambda *a: scalar(reduce(a[0], weights=a[1])), (0, 1))(x, weights))
-    bad = reduce(jnp.ones(3), weights=jnp.array([1.0, -1.0, 1.0]))
+    reduce = jax.jit(lambda x, weights: REDUCTIONS[name](x, 0, None, weights=weights))
+    gradients = jax.jit(jax.grad(lambda *args: scalar(reduce(*args)), (0, 1)))
+    weights, rest = np.array([1.0, 0.0, 1.0, 2.0], np.float32), np.array([0, 2, 3])
+    expected = reduce(np.array([1.0, 3.0, 7.0], np.float32), weights[rest])
+    for garbage in (np.nan, 1e20, 3e38):
+        x = np.array([1.0, garbage, 3.0, 7.0], np.float32)
+        actual = reduce(x, weights)
+        if name in NORMS:
+            assert actual[1] == 0 or np.isfinite(garbage)
+            actual = actual[rest]
+        chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+        if np.isnan(garbage):
+            chex.assert_tree_all_finite(gradients(x, weights))
+    bad = reduce(np.ones(4, np.float32), np.array([1.0, -1.0, 1.0, 1.0], np.float32))
     assert all(np.isnan(y).any() for y in jax.tree.leaves(bad))
 
 
-@pytest.mark.parametrize("name", REDUCTIONS)
-@pytest.mark.parametrize("large", [1e20, 3e38])
-def test_a_large_element_of_weight_0_takes_no_part(name, large):
-    reduce = functools.partial(REDUCTIONS[name], axis=0, where=None)
-    x, weights = jnp.array([1.0, large, 3.0]), jnp.array([1.0, 0.0, 1.0])
-    actual, expected = reduce(x, weights=weights), reduce(x[::2])
-    if name in ("standardize", "layer_norm", "rms_norm"):
-        actual = actual[::2]
-    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", [name for name in REDUCTIONS if name != "sum"])  # whose slope is the element
+@pytest.mark.parametrize(
+    "name", ["var_mean", *map(forms, ["mean", "var", *NORMS])]
+)  # not sum: its slope is the element
 def test_weights_of_0_alone_leave_nothing(name):
     fn = differentiated(lambda x, w: REDUCTIONS[name](x, 0, None, weights=w))
     jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), fn(X, np.zeros_like(X)))
@@ -191,32 +195,7 @@ def test_weights_where_statistics_are_given():
     np.testing.assert_allclose(y[:, 0], [-1, 1, 0], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", EXTREMA)
-@pytest.mark.parametrize("mode", ["one device", "vmap"])
-def test_gradient_of_infinite_and_bad_extrema(name, mode):
-    def gradient(x, where):
-        reduce = lambda x: EXTREMA[name](x, where=where)  # noqa: E731
-        if mode == "vmap":
-            of_one = lambda x, where: EXTREMA[name](x, (), where, axis_name="n")  # noqa: E731
-            reduce = lambda x: jax.vmap(of_one, axis_name="n")(x, where)[0]  # noqa: E731
-        return jax.jit(jax.grad(reduce))(x)
-
-    least = -jnp.inf if name == "max" else jnp.inf
-    alone = np.array([False, True])
-    np.testing.assert_array_equal(gradient(jnp.array([0.0, least]), alone), [0, 1])
-    np.testing.assert_array_equal(gradient(jnp.array([jnp.nan, least]), alone), [0, 1])
-    np.testing.assert_array_equal(gradient(jnp.array([1.0, jnp.nan]), ~alone | alone), [np.nan, np.nan])
-
-
-@pytest.mark.parametrize("name", ["var_mean", "standardize", "mean"])
-def test_strict_flags(name):
-    reduce = lambda x, w, where: REDUCTIONS[name](x, 0, where, weights=w > 0, axis_name="a")  # noqa: E731
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        fn = on_devices(reduce, mesh_of(8), "a", is_elementwise=name == "standardize")
-        jax.block_until_ready(jax.jit(fn)(X, WEIGHTS, WHERE))
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "int32"])
+@pytest.mark.parametrize("dtype", ["int32", *map(forms, ["float16", "bfloat16"])])
 def test_dtypes_are_those_without_weights(dtype):
     x = (X - 98).astype(jnp.dtype(dtype))
     for name in ("mean", "var_mean"):
@@ -225,19 +204,31 @@ def test_dtypes_are_those_without_weights(dtype):
         chex.assert_trees_all_close(*(jax.tree.map(np.float32, y) for y in (plain, weighted)), rtol=1e-2)
 
 
-def test_variance_over_devices_survives_a_large_mean_and_equal_elements():
-    fn = on_devices(lambda x, *_: masksafe.var(x, 0, axis_name="a"), mesh_of(8), "a", False)
-    x = np.random.default_rng(1).normal(size=(64, 3)).astype(np.float32) + np.float32(1e4)
-    x[:, 2] = 3.3
-    actual = jax.jit(fn)(x, x, x)
-    np.testing.assert_allclose(actual[:2], x.astype(np.float64).var(0)[:2], rtol=1e-5)
-    assert actual[2] == 0
+OF_WEIGHTS = {name: fn for name, fn in REDUCTIONS.items() if name != "sum"} | {
+    "var": masksafe.var,
+    "MaskedMean": lambda x, axis, where, weights: masksafe.MaskedMean.of(x, where, weights=weights, axis=axis).value,
+    "batch_norm": lambda x, axis, where, weights: masksafe.batch_norm(x, where=where, weights=weights),
+    "group_norm": lambda x, axis, where, weights: masksafe.group_norm(x, 1, where=where, weights=weights),
+    "linear_softmax_cross_entropy": lambda x, axis, where, weights: masksafe.losses.linear_softmax_cross_entropy(
+        x / 100, jnp.eye(3), jnp.arange(16) % 3, where=where[:, 0], weights=weights[:, 0]
+    ),
+}
 
 
-def test_one_exchange():
-    fn = on_devices(lambda x, _, where: masksafe.var_mean(x, 0, where, axis_name="a"), mesh_of(8), "a", False)
-    text = jax.jit(fn).lower(X, X, WHERE).compile().as_text()
-    assert text.count(" all-reduce(") + text.count(" all-gather(") == 1
+@each_name("mean", "layer_norm", of=OF_WEIGHTS)
+def test_gradients_by_weights_whose_total_has_no_square(name):
+    """With c times the weights, the gradients by them are those by the weights over c, in second derivatives too."""
+
+    @jax.jit
+    def gradients(weights):
+        first = jax.grad(lambda w: scalar(OF_WEIGHTS[name](X, axis=0, where=WHERE, weights=w)))
+        return first(weights), jax.jvp(first, (weights,), (jnp.cos(WEIGHTS) * weights,))[1]
+
+    at_1 = gradients(WEIGHTS)
+    for scale in (2.0**90, 2.0**-90):
+        for a, b in zip(at_1, gradients(WEIGHTS * np.float32(scale)), strict=True):
+            assert np.any(a)
+            np.testing.assert_allclose(b * scale, a, rtol=1e-5, atol=1e-6)
 
 
 # Arguments.
@@ -259,38 +250,3 @@ def test_one_exchange():
 def test_bad_arguments_are_refused(call, error, match):
     with pytest.raises(error, match=match):
         call()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "largest", "smallest"), [("int8", -128, 127), ("uint8", 0, 255), ("bool", False, True)]
-)
-def test_extrema_of_no_integers(dtype, largest, smallest):
-    nothing = np.zeros((0,), dtype)
-    assert (masksafe.max(nothing), masksafe.min(nothing)) == (largest, smallest)
-    assert masksafe.max(nothing).dtype == dtype
-
-
-OF_WEIGHTS = {name: fn for name, fn in REDUCTIONS.items() if name != "sum"} | {
-    "var": masksafe.var,
-    "MaskedMean": lambda x, axis, where, weights: masksafe.MaskedMean.of(x, where, weights=weights, axis=axis).value,
-    "batch_norm": lambda x, axis, where, weights: masksafe.batch_norm(x, where=where, weights=weights),
-    "group_norm": lambda x, axis, where, weights: masksafe.group_norm(x, 1, where=where, weights=weights),
-    "linear_softmax_cross_entropy": lambda x, axis, where, weights: masksafe.losses.linear_softmax_cross_entropy(
-        x / 100, jnp.eye(3), jnp.arange(16) % 3, where=where[:, 0], weights=weights[:, 0]
-    ),
-}
-
-
-@pytest.mark.parametrize("scale", [2.0**90, 2.0**-90])
-@pytest.mark.parametrize("name", OF_WEIGHTS)
-def test_gradients_by_weights_whose_total_has_no_square(name, scale):
-    """With c times the weights, the gradients by them are those by the weights over c, in second derivatives too."""
-
-    def gradients(weights):
-        first = jax.grad(lambda w: scalar(OF_WEIGHTS[name](X, axis=0, where=WHERE, weights=w)))
-        return first(weights), jax.jvp(first, (weights,), (jnp.cos(WEIGHTS) * weights,))[1]
-
-    at_1, scaled = (jax.jit(gradients)(WEIGHTS * c) for c in (np.float32(1), np.float32(scale)))
-    for a, b in zip(at_1, scaled, strict=True):
-        assert np.any(a)
-        np.testing.assert_allclose(b * scale, a, rtol=1e-5, atol=1e-6)

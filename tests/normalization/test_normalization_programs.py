@@ -1,0 +1,127 @@
+"""layer_norm, rms_norm and var as compiled programs: split arguments, memory, neighbours."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_normalization import cases, forms, parameters
+
+import masksafe
+from masksafe.testing import assert_consistent
+
+
+def normed_and_variance(x, scale, where):
+    norm = jnp.sum(masksafe.rms_norm(x, scale, where=where) * np.cos(np.arange(4, dtype=np.float32)))
+    return norm + jnp.sum(masksafe.var(x, -1, where))
+
+
+@functools.cache
+def inputs_and_results():
+    """The arguments of that, and its value and gradients on one device."""
+    rng = np.random.default_rng(0)
+    x, where = rng.normal(size=(8, 6, 4)).astype(np.float32), rng.random((8, 6, 4)) < 0.7
+    args = x, parameters(x.shape, -1)[0], where
+    return args, jax.device_get(jax.jit(jax.value_and_grad(normed_and_variance, (0, 1)))(*args))
+
+
+@pytest.mark.parametrize("blocks", [2, forms(2**18)])
+@pytest.mark.parametrize(
+    ("of_x", "of_scale", "of_where"),
+    [
+        ("d", None, (None, "m")),
+        forms("d", "m", None),
+        forms((None, None, "m"), None, None),
+        forms(None, "m", None),
+        forms(None, None, "d"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, choose):
+    args, expected = inputs_and_results()
+    choose(row_block_elements=blocks)
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+
+    def split(array, names):
+        spec = PartitionSpec(*(names if isinstance(names, tuple) else (names,)))
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    with jax.set_mesh(mesh):
+        sharded = map(split, args, (of_x, of_scale, of_where))
+        actual = jax.jit(jax.value_and_grad(normed_and_variance, (0, 1)))(*sharded)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def convolution_swap_norm_dense(x, parameters):
+    """A layer norm over an axis that is not the last one, then swapped: where a fused back end once went astray."""
+    x = jax.lax.conv_general_dilated(x, parameters["kernel"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+    x = masksafe.layer_norm(x, parameters["scale"], parameters["bias"], axis=1)
+    x = jnp.swapaxes(x, 1, 2).reshape(x.shape[0], -1, 4)
+    x = masksafe.layer_norm(x, axis=(1, 2))
+    return x.reshape(x.shape[0], -1) @ parameters["dense"]
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("modes", [("jit", "transposed"), ("jit", "strided", "disk")], ids=len)
+def test_norm_between_convolution_and_dense_gives_one_answer(modes):
+    rng = np.random.default_rng(0)
+    shapes = {"kernel": (3, 2, 6), "scale": (8,), "bias": (8,), "dense": (48, 3)}
+    parameters = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    x = rng.normal(size=(8, 8, 2)).astype(np.float32)
+    assert_consistent(convolution_swap_norm_dense, x, parameters, modes=modes)
+
+
+# In a program.
+
+
+@pytest.mark.parametrize("masked", [True, forms(False)])
+def test_nothing_but_the_input_is_kept_for_the_reverse_pass(masked):
+    x, row = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32), np.ones(32, np.float32)
+    where = np.ones((64, 1), bool) if masked else None
+
+    @jax.jit
+    def residuals(x):
+        norm = lambda x, scale, bias: masksafe.layer_norm(x, scale, bias, where=where)  # noqa: E731
+        return jax.vjp(norm, x, row, row)[1], jax.vjp(lambda x: masksafe.var(x, -1, where), x)[1]
+
+    for pull_back in residuals(x):
+        (kept,) = [leaf for leaf in jax.tree.leaves(pull_back) if leaf.size >= x.size]
+        np.testing.assert_array_equal(kept, x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    cases([((8192, 1024), "float32")], [(8192, 1024), (65536, 64), (64, 1024, 128)], ["float32", "bfloat16"]),
+    ids=str,
+)
+def test_temporaries_are_small(shape, dtype):
+    x, scale = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[1:2], jnp.float32)
+    where = jax.ShapeDtypeStruct((*shape[:1], *(1 for _ in shape[1:])), jnp.bool_)
+
+    def gradients(x, d_y, scale, where):
+        fn = lambda x, scale, bias: masksafe.layer_norm(x, scale, bias, axis=1, where=where)  # noqa: E731
+        return jax.vjp(fn, x, scale, scale)[1](d_y)
+
+    compiled = jax.jit(gradients).lower(x, x, scale, where).compile()
+    # XLA's CPU compiler can only slice bfloat16 as integers, which it copies: x and its cotangent.
+    copies = 2 * x.size * x.dtype.itemsize if dtype == "bfloat16" else 0
+    assert compiled.memory_analysis().temp_size_in_bytes < copies + 8 * 2**20
+
+
+def test_no_false_alarm_of_checkify():
+    x = np.array([[np.nan, np.inf, 1.0], [1.0, 2.0, 4.0]], np.float32)
+    loss = lambda x: masksafe.layer_norm(x, where=np.array([[False], [True]])).sum()  # noqa: E731
+    checked = checkify.checkify(jax.jit(jax.value_and_grad(loss)), checkify.all_checks)
+    error, _ = checked(x)
+    error.throw()
+
+
+def test_a_program_for_a_gpu_has_no_loop():
+    x, scale = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16), np.ones(1024, np.float32)
+    fn = lambda x: masksafe.layer_norm(x, scale, scale).astype(jnp.float32).sum()  # noqa: E731
+    exported = jax.export.export(jax.jit(jax.value_and_grad(fn)), platforms=["cuda"])(x)
+    assert "stablehlo.while" not in exported.mlir_module()
