@@ -48,7 +48,11 @@ class Results(NamedTuple):
 
 def each_op(condition: Callable[[Op], Any] = lambda op: True) -> Any:
     """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once."""
-    keys = [pytest.param(key, marks=pytest.mark.xdist_group(key)) for key, op in OPS.items() if condition(op)]
+
+    def marks(key: str) -> list[Any]:
+        return [pytest.mark.xdist_group(key), *[pytest.mark.forms] * (OPS[key].tier == "forms")]
+
+    keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
     return pytest.mark.parametrize("key", keys)
 
 
