@@ -267,7 +267,11 @@ OPS = {
         functools.partial(losses.ranking_softmax_loss, reduce_fn=None), of.cross_entropy, (X, P), has_axis=False
     ),
     "ranking_softmax_loss, weights": _by_row(
-        _ranked_with_weights, lambda x, t, v: of.cross_entropy(x, t * v), (X, P, WEIGHTS), "row, row, row", has_axis=False
+        _ranked_with_weights,
+        lambda x, t, v: of.cross_entropy(x, t * v),
+        (X, P, WEIGHTS),
+        "row, row, row",
+        has_axis=False,
     ),
     "make_fenchel_young_loss": _by_row(
         losses.make_fenchel_young_loss(masksafe.logsumexp), of.fenchel_young, (X, P), has_axis=False
