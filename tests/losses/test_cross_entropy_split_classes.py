@@ -61,7 +61,7 @@ def assert_as_on_one_device(x, y, mask=EVERY_CLASS, rtol=1e-6, atol=1e-6):
 
 
 OF_DTYPES = [(dtype, mask) for dtype in ("float32", "bfloat16", "float16") for mask in (CLASSES, ROWS, None)]
-QUICK = 0, 4  # in the short run
+QUICK = [0]  # in the short run
 
 
 @pytest.mark.parametrize(("dtype", "mask"), [c if i in QUICK else forms(*c) for i, c in enumerate(OF_DTYPES)])
@@ -171,18 +171,23 @@ def test_vmap_and_remat():
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
 
 
+GOOD = CLASSES | (np.arange(12) == LABELS[:, None])
+
+
 def test_label_checks_count_the_classes_of_all_devices():
     """They are silent on good labels."""
-    good = CLASSES.copy()
-    good[np.arange(6), LABELS] = True
-    step = jax.jit(split(local_loss, CLASSES))
+    step = jax.jit(split(local_loss, GOOD))
     with masksafe.label_checks("raise"):
-        loss = jax.block_until_ready(step(LOGITS, LABELS, good))
+        loss = jax.block_until_ready(step(LOGITS, LABELS, GOOD))
         with pytest.raises(Exception, match=r"labels are outside \[0, 12\)"):
-            jax.block_until_ready(step(LOGITS, np.where(ROWS, LABELS, 12), good))
-        with pytest.raises(Exception, match="labels are at a masked class"):
-            jax.block_until_ready(step(LOGITS, LABELS, CLASSES))
-    np.testing.assert_allclose(loss, on_eight_devices_and_on_one(LOGITS, LABELS, good)[1][0], rtol=1e-6)
+            jax.block_until_ready(step(LOGITS, np.where(ROWS, LABELS, 12), GOOD))
+    np.testing.assert_allclose(loss, on_eight_devices_and_on_one(LOGITS, LABELS, GOOD)[1][0], rtol=1e-6)
+
+
+@pytest.mark.forms
+def test_label_checks_see_the_masks_of_all_devices():
+    with masksafe.label_checks("raise"), pytest.raises(Exception, match="labels are at a masked class"):
+        jax.block_until_ready(jax.jit(split(local_loss, CLASSES))(LOGITS, LABELS, CLASSES))
 
 
 @pytest.mark.forms

@@ -72,6 +72,7 @@ CASES = list(itertools.product(REDUCTIONS, [None, MASK], [False, True], [{}, OPT
 CASES = [case if n == 23 else forms(*case) for n, case in enumerate(CASES) if n == 23 or n % 5 == 0]
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("platform", [forms("cpu"), "elsewhere"], indirect=True)
 @pytest.mark.parametrize(("reduction", "where", "with_bias", "options", "block_size"), CASES)
 def test_value_and_gradients_are_those_of_the_unfused_formula(
@@ -89,6 +90,7 @@ def test_each_option_alone(option):
     assert_same_function(*losses, (FEATURES, KERNEL, BIAS))
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("classes", [23, forms(1)])
 def test_a_last_tile_that_is_smaller(choose, classes):
     use_platform(choose, "elsewhere")
@@ -106,6 +108,7 @@ def test_every_derivative(platform, reduction):
     assert_every_derivative(fused, scalar(unfused, **kwargs), (FEATURES, KERNEL, BIAS))
 
 
+@pytest.mark.forms
 def test_batch_axes():
     shape, first = (2, 4, 5), np.arange(TOKENS) < 20
     labels, where, rows = LABELS.reshape(shape), MASK.reshape(shape), np.array([True, False])[:, None, None]
@@ -145,6 +148,7 @@ def test_digits_of_sure_models_and_of_scaled_losses(platform):
         np.testing.assert_allclose(np.float64(gradient)[0], [-probability, probability], rtol=2e-3)
 
 
+@pytest.mark.forms
 def test_a_common_offset_of_the_logits_costs_no_digits(platform):
     kwargs = {"reduction": "none", "label_smoothing": 0.1}
     step = lambda fn: jax.jit(jax.value_and_grad(scalar(fn, **kwargs), (0, 1, 2)))  # noqa: E731
@@ -318,6 +322,7 @@ def test_a_label_at_a_forbidden_class_costs_infinity(platform):
     assert all(losses[0] == jnp.inf for losses in smoothed)
 
 
+@pytest.mark.forms
 def test_no_alarm_of_debug_nans():
     features, labels = np.where(MASK[:, None], FEATURES, np.nan).astype("float32"), np.where(MASK, LABELS, -100)
     loss = lambda *args: linear_softmax_cross_entropy(*args, labels, where=MASK)  # noqa: E731
@@ -326,6 +331,7 @@ def test_no_alarm_of_debug_nans():
     assert all(np.isfinite(g).all() for g in gradients)
 
 
+@pytest.mark.forms
 def test_checkify_tells_of_bad_labels_in_the_mean():
     labels = LABELS.copy()
     labels[5:7] = CLASSES, -1
@@ -365,7 +371,7 @@ def test_a_vmap_over_samples_of_unlike_numbers_of_blocks(platform):
 @pytest.mark.forms
 @pytest.mark.parametrize(
     ("reduction", "outside"),
-    itertools.product(["none", "sum"], [True, False]),
+    [*itertools.product(["none", "sum"], [True, False])],
 )
 def test_classes_split_in_a_shard_map(platform, reduction, outside):
     def local(features, kernel, bias, labels, where):

@@ -290,6 +290,7 @@ def test_a_label_out_of_range_leaves_the_z_loss(platform, reduction):
 # Numbers.
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("size", [1e4, forms(1e-6)])
 @pytest.mark.parametrize("reduction", ["mean", forms("sum"), forms("none")])
 def test_float16_gradients_with_large_and_small_weights(platform, size, reduction):
@@ -308,6 +309,7 @@ def test_float16_gradients_with_large_and_small_weights(platform, size, reductio
     assert_trees_close(actual, desired, rtol=1e-2, atol=2e-5)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("dtypes", [["int32"], forms(["float16", "bool"])])
 def test_weights_of_any_dtype_and_shape_that_broadcasts(dtypes):
     features, labels = np.float32(FEATURES.reshape(4, 10, WIDTH)), LABELS.reshape(4, 10)
@@ -357,6 +359,7 @@ def test_a_masked_mean_of_parts_is_the_weighted_mean():
     assert_trees_close(*jax.jit(lambda *args: (of_parts(*args), whole(*args)))(*args), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("with_components", [True, forms(False)])
 def test_classes_split_in_a_shard_map(platform, with_components):
     kwargs = {"reduction": "sum", "with_components": with_components, **OPTIONS}

@@ -93,7 +93,8 @@ def test_every_derivative(platform, with_entropy):
     assert_every_derivative(ours, plain, (FEATURES, KERNEL, BIAS))
 
 
-@pytest.mark.parametrize("with_entropy", [False, forms(True)])
+@pytest.mark.forms
+@pytest.mark.parametrize("with_entropy", [False, True])
 def test_second_derivatives_where_the_cotangents_are_zero(platform, with_entropy):
     of = functools.partial(linear_log_probs, where=MASK[:6], with_entropy=with_entropy)
     outputs = lambda x: jnp.stack(jax.tree.leaves(of(x, KERNEL, LABELS[:6])))  # noqa: E731
@@ -157,7 +158,6 @@ def exact_rows(rows, labels):
 
 
 @pytest.mark.parametrize("form", ["reverse", forms("forward mode")])
-@on_both_platforms
 def test_digits_are_kept_where_a_token_is_nearly_certain(platform, form):
     @jax.jit
     def all_of(x):
@@ -175,6 +175,7 @@ def test_digits_are_kept_where_a_token_is_nearly_certain(platform, form):
         assert_trees_close(actual[2:], desired[2:], rtol=5e-6, atol=1e-6 if form == "forward mode" else 0)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("options", [{"temperature": 0.07}, forms({"logit_soft_cap": 97.0})], ids=str)
 def test_digits_are_kept_where_logits_are_products(platform, options):
     """Compiled as a fused multiply-add, a difference from the largest is not 0 at the largest."""
@@ -355,7 +356,7 @@ def test_excluded_classes(platform, with_entropy):
 
 
 @pytest.mark.parametrize("loss", [linear_softmax_cross_entropy, forms(both)])
-@on_both_platforms
+@pytest.mark.parametrize("platform", [forms("cpu"), "elsewhere"], indirect=True)
 def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, loss):
     """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
     features, kernel = -np.abs(np.float32(FEATURES[:, :1])), np.array([[np.inf, 0.5, 0.3]], np.float32)

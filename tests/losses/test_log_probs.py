@@ -246,6 +246,7 @@ def test_value_and_gradient_lower_for_cuda_without_a_loop(masked):
     assert "while" not in exported.mlir_module()
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("with_entropy", [True, forms(False)])
 def test_no_temporary_of_the_logits_size(with_entropy, choose):
     choose(row_block_elements=2**18)

@@ -81,6 +81,7 @@ def test_integer_labels_and_exponents(label, gamma):
     np.testing.assert_allclose(sigmoid_focal_loss(WIDE, label, gamma=gamma), expected, rtol=2e-5, atol=5e-36)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("dtype", ["bfloat16", forms("float16")])
 def test_narrow_logits_are_rounded_once(dtype):
     x = jnp.asarray(WIDE[::10], dtype)

@@ -37,6 +37,7 @@ def test_an_array_outside_of_0_to_1_is_reported_while_label_checks_are_on():
             smooth_labels(LABELS, alpha, where=MASK)
 
 
+@pytest.mark.forms
 def test_numbers_are_taken_without_jit_too():
     labels = jnp.eye(3)
     expected = smooth_labels(labels, 0.1)
