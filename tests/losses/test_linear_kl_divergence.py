@@ -156,16 +156,19 @@ def test_equals_optax_with_any_batch_axes():
 # Digits.
 
 
-def of_students(log_p, log_q):
+def of_students(log_p, log_q, beta=0.3):
     """In float64: for each direction the divergences, and their gradients with respect to the student's logits."""
     p, q = np.exp(log_p), np.exp(log_q)
-    log_m = np.log((p + q) / 2)
+    log_m = np.log(beta * p + (1 - beta) * q)
     mean_of = lambda p, x: np.sum(p * x, -1, keepdims=True)  # noqa: E731
     reverse, of_mixture = mean_of(q, log_q - log_p), mean_of(q, log_q - log_m)
     return {
         "forward": (mean_of(p, log_p - log_q), q - p),
         "reverse": (reverse, q * (log_q - log_p - reverse)),
-        "jensen_shannon": ((mean_of(p, log_p - log_m) + of_mixture) / 2, q / 2 * (log_q - log_m - of_mixture)),
+        "jensen_shannon": (
+            beta * mean_of(p, log_p - log_m) + (1 - beta) * of_mixture,
+            (1 - beta) * q * (log_q - log_m - of_mixture),
+        ),
     }
 
 
@@ -177,7 +180,7 @@ def test_keeps_its_digits_where_student_and_teacher_nearly_agree():
 
     @jax.jit
     def all_of(x, y):
-        of = functools.partial(linear_kl_divergence, reduction="none")
+        of = functools.partial(linear_kl_divergence, reduction="none", beta=0.3)
         losses = {d: lambda x, d=d: of(x, jnp.eye(50), y, jnp.eye(50), direction=d) for d in DIRECTIONS}
         return {d: (loss(x), jax.grad(lambda x, loss=loss: loss(x).sum())(x)) for d, loss in losses.items()}
 
