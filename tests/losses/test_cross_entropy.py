@@ -420,36 +420,6 @@ def test_forward_mode_of_a_label_at_minus_infinity_and_of_a_bad_one():
     np.testing.assert_array_equal(np.isnan(of_bad), [False, True, False, False])
 
 
-def second_derivatives(fn, x, direction):
-    """Of the sum of a loss along a direction, in all pairs of the two modes."""
-    total = lambda x: fn(*x).sum()  # noqa: E731
-    slope = lambda x: jax.jvp(total, (x,), (direction,))[1]  # noqa: E731
-    along = lambda x: sum(map(jnp.vdot, jax.grad(total)(x), direction))  # noqa: E731
-    forward_over_reverse, reverse_over_reverse = jax.jvp(jax.grad(total), (x,), (direction,))[1], jax.grad(along)(x)
-    with masksafe.forward_mode():
-        forward_over_forward, reverse_over_forward = jax.jvp(slope, (x,), (direction,))[1], jax.grad(slope)(x)
-    return [forward_over_reverse, reverse_over_reverse, reverse_over_forward], forward_over_forward
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("where", [CLASSES, ROWS, None])
-@pytest.mark.parametrize("loss", [integer, soft])
-def test_second_derivatives_are_those_of_optax_in_all_modes(loss, where, blocks):
-    theirs, labels = dict(BOTH)[loss], CLASSES.argmax(-1)
-
-    @jax.jit
-    def ours_and_theirs(x):
-        direction = jax.tree.map(jnp.cos, x)
-        fix = lambda fn: lambda *x: fn(*x, *(() if loss is soft else (labels,)), where=where)  # noqa: E731
-        along = lambda x: sum(map(jnp.vdot, jax.grad(lambda x: fix(theirs)(*x).sum())(x), direction))  # noqa: E731
-        return second_derivatives(fix(loss), x, direction), jax.grad(along)(x), direction
-
-    (products, curvature), expected, direction = ours_and_theirs((LOGITS, TARGETS) if loss is soft else (LOGITS,))
-    for product in products:
-        chex.assert_trees_all_close(product, expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(curvature, sum(map(np.vdot, expected, direction)), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.forms
 @pytest.mark.parametrize(
     ("loss", "axis_type"),
@@ -521,14 +491,6 @@ def test_checkify_gives_no_false_alarm_and_finds_a_bad_label(loss, where, blocks
     if loss is integer:
         checked = jax.jit(checkify.checkify(step, errors=checkify.nan_checks))
         assert "nan" in checked(LOGITS, np.array([7, 3, 6, 2]))[0].get()
-
-
-@pytest.mark.forms
-def test_no_alarm_of_debug_nans_on_clean_input():
-    with jax.debug_nans(True):
-        assert np.isfinite(jax.grad(lambda x: jax.grad(lambda x: integer(x, LABELS).sum())(x)[0, 0])(LOGITS)).all()
-        with masksafe.forward_mode():
-            assert np.isfinite(jax.grad(lambda x: integer(x, LABELS).sum())(LOGITS)).all()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ import masksafe
 from masksafe._core import platforms
 from masksafe.losses import linear_softmax_cross_entropy
 from masksafe.losses._rows._tiles import default_sizes
-from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 
 COTANGENTS = RNG.normal(size=TOKENS)
 REDUCTIONS = "mean", "sum", "none"
@@ -90,7 +89,6 @@ def test_each_option_alone(option):
     assert_same_function(*losses, (FEATURES, KERNEL, BIAS))
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize("classes", [23, forms(1)])
 def test_a_last_tile_that_is_smaller(choose, classes):
     use_platform(choose, "elsewhere")
@@ -106,23 +104,6 @@ def test_every_derivative(platform, reduction):
     kwargs = {"where": MASK, "reduction": reduction, **OPTIONS}
     fused = scalar(linear_softmax_cross_entropy, block_size=9, **kwargs)
     assert_every_derivative(fused, scalar(unfused, **kwargs), (FEATURES, KERNEL, BIAS))
-
-
-@pytest.mark.forms
-def test_batch_axes():
-    shape, first = (2, 4, 5), np.arange(TOKENS) < 20
-    labels, where, rows = LABELS.reshape(shape), MASK.reshape(shape), np.array([True, False])[:, None, None]
-
-    @jax.jit
-    def all_of(features, flat):
-        of = functools.partial(linear_softmax_cross_entropy, features, KERNEL, labels)
-        desired = unfused(flat, KERNEL, LABELS, where=MASK, reduction="none").reshape(shape)
-        return (of(where=where, reduction="none"), of(where=rows)), (
-            desired,
-            unfused(flat, KERNEL, LABELS, where=first),
-        )
-
-    assert_trees_close(*all_of(FEATURES.reshape(*shape, WIDTH), FEATURES), rtol=1e-5, atol=1e-6)
 
 
 # Digits and dtypes.
@@ -344,15 +325,6 @@ def test_checkify_tells_of_bad_labels_in_the_mean():
 
 
 # One answer everywhere.
-
-
-@pytest.mark.forms
-def test_one_answer_in_every_mode():
-    def loss(features, kernel, bias):
-        return linear_softmax_cross_entropy(features, kernel, LABELS, bias=bias, where=MASK, block_size=9, **OPTIONS)
-
-    modes = set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}
-    assert_consistent(loss, *map(jnp.asarray, singles((FEATURES, KERNEL, BIAS))), modes=modes)
 
 
 @pytest.mark.parametrize("platform", [forms("cpu"), "elsewhere"], indirect=True)

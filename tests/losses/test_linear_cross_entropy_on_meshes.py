@@ -35,7 +35,7 @@ CLASSES_TOO = X, P(None, "y"), Y, X, Y, X, X
 SPLITS = {
     "tokens": TOKENS,
     "both axes of tokens": (P("x", "y"), P(), P(), P("x", "y"), P(), P("x", "y"), P("x", "y")),
-    "tokens of the features": (P(None, ("x", "y")), P(), P(), P(None, ("x", "y")), P(), P(), Y),
+    "tokens of the features": (P(None, ("x", "y")), P(), P(), P(None, ("x", "y")), P(), P(), P()),
     "classes": (P(), P(None, "y"), Y, P(), Y, P(), P()),
     "classes over two axes": (P(), P(None, ("x", "y")), XY, P(), XY, P(), P()),
     "classes, bias whole": (P(), P(None, "y"), P(), P(), P(), P(), P()),
@@ -60,7 +60,8 @@ def put(mesh, args, specs):
 def total(features, kernel, bias, weights, class_weights, labels, mask, reduction="none", **options):
     options |= {"bias": bias, "weights": weights, "class_weights": class_weights, "where": mask, **OPTIONS}
     losses = linear_softmax_cross_entropy(features, kernel, labels, reduction=reduction, **options)
-    return sum(jnp.sum(jnp.sin(x)) if x.ndim else 1.7 * x for x in jax.tree.leaves(losses))
+    cotangents = jnp.cos(labels.astype("float32"))
+    return sum(jnp.sum(x * cotangents) if x.ndim else 1.7 * x for x in jax.tree.leaves(losses))
 
 
 @functools.cache
@@ -102,6 +103,18 @@ def test_losses_are_split_like_the_tokens_without_jit_too():
     assert_close(
         losses, jax.jit(lambda *args: linear_softmax_cross_entropy(*args, reduction="none"))(*ARGS[:2], LABELS)
     )
+
+
+@pytest.mark.forms
+def test_a_mask_that_is_split_along_another_axis_than_the_features():
+    def loss(features, kernel, labels, mask):
+        losses = linear_softmax_cross_entropy(features, kernel, labels, where=mask, reduction="none", **OPTIONS)
+        return jnp.sum(jnp.sin(losses))
+
+    args, run = (FEATURES, KERNEL, LABELS, MASK), jax.jit(jax.value_and_grad(loss, (0, 1)))
+    with jax.set_mesh(mesh_of()):
+        actual = run(*put(mesh_of(), args, (P(None, ("x", "y")), P(), P(), Y)))
+    assert_close(actual, run(*args))
 
 
 @pytest.mark.forms

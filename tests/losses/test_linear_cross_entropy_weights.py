@@ -199,15 +199,6 @@ def test_negative_and_nan_weights_are_nan(platform):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(all_of(np.float32(FEATURES), *negative_zero)))
 
 
-@pytest.mark.forms
-def test_no_alarm_of_debug_nans():
-    weights, features = np.where(MASK, WEIGHTS, np.nan), np.where(MASK[:, None], FEATURES, np.nan)
-    loss = scalar(linear_softmax_cross_entropy, np.where(MASK, LABELS, -100), where=MASK, class_weights=CLASS_WEIGHTS)
-    args = jnp.asarray(features), KERNEL, jnp.asarray(weights)
-    with jax.debug_nans(True):
-        assert all(np.isfinite(g).all() for g in jax.grad(loss, (0, 1, 2))(*args))
-
-
 @pytest.mark.parametrize("label_smoothing", [0.0, forms(0.2)])
 @pytest.mark.parametrize("excluded", [True, forms(False)])
 def test_a_class_of_weight_zero(platform, label_smoothing, excluded):

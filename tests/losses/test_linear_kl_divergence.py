@@ -32,7 +32,6 @@ from linear_cases import (
 import masksafe
 from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
 from masksafe.losses._rows._divergence import is_repeated
-from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 
 WIDTH_OF_TARGETS, K = 5, 4
 SHAPES = (TOKENS, WIDTH_OF_TARGETS), (WIDTH_OF_TARGETS, CLASSES), CLASSES
@@ -343,17 +342,6 @@ def test_a_nan_stays_in_its_own_row_and_is_gone_if_it_is_replaced(direction, red
         assert not kept[0][5].any()
 
 
-@pytest.mark.forms
-def test_no_alarm_of_debug_nans():
-    args = [np.float32(a) for a in ARGS]
-    args[0], args[2] = (np.where(MASK[:, None], a, np.float32(np.nan)) for a in (args[0], args[2]))
-    args[1] = np.where(CLASS_MASK, args[1], np.float32(np.nan))
-    loss = scalar(linear_kl_divergence, where=MASK, class_mask=CLASS_MASK)
-    with jax.debug_nans(True):
-        gradients = jax.grad(loss, (0, 1))(*args)
-    assert all(np.isfinite(g).all() for g in gradients)
-
-
 @pytest.mark.parametrize("direction", ["reverse", forms("forward"), forms("jensen_shannon")])
 def test_classes_of_probability_zero(direction):
     """0 log 0 = 0; what one side excludes and the other does not is infinitely far, for one of the directions."""
@@ -503,18 +491,6 @@ def test_repeated_classes():
 # One answer everywhere.
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("of", ["dense", "top k"])
-def test_one_answer_in_every_mode(of):
-    def loss(*args):
-        if of == "dense":
-            return fused(*args, where=MASK, block_size=9, direction="reverse")
-        return top_k(*args, *top_k_of(), where=MASK)
-
-    modes = set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}
-    assert_consistent(loss, *map(jnp.asarray, singles(ARGS[: 4 if of == "dense" else 2])), modes=modes)
-
-
 X, WHOLE, BY_CLASS = PartitionSpec("x"), PartitionSpec(), PartitionSpec(None, "x")
 SPLITS = {  # of features, kernel, target_features, target_kernel and the mask
     "tokens": (X, WHOLE, X, WHOLE, X),
@@ -572,16 +548,6 @@ def test_second_derivatives_and_checkify_on_an_explicit_mesh(with_top_k):
             error.throw()
     assert_trees_close(actual, jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
     assert_trees_close(checked, jax.jit(jax.value_and_grad(of, (0, 1)))(*args), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.forms
-def test_tokens_split_in_a_shard_map():
-    local = lambda *args: jax.lax.psum(fused(*args, reduction="sum", block_size=3), "x")  # noqa: E731
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    over = jax.shard_map(local, mesh=mesh, in_specs=(X, WHOLE) * 2, out_specs=WHOLE)
-    args = singles(ARGS[:4])
-    desired = jax.jit(jax.value_and_grad(lambda *args: unfused(*args, reduction="sum"), range(4)))(*args)
-    assert_trees_close(jax.jit(jax.value_and_grad(over, range(4)))(*args), desired, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.forms

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from linear_cases import (
@@ -27,13 +26,11 @@ from linear_cases import (
     assert_trees_close,
     bad_rows,
     forms,
-    on_both_platforms,
     singles,
 )
 
 import masksafe
 from masksafe.losses import linear_log_probs, linear_softmax_cross_entropy
-from masksafe.testing import CONSISTENCY_MODES, assert_consistent
 
 COTANGENTS = RNG.normal(size=(2, TOKENS))  # of log-probabilities and entropies
 OPTIONS = {"logit_soft_cap": 3.0, "temperature": 0.7}
@@ -93,8 +90,7 @@ def test_every_derivative(platform, with_entropy):
     assert_every_derivative(ours, plain, (FEATURES, KERNEL, BIAS))
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, forms(True)])
 def test_second_derivatives_where_the_cotangents_are_zero(platform, with_entropy):
     of = functools.partial(linear_log_probs, where=MASK[:6], with_entropy=with_entropy)
     outputs = lambda x: jnp.stack(jax.tree.leaves(of(x, KERNEL, LABELS[:6])))  # noqa: E731
@@ -369,49 +365,7 @@ def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, loss):
     assert np.isfinite(np.asarray(d_features)[~MASK]).all()
 
 
-@pytest.mark.forms
-def test_no_alarm_of_debug_nans():
-    features, labels = np.where(MASK[:, None], FEATURES, np.nan).astype("float32"), np.where(MASK, LABELS, -100)
-    total = functools.partial(scalar(linear_log_probs, where=MASK, with_entropy=True), labels=labels)
-    with jax.debug_nans(True):
-        assert all(np.isfinite(g).all() for g in jax.grad(total, (0, 1))(features, KERNEL))
-
-
-@pytest.mark.forms
-def test_checkify_tells_of_bad_labels():
-    labels = np.where(np.isin(np.arange(TOKENS), [5, 6]), [CLASSES] * 6 + [-1] * (TOKENS - 6), LABELS)
-    step = lambda k: sum(map(jnp.sum, both(FEATURES, k, labels)))  # noqa: E731
-    with masksafe.label_checks("checkify"):
-        error, (value, gradient) = jax.jit(checkify.checkify(jax.value_and_grad(step)))(KERNEL)
-    assert "linear_log_probs: 2 of 40 labels are outside [0, 24); first at (5,)" in error.get()
-    assert np.isnan(value)
-    assert np.isnan(gradient).any()
-
-
 # One answer everywhere.
-
-
-@pytest.mark.forms
-def test_one_answer_in_every_mode():
-    def outputs(features, kernel, bias):
-        return both(features, kernel, LABELS, bias=bias, where=MASK, block_size=9, **OPTIONS)
-
-    modes = set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}
-    assert_consistent(outputs, *map(jnp.asarray, singles((FEATURES, KERNEL, BIAS))), modes=modes)
-
-
-@pytest.mark.forms
-@on_both_platforms
-def test_a_vmap_over_samples_of_unlike_numbers_of_blocks(platform):
-    def step(features, where):
-        total = scalar(linear_log_probs, where=where, with_entropy=True)
-        return jax.value_and_grad(total, (0, 1))(features, np.float32(KERNEL))
-
-    features = np.stack([FEATURES, np.cos(FEATURES)]).astype("float32")
-    where, one = np.stack([MASK, np.zeros_like(MASK)]), jax.jit(step)
-    each = [one(f, w) for f, w in zip(features, where, strict=True)]
-    many = jax.jit(jax.vmap(step))(features, where)
-    assert_trees_close(many, jax.tree.map(lambda *x: np.stack(x), *each), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.forms

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from masksafe._core import platforms
 from masksafe.losses import log_probs, softmax_cross_entropy_with_integer_labels
-from masksafe.testing import assert_gradients, assert_mask_safe
 
 NAN, INF = jnp.nan, jnp.inf
 RNG = np.random.default_rng(0)
@@ -131,17 +128,6 @@ def test_any_axes_and_labels_that_broadcast(axis):
 # What is masked is gone; what is bad shows in its own row.
 
 
-@pytest.mark.forms
-@pytest.mark.parametrize("where", [CLASSES, ROWS, ROWS[:, None], CLASSES[:1]])
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("transform", ["jit", "eager", "vmap"])
-def test_masked_elements_are_gone(where, with_entropy, transform, blocks):
-    live = expand(where) if where.shape[0] == 4 else np.broadcast_to(where, (4, 7))
-    labels = jnp.asarray(live.argmax(-1))
-    fn = functools.partial(log_probs, where=where, with_entropy=with_entropy, temperature=0.5)
-    assert_mask_safe(fn, jnp.asarray(LOGITS), labels, masked={0: ~live, 1: ~live.any(-1)}, transforms=(transform,))
-
-
 @pytest.mark.parametrize("shape", [(3, 0), *map(forms, [(0, 3), (1,), (2, 1)])])
 def test_any_size_works(shape):
     for fn in (both, alone):
@@ -207,33 +193,6 @@ def test_a_label_at_a_masked_class_has_no_probability(blocks):
 
 
 # Derivatives, devices and programs.
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("where", [CLASSES, ROWS, None])
-def test_derivatives_of_both_modes_are_right(where, blocks):
-    labels = CLASSES.argmax(-1)
-    assert_gradients(lambda x: both(x, labels, where=where, temperature=0.6), LOGITS)
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("spec", [("batch",), (None, "batch")])
-def test_sharded_arrays_agree_with_one_device(axis_type, spec):
-    rng = np.random.default_rng(1)
-    logits, where = np.float32(rng.normal(size=(16, 24))), rng.random((16, 24)) < 0.5
-    where[3] = False
-    labels = where.argmax(-1)
-
-    @jax.jit
-    def step(logits, labels, where):
-        of = functools.partial(both, labels=labels, where=where, temperature=0.8)
-        return jax.value_and_grad(lambda x: jnp.sum(of(x)[0]) + 0.1 * jnp.sum(of(x)[1]))(logits)
-
-    expected = jax.device_get(step(logits, labels, where))
-    with jax.set_mesh(jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))):
-        actual = jax.device_get(step(*(jax.device_put(a, P(*spec[: a.ndim])) for a in (logits, labels, where))))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
 
 
 @pytest.mark.forms
