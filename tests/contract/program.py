@@ -28,7 +28,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "form": "elsewhere",
         "fewest_elements_of_few_passes": 0,
         "attention": {"row_tile_logits": 21, "skipping_row_tile_logits": 16, "alignment": 2},
-        "linear": {"least_logits": 5, "most_logits": 5, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
+        "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },
     "one pass": {},
     "arithmetic": {"elements_of_row_in_cache": range(1, 2**15), "counts_more_as_arithmetic": True},

@@ -122,11 +122,20 @@ BEHIND = QUERY_AT - KEY_AT
 PARTS = np.array([[1, 0, 1], [1, 0, 0]], bool)[:, :, None] & np.ones(2, bool)
 
 
+# Of the variants of losses.
+
+LOSS_RNG = np.random.default_rng(1)
+CLASS_BIAS, TARGET_BIAS = LOSS_RNG.normal(size=(2, 5)).astype(np.float32)
+TOKEN_WEIGHTS, CLASS_WEIGHTS = (LOSS_RNG.uniform(0.2, 2, n).astype(np.float32) for n in (ROWS, 5))
+SOME_CLASSES = np.array([True, True, False, True, True])
+LINEAR_OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
+
+
 # The rows.
 
 
-def _elementwise(name: str, formula: Callable[..., Any], *args: np.ndarray) -> Op:
-    op = getattr(losses, name)
+def _elementwise(name: str, formula: Callable[..., Any], *args: np.ndarray, **options: Any) -> Op:
+    op = functools.partial(getattr(losses, name), **options)
     return Op(lambda w, *a: op(*a, where=w), args, ("row",) * len(args), ELEMENTS, of.elementwise(formula))
 
 
@@ -219,6 +228,40 @@ def _batch_norm(w: Any, x: Any, scale: Any, bias: Any) -> Any:
     return masksafe.batch_norm(x, scale, bias, axis=0, where=w)
 
 
+def _poly_with_epsilon(x: Any, t: Any, epsilon: Any, axis: int = -1, where: Any = None) -> Any:
+    return losses.poly_loss_cross_entropy(x, t, epsilon=epsilon, axis=axis, where=where)
+
+
+def _ranked_with_weights(x: Any, t: Any, weights: Any, where: Any = None) -> Any:
+    return losses.ranking_softmax_loss(x, t, weights=weights, reduce_fn=None, where=where)
+
+
+def _linear_with_weights(x: Any, k: Any, b: Any, v: Any, y: Any, where: Any = None, reduction: str = "none") -> Any:
+    options = {"class_weights": CLASS_WEIGHTS, "reduction": reduction, "block_size": 2, **LINEAR_OPTIONS}
+    return losses.linear_softmax_cross_entropy(x, k, y, bias=b, weights=v, where=where, **options)
+
+
+def _linear_log_probs_with_options(x: Any, k: Any, b: Any, y: Any, where: Any = None) -> Any:
+    options = {"temperature": 0.7, "logit_soft_cap": 3.0, "with_entropy": True, "block_size": 2}
+    return losses.linear_log_probs(x, k, y, bias=b, where=where, **options)
+
+
+def _linear_divergence(direction: str) -> Op:
+    def call(x: Any, k: Any, z: Any, l: Any, b: Any, c: Any, where: Any = None) -> Any:  # noqa: E741
+        options = {"direction": direction, "beta": 0.3, "temperature": 1.5, "class_mask": SOME_CLASSES}
+        options |= {"target_gradients": True, "reduction": "none", "block_size": 2}
+        return losses.linear_kl_divergence(x, k, z, l, bias=b, target_bias=c, where=where, **options)
+
+    definition = functools.partial(of.divergence_of_linear_layers, SOME_CLASSES, direction)
+    args = FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL, CLASS_BIAS, TARGET_BIAS
+    return _of_tokens(call, definition, args, "row, whole, row, whole, whole, whole", tier="forms")
+
+
+def _top_k_divergence_without_rest(*args: Any, where: Any = None) -> Any:
+    options = {"rest": "drop", "direction": "reverse", "reduction": "none", "block_size": 2}
+    return losses.linear_kl_divergence_with_top_k_targets(*args, where=where, **options)
+
+
 _with_entropy = functools.partial(losses.log_probs, with_entropy=True)
 _two_zeros = {"nothing": (0.0, 0.0)}
 _keeps = {"kinds": "row", "keeps_row": True}
@@ -255,6 +298,9 @@ OPS = {
     "sparsemax_loss": _elementwise("sparsemax_loss", of.sparse_plus, X, BITS)._replace(constants=(1,)),
     "sigmoid_binary_cross_entropy": _elementwise("sigmoid_binary_cross_entropy", of.sigmoid_cross_entropy, X, P),
     "sigmoid_focal_loss": _elementwise("sigmoid_focal_loss", of.focal, X, P),
+    "sigmoid_focal_loss, alpha and gamma": _elementwise(
+        "sigmoid_focal_loss", functools.partial(of.focal, alpha=0.3, gamma=1.5), X, P, alpha=0.3, gamma=1.5
+    )._replace(tier="forms"),
     "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
     "softmax_cross_entropy, rows": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS),
     "softmax_cross_entropy_with_integer_labels": _of_labels("softmax_cross_entropy_with_integer_labels", of.of_label),
@@ -262,7 +308,19 @@ OPS = {
         "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
+    "poly_loss_cross_entropy, epsilon": _by_row(
+        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False
+    ),
     "log_probs": _by_row(_with_entropy, of.log_prob, (X, LABELS), "row, label", classes=CLASSES, **_two_zeros),
+    "log_probs, temperature": _by_row(
+        functools.partial(_with_entropy, temperature=0.6),
+        lambda x, label: of.log_prob(x / 0.6, label),
+        (X, LABELS),
+        "row, label",
+        classes=CLASSES,
+        tier="forms",
+        **_two_zeros,
+    ),
     "kl_divergence": _by_row(losses.kl_divergence, of.divergence, (np.log(P), Q)),
     "generalized_kl_divergence": _by_row(losses.generalized_kl_divergence, of.generalized_divergence, (np.log(P), Q)),
     "convex_kl_divergence": _by_row(losses.convex_kl_divergence, of.generalized_divergence, (np.log(P), Q)),
@@ -276,6 +334,13 @@ OPS = {
     "multiclass_sparsemax_loss": _of_labels("multiclass_sparsemax_loss", of.sparsemax_of_label, has_axis=False),
     "ranking_softmax_loss": _by_row(
         functools.partial(losses.ranking_softmax_loss, reduce_fn=None), of.cross_entropy, (X, P), has_axis=False
+    ),
+    "ranking_softmax_loss, weights": _by_row(
+        _ranked_with_weights,
+        lambda x, t, v: of.cross_entropy(x, t * v),
+        (X, P, WEIGHTS),
+        "row, row, row",
+        has_axis=False,
     ),
     "make_fenchel_young_loss": _by_row(
         losses.make_fenchel_young_loss(masksafe.logsumexp), of.fenchel_young, (X, P), has_axis=False
@@ -341,12 +406,37 @@ OPS = {
         ),
         has_rows=False,
     ),
+    "linear_softmax_cross_entropy, weights": _of_tokens(
+        _linear_with_weights,
+        functools.partial(of.weighted_linear_cross_entropy, CLASS_WEIGHTS),
+        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
+        "row, whole, whole, row, label",
+        classes=5,
+    ),
+    "linear_softmax_cross_entropy, mean with weights": Op(
+        lambda w, *args: _linear_with_weights(*args, where=w, reduction="mean"),
+        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
+        ("row", "whole", "whole", "row", "label"),
+        SOME_ROWS,
+        functools.partial(of.weighted_mean_of_linear_cross_entropy, CLASS_WEIGHTS),
+        has_rows=False,
+        tier="forms",
+    ),
     "linear_log_probs": _of_tokens(
         functools.partial(losses.linear_log_probs, with_entropy=True, block_size=2),
         of.linear_log_prob,
         (FEATURES, KERNEL, LABELS),
         "row, whole, label",
         classes=5,
+        **_two_zeros,
+    ),
+    "linear_log_probs, options": _of_tokens(
+        _linear_log_probs_with_options,
+        lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
+        (FEATURES, KERNEL, CLASS_BIAS, LABELS),
+        "row, whole, whole, label",
+        classes=5,
+        tier="forms",
         **_two_zeros,
     ),
     "linear_kl_divergence": _of_tokens(
@@ -361,6 +451,16 @@ OPS = {
         (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
         "row, whole, row, row",
         constants=(2,),
+    ),
+    "linear_kl_divergence, reverse": _linear_divergence("reverse"),
+    "linear_kl_divergence, jensen_shannon": _linear_divergence("jensen_shannon"),
+    "linear_kl_divergence_with_top_k_targets, reverse without a rest": _of_tokens(
+        _top_k_divergence_without_rest,
+        of.top_k_divergence_without_rest,
+        (FEATURES, KERNEL, np.log(P[:, :2]), TOP_CLASSES),
+        "row, whole, row, row",
+        constants=(2,),
+        tier="forms",
     ),
     "softmax": _by_row(masksafe.softmax, of.softmax, (X,), **_keeps),
     "log_softmax": _by_row(masksafe.log_softmax, of.log_softmax, (X,), nothing=(-np.inf,), **_keeps),

@@ -20,7 +20,9 @@ ROWS = np.array([True, False, True, True, True, False])
 CLASSES = RNG.random((6, 12)) < 0.6
 CLASSES[4] = False  # a row with nothing left
 CLASSES[0, 0] = False  # and a label whose class is masked
+EVERY_CLASS = np.ones_like(CLASSES)
 BY_ROW, BY_CLASS, BY_BOTH = PartitionSpec("rows"), PartitionSpec(None, "classes"), PartitionSpec("rows", "classes")
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 
 def mesh_of(rows, classes):
@@ -38,6 +40,10 @@ def local_loss(x, y, w):
     return integer(x, y, where=w, axis_name="classes")
 
 
+def integer_with_mask(x, y, w):
+    return integer(x, y, where=w)
+
+
 def value_and_gradient(loss, x, *args):
     value, reverse = jax.vjp(lambda x: loss(x, *args), x)
     return value, reverse(jnp.asarray(WEIGHTS, value.dtype))[0]
@@ -48,28 +54,17 @@ def on_eight_devices_and_on_one(x, y, mask):
     return [value_and_gradient(loss, x, y, mask) for loss in (split(local_loss, mask), integer_with_mask)]
 
 
-def assert_as_on_one_device(x, y, mask=None, rtol=1e-6, atol=1e-6):
+def assert_as_on_one_device(x, y, mask=EVERY_CLASS, rtol=1e-6, atol=1e-6):
     for a, e in zip(*on_eight_devices_and_on_one(x, y, mask), strict=True):
         assert a.dtype == e.dtype
         np.testing.assert_allclose(*(np.asarray(z, np.float64) for z in (a, e)), rtol=rtol, atol=atol)
 
 
-def integer_with_mask(x, y, w):
-    return integer(x, y, where=w)
+OF_DTYPES = [(dtype, mask) for dtype in ("float32", "bfloat16", "float16") for mask in (CLASSES, ROWS, None)]
+QUICK = [0]  # in the short run
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "mask"),
-    [
-        ("float32", CLASSES),
-        ("bfloat16", ROWS),
-        ("float16", None),
-        *(slow(d, m) for d, m in (("float32", ROWS), ("bfloat16", None), ("float16", CLASSES))),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "mask"), [c if i in QUICK else forms(*c) for i, c in enumerate(OF_DTYPES)])
 def test_value_and_gradient_are_those_of_one_device(dtype, mask):
     tolerance = 1e-6 if dtype == "float32" else 1e-2
     assert_as_on_one_device(LOGITS.astype(dtype), LABELS, mask, tolerance, tolerance)
@@ -101,12 +96,11 @@ def test_what_is_not_finite_shows_in_its_own_row_only(row, label):
 
 def test_masked_elements_touch_nothing():
     mask = CLASSES & ROWS[:, None]
-    clean = jax.jit(functools.partial(value_and_gradient, split(local_loss, mask)))
+    clean, _ = on_eight_devices_and_on_one(LOGITS, LABELS, mask)
     labels = np.where(mask.any(1), LABELS, -100)
     for garbage in (np.nan, np.inf, -np.inf, 1e38):
-        dirty = np.where(mask, LOGITS, np.float32(garbage))
-        for a, e in zip(clean(jnp.asarray(dirty), labels, mask), clean(LOGITS, LABELS, mask), strict=True):
-            np.testing.assert_array_equal(a, e)
+        dirty, _ = on_eight_devices_and_on_one(np.where(mask, LOGITS, np.float32(garbage)), labels, mask)
+        jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
 def test_a_loss_inside_that_is_the_same_on_all_devices_trains_alike():
@@ -114,8 +108,9 @@ def test_a_loss_inside_that_is_the_same_on_all_devices_trains_alike():
         return jax.value_and_grad(lambda x: jax.lax.pmean(integer(x, y, axis_name="classes").mean(), "rows"))(x)
 
     in_specs, out_specs = (BY_BOTH, BY_ROW), (PartitionSpec(), BY_BOTH)
-    actual = jax.jit(jax.shard_map(step, mesh=mesh_of(2, 4), in_specs=in_specs, out_specs=out_specs))(LOGITS, LABELS)
-    expected = jax.jit(jax.value_and_grad(lambda x: integer(x, LABELS).mean()))(LOGITS)
+    inside = jax.shard_map(step, mesh=mesh_of(2, 4), in_specs=in_specs, out_specs=out_specs)
+    plain = jax.value_and_grad(lambda x: integer(x, LABELS).mean())
+    actual, expected = jax.jit(lambda x: (inside(x, jnp.asarray(LABELS)), plain(x)))(LOGITS)
     for a, e in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-7)
 
@@ -124,38 +119,32 @@ def test_second_derivatives_and_forward_mode():
     mask = CLASSES.copy()
     mask[np.arange(6), LABELS] |= CLASSES.any(1)
 
-    def total(loss, x):
-        return loss(x, LABELS, mask) @ WEIGHTS
-
     def derivatives(loss, x):
-        direction = jnp.cos(x)
-        gradient = jax.grad(functools.partial(total, loss))
+        total = lambda x: loss(x, LABELS, mask) @ WEIGHTS  # noqa: E731
+        direction, gradient = jnp.cos(x), jax.grad(total)
         forward_over_reverse = jax.jvp(gradient, (x,), (direction,))[1]
         reverse_over_reverse = jax.grad(lambda x: jnp.vdot(gradient(x), direction))(x)
         with masksafe.forward_mode():
-            forward = jax.jvp(functools.partial(total, loss), (x,), (direction,))[1]
+            forward = jax.jvp(total, (x,), (direction,))[1]
         return forward_over_reverse, reverse_over_reverse, forward
 
     both = jax.jit(lambda x: [derivatives(loss, x) for loss in (split(local_loss, mask), integer_with_mask)])
-    actual, expected = both(LOGITS)
-    for a, e in zip(actual, expected, strict=True):
+    for a, e in zip(*both(LOGITS), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_several_axes_of_classes_split_along_the_first():
-    logits, labels = LOGITS.reshape(6, 4, 3), LABELS
-    loss = functools.partial(integer, axis=(1, 2))
+    loss, specs = functools.partial(integer, axis=(1, 2)), (PartitionSpec("rows", "classes"), BY_ROW)
     local = jax.shard_map(
-        lambda x, y: loss(x, y, axis_name="classes"),
-        mesh=mesh_of(2, 4),
-        in_specs=(PartitionSpec("rows", "classes"), BY_ROW),
-        out_specs=BY_ROW,
+        lambda x, y: loss(x, y, axis_name="classes"), mesh=mesh_of(2, 4), in_specs=specs, out_specs=BY_ROW
     )
-    actual = jax.jit(functools.partial(value_and_gradient, local))(logits, labels)
-    for a, e in zip(actual, jax.jit(functools.partial(value_and_gradient, loss))(logits, labels), strict=True):
+    both = jax.jit(lambda x, y: [value_and_gradient(fn, x, y) for fn in (local, loss)])
+    for a, e in zip(*both(LOGITS.reshape(6, 4, 3), LABELS), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_explicit_mesh():
     mesh = jax.make_mesh((2, 4), ("rows", "classes"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
@@ -168,6 +157,7 @@ def test_explicit_mesh():
     np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.forms
 def test_vmap_and_remat():
     many, labels = np.stack([LOGITS, 2 * LOGITS]), np.stack([LABELS, LABELS[::-1]])
 
@@ -176,34 +166,35 @@ def test_vmap_and_remat():
 
     in_specs = PartitionSpec(None, "rows", "classes"), PartitionSpec(None, "rows")
     fn = jax.shard_map(local, mesh=mesh_of(2, 4), in_specs=in_specs, out_specs=in_specs[1])
-    actual = jax.jit(jax.value_and_grad(lambda x: jnp.sum(fn(x, labels))))(many)
-    expected = jax.jit(jax.value_and_grad(lambda x: jnp.sum(integer(x, labels))))(many)
-    for a, e in zip(actual, expected, strict=True):
+    both = jax.jit(lambda x: [jax.value_and_grad(lambda x, f=f: jnp.sum(f(x, labels)))(x) for f in (fn, integer)])
+    for a, e in zip(*both(many), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("labels", "mask", "text"),
-    [
-        pytest.param(np.where(ROWS, LABELS, 12), None, r"labels are outside \[0, 12\)", id="out of range"),
-        slow(LABELS, CLASSES, "labels are at a masked class", id="masked class"),
-    ],
-)
-def test_label_checks_count_the_classes_of_all_devices(labels, mask, text):
-    step = jax.jit(split(local_loss, mask))
-    with masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
-        jax.block_until_ready(step(LOGITS, labels, mask))
-    with masksafe.label_checks("checkify"):
-        _, loss = jax.jit(checkify.checkify(split(local_loss, mask)))(LOGITS, labels, mask)
-    assert np.isnan(loss).any()
+GOOD = CLASSES | (np.arange(12) == LABELS[:, None])
 
 
-def test_label_checks_are_silent_on_good_labels_of_all_devices():
-    mask = CLASSES.copy()
-    mask[np.arange(6), LABELS] = True
+def test_label_checks_count_the_classes_of_all_devices():
+    """They are silent on good labels."""
+    step = jax.jit(split(local_loss, GOOD))
     with masksafe.label_checks("raise"):
-        loss = jax.block_until_ready(jax.jit(split(local_loss, mask))(LOGITS, LABELS, mask))
-    np.testing.assert_allclose(loss, integer(LOGITS, LABELS, where=mask), rtol=1e-6)
+        loss = jax.block_until_ready(step(LOGITS, LABELS, GOOD))
+        with pytest.raises(Exception, match=r"labels are outside \[0, 12\)"):
+            jax.block_until_ready(step(LOGITS, np.where(ROWS, LABELS, 12), GOOD))
+    np.testing.assert_allclose(loss, on_eight_devices_and_on_one(LOGITS, LABELS, GOOD)[1][0], rtol=1e-6)
+
+
+@pytest.mark.forms
+def test_label_checks_see_the_masks_of_all_devices():
+    with masksafe.label_checks("raise"), pytest.raises(Exception, match="labels are at a masked class"):
+        jax.block_until_ready(jax.jit(split(local_loss, CLASSES))(LOGITS, LABELS, CLASSES))
+
+
+@pytest.mark.forms
+def test_bad_labels_are_nan_under_checkify():
+    with masksafe.label_checks("checkify"):
+        _, loss = jax.jit(checkify.checkify(split(local_loss)))(LOGITS, np.where(ROWS, LABELS, 12), ROWS | True)
+    np.testing.assert_array_equal(np.isnan(loss), ~ROWS)
 
 
 def test_an_axis_that_is_not_there_is_refused():

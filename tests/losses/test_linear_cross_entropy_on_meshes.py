@@ -11,6 +11,7 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from linear_cases import forms
 
 import masksafe
 from masksafe.losses import linear_softmax_cross_entropy
@@ -22,30 +23,30 @@ FEATURES, KERNEL, BIAS = (
 )
 LABELS, MASK = RNG.integers(0, CLASSES, SHAPE), RNG.random(SHAPE) < 0.4
 MASK[:2] = False  # nothing is left on half of the devices, if they split the first axis
-WEIGHTS = RNG.normal(size=SHAPE).astype(np.float32)
-ARGS = FEATURES, KERNEL, BIAS, LABELS, MASK, WEIGHTS
+WEIGHTS, CLASS_WEIGHTS = (RNG.uniform(0.2, 2, shape).astype(np.float32) for shape in (SHAPE, CLASSES))
+ARGS = FEATURES, KERNEL, BIAS, WEIGHTS, CLASS_WEIGHTS, LABELS, MASK
 OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01, "block_size": 3}
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-# How features, kernel, bias, labels, mask and weights are split.
+# How features, kernel, bias, weights, class weights, labels and mask are split.
 X, Y, XY = P("x"), P("y"), P(("x", "y"))
-TOKENS = X, P(), P(), X, X, X
-CLASSES_TOO = X, P(None, "y"), Y, X, X, X
+TOKENS = X, P(), P(), X, P(), X, X
+CLASSES_TOO = X, P(None, "y"), Y, X, Y, X, X
 SPLITS = {
     "tokens": TOKENS,
-    "both axes of tokens": (P("x", "y"), P(), P(), P("x", "y"), P("x", "y"), P("x", "y")),
-    "tokens of the features": (P(None, ("x", "y")), P(), P(), P(), Y, P(None, ("x", "y"))),
-    "classes": (P(), P(None, "y"), Y, P(), P(), P()),
-    "classes over two axes": (P(), P(None, ("x", "y")), XY, P(), P(), P()),
-    "classes, bias whole": (P(), P(None, "y"), P(), P(), P(), P()),
+    "both axes of tokens": (P("x", "y"), P(), P(), P("x", "y"), P(), P("x", "y"), P("x", "y")),
+    "tokens of the features": (P(None, ("x", "y")), P(), P(), P(None, ("x", "y")), P(), P(), P()),
+    "classes": (P(), P(None, "y"), Y, P(), Y, P(), P()),
+    "classes over two axes": (P(), P(None, ("x", "y")), XY, P(), XY, P(), P()),
+    "classes, bias whole": (P(), P(None, "y"), P(), P(), P(), P(), P()),
     "tokens and classes": CLASSES_TOO,
-    "kernel by features": (X, P("x", "y"), P(), X, X, X),
-    "tokens and classes over one axis": (X, P(None, "x"), X, X, X, X),
-    "features": (P("x", None, "y"), P("y"), P(), X, X, X),
-    "features alone": (P(None, None, "y"), P("y"), P(), P(), P(), P()),
+    "kernel by features": (X, P("x", "y"), P(), X, P(), X, X),
+    "tokens and classes over one axis": (X, P(None, "x"), X, X, X, X, X),
+    "features": (P("x", None, "y"), P("y"), P(), X, P(), X, X),
+    "features alone": (P(None, None, "y"), P("y"), P(), P(), P(), P(), P()),
+    "weights alone": (P(), P(), P(), X, P(), P(), P()),
+    "class weights alone": (P(), P(), P(), P(), X, P(), P()),
 }
-QUICK = "tokens", "tokens and classes", "kernel by features"
 
 
 def mesh_of(kinds=(EXPLICIT, EXPLICIT)):
@@ -56,15 +57,17 @@ def put(mesh, args, specs):
     return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
 
 
-def total(features, kernel, bias, labels, mask, weights, reduction="none", **options):
-    losses = linear_softmax_cross_entropy(
-        features, kernel, labels, bias=bias, where=mask, reduction=reduction, **{**OPTIONS, **options}
-    )
-    return jnp.sum(losses * weights) if losses.ndim else 1.7 * losses
+def total(features, kernel, bias, weights, class_weights, labels, mask, reduction="none", **options):
+    options |= {"bias": bias, "weights": weights, "class_weights": class_weights, "where": mask, **OPTIONS}
+    losses = linear_softmax_cross_entropy(features, kernel, labels, reduction=reduction, **options)
+    cotangents = jnp.cos(labels.astype("float32"))
+    return sum(jnp.sum(x * cotangents) if x.ndim else 1.7 * x for x in jax.tree.leaves(losses))
 
 
-def step(reduction):
-    return jax.jit(jax.value_and_grad(functools.partial(total, reduction=reduction), (0, 1, 2)))
+@functools.cache
+def step(reduction, **options):
+    """One program for all values of arrays that are split alike."""
+    return jax.jit(jax.value_and_grad(functools.partial(total, reduction=reduction, **options), (0, 1, 2, 3)))
 
 
 def assert_close(actual, desired, rtol=2e-5, atol=2e-6):
@@ -72,105 +75,112 @@ def assert_close(actual, desired, rtol=2e-5, atol=2e-6):
         np.testing.assert_allclose(np.asarray(a), np.asarray(d), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("mesh_is_set", [True, slow(False)])
-@pytest.mark.parametrize("reduction", ["mean", "none", slow("sum")])
-@pytest.mark.parametrize("split", [name if name in QUICK else slow(name) for name in SPLITS])
-def test_value_and_gradients_are_those_of_one_device(split, reduction, mesh_is_set):
-    mesh = mesh_of()
+QUICK = [("tokens and classes", "none", True)]
+ALL = [(split, r, c) for split in SPLITS for r in ("mean", "none") for c in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("split", "reduction", "with_components"), [*QUICK, *(forms(*case) for case in ALL if case not in QUICK)]
+)
+@pytest.mark.parametrize("mesh_is_set", [True, forms(False)])
+def test_value_and_gradients_are_those_of_one_device(split, reduction, with_components, mesh_is_set):
+    mesh, run = mesh_of(), step(reduction, with_components=with_components)
     args = put(mesh, ARGS, SPLITS[split])
     if mesh_is_set:
         with jax.set_mesh(mesh):
-            value, gradients = step(reduction)(*args)
+            value, gradients = run(*args)
     else:
-        value, gradients = step(reduction)(*args)
-    assert_close((value, gradients), step(reduction)(*ARGS))
-    for gradient, arg in zip(gradients, args[:3], strict=True):
+        value, gradients = run(*args)
+    assert_close((value, gradients), run(*ARGS))
+    for gradient, arg in zip(gradients, args[:4], strict=True):
         assert gradient.sharding.is_equivalent_to(arg.sharding, arg.ndim)
 
 
-@pytest.mark.parametrize("split", ["tokens", slow("tokens and classes")])
-def test_without_jit_and_without_a_mesh_that_is_set(split):
-    args = put(mesh_of(), ARGS, SPLITS[split])
-    assert_close(linear_softmax_cross_entropy(*args[:2], args[3]), linear_softmax_cross_entropy(*ARGS[:2], ARGS[3]))
-
-
-def test_losses_are_split_like_the_tokens():
-    mesh = mesh_of()
-    features, kernel, _, labels, *_ = put(mesh, ARGS, SPLITS["both axes of tokens"])
+def test_losses_are_split_like_the_tokens_without_jit_too():
+    features, kernel, *_, labels, _ = put(mesh_of(), ARGS, SPLITS["both axes of tokens"])
     losses = linear_softmax_cross_entropy(features, kernel, labels, reduction="none")
     assert jax.typeof(losses).sharding.spec == P("x", "y")
+    assert_close(
+        losses, jax.jit(lambda *args: linear_softmax_cross_entropy(*args, reduction="none"))(*ARGS[:2], LABELS)
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["tokens and classes", slow("tokens"), slow("classes")])
-@pytest.mark.parametrize("reduction", ["mean", slow("none")])
+@pytest.mark.forms
+def test_a_mask_that_is_split_along_another_axis_than_the_features():
+    def loss(features, kernel, labels, mask):
+        losses = linear_softmax_cross_entropy(features, kernel, labels, where=mask, reduction="none", **OPTIONS)
+        return jnp.sum(jnp.sin(losses))
+
+    args, run = (FEATURES, KERNEL, LABELS, MASK), jax.jit(jax.value_and_grad(loss, (0, 1)))
+    with jax.set_mesh(mesh_of()):
+        actual = run(*put(mesh_of(), args, (P(None, ("x", "y")), P(), P(), Y)))
+    assert_close(actual, run(*args))
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("split", ["tokens and classes", "tokens", "classes"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_every_other_derivative(split, reduction):
-    *floats, labels, mask, weights = put(mesh_of(), ARGS, SPLITS[split])
+    *floats, class_weights, labels, mask = put(mesh_of(), ARGS, SPLITS[split])
 
     @jax.jit
-    def derivatives(floats, labels, mask, weights):
-        fn = lambda *floats: total(*floats, labels, mask, weights, reduction=reduction)  # noqa: E731
-        along = tuple(map(jnp.cos, floats))
-        gradient = jax.grad(fn, (0, 1, 2))
+    def derivatives(floats, *rest):
+        fn = lambda *floats: total(*floats, *rest, reduction=reduction)  # noqa: E731
+        along, numbers = tuple(map(jnp.cos, floats)), (0, 1, 2, 3)
+        gradient = jax.grad(fn, numbers)
         forward_over_reverse = jax.jvp(gradient, tuple(floats), along)[1]
         slope = lambda *floats: sum(jnp.sum(g * a) for g, a in zip(gradient(*floats), along, strict=True))  # noqa: E731
         with masksafe.forward_mode():
             forward = jax.jvp(fn, tuple(floats), along)
-        return forward, forward_over_reverse, jax.grad(slope, (0, 1, 2))(*floats)
+        return forward, forward_over_reverse, jax.grad(slope, numbers)(*floats)
 
     with jax.set_mesh(mesh_of()):
-        actual = derivatives(floats, labels, mask, weights)
-    assert_close(actual, derivatives(ARGS[:3], *ARGS[3:]), 2e-4, 2e-5)
+        actual = derivatives(floats, class_weights, labels, mask)
+    assert_close(actual, derivatives(ARGS[:4], *ARGS[4:]), 2e-4, 2e-5)
 
 
-@pytest.mark.parametrize("reduction", ["mean", slow("none")])
-def test_masked_tokens_touch_nothing(reduction):
-    mesh = mesh_of()
+def test_masked_tokens_touch_nothing():
+    """In the program of the split of tokens and classes; neither if they are all masked."""
 
-    def outcome(garbage, label):
-        features = np.where(MASK[..., None], FEATURES, np.float32(garbage))
-        args = features, KERNEL, BIAS, np.where(MASK, LABELS, label), MASK, WEIGHTS
-        with jax.set_mesh(mesh):
-            return step(reduction)(*put(mesh, args, CLASSES_TOO))
+    def outcome(mask, garbage, label):
+        features = np.where(mask[..., None], FEATURES, np.float32(garbage))
+        weights, labels = np.where(mask, WEIGHTS, np.float32(garbage)), np.where(mask, LABELS, label)
+        args = features, KERNEL, BIAS, weights, CLASS_WEIGHTS, labels, mask
+        with jax.set_mesh(mesh_of()):
+            return step("none", with_components=True)(*put(mesh_of(), args, CLASSES_TOO))
 
-    clean = outcome(0, 0)
+    clean = outcome(MASK, 0, 0)
     assert not np.asarray(clean[1][0])[~MASK].any()
     for garbage, label in ((np.nan, -100), (np.inf, CLASSES), (1e38, 3)):
-        jax.tree.map(np.testing.assert_array_equal, outcome(garbage, label), clean)
-
-
-def test_nothing_left_on_any_device_is_zero():
-    args = put(mesh_of(), (FEATURES * np.nan, *ARGS[1:4], np.zeros(SHAPE, bool), WEIGHTS), CLASSES_TOO)
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), step("mean")(*args))
+        jax.tree.map(np.testing.assert_array_equal, outcome(MASK, garbage, label), clean)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), outcome(np.zeros_like(MASK), np.nan, -1))
 
 
 def test_a_bad_label_is_nan_in_its_own_row():
     labels = LABELS.copy()
     labels[1, 3], labels[3, 2] = -1, CLASSES
     with jax.set_mesh(mesh_of()):
-        args = put(mesh_of(), (*ARGS[:3], labels, np.ones(SHAPE, bool), WEIGHTS), CLASSES_TOO)
-        value, (gradient, *_) = step("none")(*args)
+        args = put(mesh_of(), (*ARGS[:5], labels, np.ones(SHAPE, bool)), CLASSES_TOO)
+        value, (gradient, *_) = step("none", with_components=True)(*args)
     assert np.isnan(value)
     assert np.argwhere(np.isnan(gradient).all(-1)).tolist() == [[1, 3], [3, 2]]
     assert np.isnan(gradient).any(-1).sum() == 2
 
 
+@pytest.mark.forms
 def test_label_checks():
-    labels = LABELS.copy()
-    labels[3, 2] = CLASSES
+    labels = np.where(np.arange(64).reshape(SHAPE) == 50, CLASSES, LABELS)
     with jax.set_mesh(mesh_of()):
-        features, kernel, _, labels, *_ = put(mesh_of(), (*ARGS[:3], labels, *ARGS[4:]), CLASSES_TOO)
+        args = put(mesh_of(), (*ARGS[:2], labels), (X, P(None, "y"), X))
         with masksafe.label_checks("raise"), pytest.raises(Exception, match=r"1 of 64 labels .* first at \(3, 2\): 24"):
-            linear_softmax_cross_entropy(features, kernel, labels)
+            linear_softmax_cross_entropy(*args)
         with masksafe.label_checks("checkify"):
-            error, _ = jax.jit(checkify.checkify(jax.grad(linear_softmax_cross_entropy)))(features, kernel, labels)
-        assert "1 of 64 labels" in error.get()
-        _, loss = jax.jit(checkify.checkify(linear_softmax_cross_entropy, errors=checkify.nan_checks))(
-            features, kernel, labels
-        )
-        assert np.isnan(loss)
+            error, (loss, _) = jax.jit(checkify.checkify(jax.value_and_grad(linear_softmax_cross_entropy)))(*args)
+    assert "1 of 64 labels" in error.get()
+    assert np.isnan(loss)
 
 
+@pytest.mark.forms
 def test_vmap_scan_and_remat():
     many = np.stack([FEATURES, np.cos(FEATURES)])
     loss = jax.checkpoint(functools.partial(total, reduction="mean"))
@@ -187,22 +197,24 @@ def test_vmap_scan_and_remat():
     assert_close(actual, gradients(many, *ARGS))
 
 
-@pytest.mark.slow
+@pytest.mark.forms
 def test_a_vmap_over_an_axis_that_is_split():
     many = np.stack([FEATURES, np.cos(FEATURES)])
 
     @jax.jit
-    def gradients(many, kernel, labels, mask):
-        losses = lambda *floats: jax.vmap(lambda f: total(f, floats[1], BIAS, labels, mask, WEIGHTS, "sum"))(floats[0])  # noqa: E731
-        return jax.grad(lambda *floats: jnp.sum(losses(*floats)), (0, 1))(many, kernel)
+    def gradients(many, kernel, weights, labels, mask):
+        of_one = lambda f, k: total(f, k, BIAS, weights, CLASS_WEIGHTS, labels, mask, "sum")  # noqa: E731
+        losses = lambda many, k: jnp.sum(jax.vmap(lambda f: of_one(f, k))(many))  # noqa: E731
+        return jax.grad(losses, (0, 1))(many, kernel)
 
-    mesh = mesh_of()
+    mesh, args = mesh_of(), (many, KERNEL, WEIGHTS, LABELS, MASK)
     with jax.set_mesh(mesh):
-        args = put(mesh, (many, KERNEL, LABELS, MASK), (P("x", None, "y"), P(), P(None, "y"), P(None, "y")))
-        assert_close(gradients(*args), gradients(many, KERNEL, LABELS, MASK))
+        specs = P("x", None, "y"), P(), P(None, "y"), P(None, "y"), P(None, "y")
+        assert_close(gradients(*put(mesh, args, specs)), gradients(*args))
 
 
-@pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), slow((AUTO, EXPLICIT))], ids=str)
+@pytest.mark.forms
+@pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)], ids=str)
 def test_a_mesh_with_automatic_axes_too(kinds):
     mesh = mesh_of(kinds)
     specs = TOKENS if kinds[0] == EXPLICIT else SPLITS["classes"]
@@ -211,43 +223,48 @@ def test_a_mesh_with_automatic_axes_too(kinds):
     assert_close(actual, step("mean")(*ARGS))
 
 
+@pytest.mark.forms
 def test_axes_made_explicit_around_the_loss():
-    """What the docs advise for automatic axes."""
-    mesh = mesh_of((AUTO, AUTO))
-    explicit = jax.sharding.explicit_axes(functools.partial(total, reduction="mean"), in_sharding=CLASSES_TOO)
+    """What the docs advise for automatic axes; without weights of classes, which would be gathered."""
+    mesh, loss = mesh_of((AUTO, AUTO)), lambda *args: total(*args[:4], None, *args[4:], reduction="mean")
+    given, specs = ([*of[:4], *of[5:]] for of in (ARGS, CLASSES_TOO))
+    explicit = jax.value_and_grad(jax.sharding.explicit_axes(loss, in_sharding=tuple(specs)), (0, 1, 2, 3))
     with jax.set_mesh(mesh):
-        program = jax.jit(jax.value_and_grad(explicit, (0, 1, 2))).lower(*put(mesh, ARGS, CLASSES_TOO)).compile()
-        actual = program(*put(mesh, ARGS, CLASSES_TOO))
-    assert_close(actual, step("mean")(*ARGS))
+        args = put(mesh, given, specs)
+        program = jax.jit(explicit).lower(*args).compile()
+        actual = program(*args)
+    assert_close(actual, jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*given))
     assert set(collectives(program)) == {"all-reduce"}
 
 
+@pytest.mark.forms
 def test_inside_a_shard_map_over_another_axis():
     mesh = mesh_of()
-
-    def local(features, kernel, bias, labels, mask, weights):
-        losses = linear_softmax_cross_entropy(
-            features, kernel, labels, bias=bias, where=mask, reduction="none", **OPTIONS
-        )
-        return jax.lax.psum(jnp.sum(losses * weights), "x")
-
     flat = [x.reshape(-1, *x.shape[2:]) if x.shape[:2] == SHAPE else x for x in ARGS]
     with jax.set_mesh(mesh):
+        local = lambda *args: jax.lax.psum(total(*args), "x")  # noqa: E731
         split = jax.shard_map(local, in_specs=TOKENS, out_specs=P(), axis_names={"x"})
-        args = put(mesh, flat, (XY, P(), P(), XY, XY, XY))
-        actual = jax.jit(jax.value_and_grad(split, (0, 1, 2)))(*args)
+        args = put(mesh, flat, (XY, P(), P(), XY, P(), XY, XY))
+        actual = jax.jit(jax.value_and_grad(split, (0, 1, 2, 3)))(*args)
     assert_close(actual, step("none")(*flat))
 
 
+@pytest.mark.forms
 def test_odd_settings():
-    mesh = mesh_of()
-    args = put(mesh, ARGS, CLASSES_TOO)
-    desired = step("mean")(*ARGS)
+    mesh, desired = mesh_of(), step("mean")(*ARGS)
     with jax.set_mesh(mesh), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        assert_close(step("mean")(*args), desired)
+        assert_close(step("mean")(*put(mesh, ARGS, CLASSES_TOO)), desired)
     bad = put(mesh, (np.where(MASK[..., None], FEATURES, np.nan), *ARGS[1:]), CLASSES_TOO)
     with jax.set_mesh(mesh), jax.debug_nans(True):
         assert_close(step("mean")(*bad), desired)
+
+
+@pytest.mark.forms
+def test_float16_on_a_mesh():
+    args = *(a.astype("float16") for a in ARGS[:2]), *ARGS[2:]
+    with jax.set_mesh(mesh_of()):
+        actual = step("mean", with_components=True)(*put(mesh_of(), args, CLASSES_TOO))
+    assert_close(actual, step("mean", with_components=True)(*args), 1e-2, 5e-2)
 
 
 # The cost is that of a `jax.shard_map` written by hand.
@@ -269,16 +286,14 @@ def in_shard_map(features, kernel, labels, mask, axis_name):
     return jax.lax.psum(loss(reduction="sum"), "d") / jnp.maximum(jax.lax.psum(jnp.sum(mask), "d"), 1)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("split", ["tokens", "classes"])
 def test_the_program_is_that_of_a_shard_map(split):
     mesh = jax.make_mesh((4,), ("d",))
     by_token = P("d") if split == "tokens" else P()
     specs = by_token, P() if split == "tokens" else P(None, "d"), by_token, by_token
     shapes = ((2048, 64), jnp.float32), ((64, 4096), jnp.float32), ((2048,), jnp.int32), ((2048,), jnp.bool_)
-
-    def ours(features, kernel, labels, mask):
-        return linear_softmax_cross_entropy(features, kernel, labels, where=mask)
-
+    ours = lambda features, kernel, y, mask: linear_softmax_cross_entropy(features, kernel, y, where=mask)  # noqa: E731
     with jax.set_mesh(mesh):
         args = [jax.ShapeDtypeStruct(*s, sharding=NamedSharding(mesh, p)) for s, p in zip(shapes, specs, strict=True)]
         by_hand = functools.partial(in_shard_map, axis_name=split == "classes")

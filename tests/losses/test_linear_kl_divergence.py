@@ -10,40 +10,45 @@ import optax
 import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from linear_cases import assert_every_other_derivative, assert_trees_close, slow
+from linear_cases import (
+    BIAS,
+    CLASSES,
+    FEATURES,
+    KERNEL,
+    MASK,
+    RNG,
+    TOKENS,
+    WIDTH,
+    assert_every_derivative,
+    assert_hessian_where_cotangents_are_zero,
+    assert_memory_is_that_of_a_block,
+    assert_same_function,
+    assert_trees_close,
+    bad_rows,
+    forms,
+    singles,
+)
 
 import masksafe
 from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
 from masksafe.losses._rows._divergence import is_repeated
-from masksafe.testing import CONSISTENCY_MODES, assert_consistent, assert_mask_safe
 
-TOKENS, WIDTH, WIDTH_OF_TARGETS, CLASSES, K = 40, 6, 5, 24, 4
-RNG = np.random.default_rng(0)
-SHAPES = (TOKENS, WIDTH), (WIDTH, CLASSES), (TOKENS, WIDTH_OF_TARGETS), (WIDTH_OF_TARGETS, CLASSES), CLASSES, CLASSES
-ARGS = FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL, BIAS, TARGET_BIAS = [RNG.normal(size=s) for s in SHAPES]
-MASK = RNG.random(TOKENS) < 0.6
+WIDTH_OF_TARGETS, K = 5, 4
+SHAPES = (TOKENS, WIDTH_OF_TARGETS), (WIDTH_OF_TARGETS, CLASSES), CLASSES
+TARGET_FEATURES, TARGET_KERNEL, TARGET_BIAS = (RNG.normal(size=shape) for shape in SHAPES)
+ARGS = FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL, BIAS, TARGET_BIAS
 CLASS_MASK = RNG.random(CLASSES) < 0.7
-WEIGHTS = RNG.normal(size=TOKENS)
+COTANGENTS = RNG.normal(size=TOKENS)
 DIRECTIONS = "forward", "reverse", "jensen_shannon"
 REDUCTIONS = "mean", "sum", "none"
-
-
-@pytest.fixture(autouse=True)
-def small_class_blocks(choose):
-    """So that there are several, and the last one is ragged."""
-    choose(linear={"class_tile_elements": 60})
-
-
-@pytest.fixture
-def elsewhere(choose):
-    """The sizes for accelerators, on a CPU, with several blocks."""
-    choose(form="elsewhere", linear={"fewest_tokens": 12, "token_block_elements_elsewhere": 0})
+BAD = np.arange(TOKENS) == 5
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
 def divergence_of(log_p, log_q, direction="forward", beta=0.5):
     kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), -1)  # noqa: E731
     if direction == "jensen_shannon":
-        log_m = jnp.log(beta * jnp.exp(log_p) + (1 - beta) * jnp.exp(log_q))
+        log_m = jnp.logaddexp(log_p + np.log(beta), log_q + np.log(1 - beta))
         return beta * kl(log_p, log_m) + (1 - beta) * kl(log_q, log_m)
     return kl(log_p, log_q) if direction == "forward" else kl(log_q, log_p)
 
@@ -71,73 +76,56 @@ def scalar(fn, **kwargs):
     def loss(features, kernel, target_features, target_kernel, bias=None, target_bias=None):
         biases = {} if bias is None else {"bias": bias, "target_bias": target_bias}
         out = fn(features, kernel, target_features, target_kernel, **biases, **kwargs)
-        return jnp.sum(out * jnp.asarray(WEIGHTS[: out.size], out.dtype).reshape(out.shape)) if out.ndim else 1.7 * out
+        of_rows = jnp.asarray(COTANGENTS[: out.size], out.dtype)
+        return jnp.sum(out * of_rows.reshape(out.shape)) if out.ndim else 1.7 * out
 
     return loss
 
 
-CASES = list(
-    itertools.product(REDUCTIONS, DIRECTIONS, [None, MASK], [None, CLASS_MASK], [False, True], [1.0, 2.5], [None, 9])
+fused = functools.partial(linear_kl_divergence, target_gradients=True)
+OF_EACH = [REDUCTIONS, DIRECTIONS, [None, MASK], [None, CLASS_MASK], [False, True], [1.0, 2.5], [None, 9]]
+CASES = list(itertools.product(*OF_EACH))
+# One in the short run; others of the 288 with `-m forms`.
+QUICK = [239]
+CASES = [case if n in QUICK else forms(*case) for n, case in enumerate(CASES) if n in QUICK or n % 11 == 0]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "direction", "where", "class_mask", "with_bias", "temperature", "block_size"), CASES
 )
-# Six quick ones, in which each choice occurs; others of the 288 in the slow run.
-FIRST_CASES = [case if n % 55 == 0 else slow(*case) for n, case in enumerate(CASES) if n % 55 == 0 or n % 5 == 0]
-NAMES = "reduction", "direction", "where", "class_mask", "with_bias", "temperature", "block_size"
-
-
-def assert_equals_the_unfused_formula(args, block_size=None, **kwargs):
-    @jax.jit
-    def both(*args):
-        numbers = tuple(range(len(args)))
-        fused = functools.partial(linear_kl_divergence, target_gradients=True, block_size=block_size)
-        return [jax.value_and_grad(scalar(fn, **kwargs), numbers)(*args) for fn in (fused, unfused)]
-
-    with jax.enable_x64(True):
-        assert_trees_close(*both(*args), rtol=1e-11, atol=1e-12)
-
-
-@pytest.mark.parametrize(NAMES, FIRST_CASES)
-def test_equals_the_unfused_formula(reduction, direction, where, class_mask, with_bias, temperature, block_size):
-    kwargs = {"reduction": reduction, "direction": direction, "beta": 0.3, "where": where, "temperature": temperature}
-    args = ARGS if with_bias else ARGS[:4]
-    assert_equals_the_unfused_formula(args, block_size, class_mask=class_mask, **kwargs)
-
-
-@pytest.mark.parametrize(NAMES, FIRST_CASES[::3])
-def test_equals_the_unfused_formula_elsewhere(
-    elsewhere, reduction, direction, where, class_mask, with_bias, temperature, block_size
+def test_value_and_gradients_are_those_of_the_formula(
+    platform, reduction, direction, where, class_mask, with_bias, temperature, block_size
 ):
-    test_equals_the_unfused_formula(reduction, direction, where, class_mask, with_bias, temperature, block_size)
+    kwargs = {"reduction": reduction, "direction": direction, "beta": 0.3, "where": where, "class_mask": class_mask}
+    ours = functools.partial(fused, block_size=block_size)
+    losses = [scalar(fn, temperature=temperature, **kwargs) for fn in (ours, unfused)]
+    assert_same_function(*losses, ARGS if with_bias else ARGS[:4])
 
 
-def test_equals_optax():
-    value = linear_kl_divergence(*ARGS[:4], where=MASK, reduction="none")
-    log_q, p = jax.nn.log_softmax(FEATURES @ KERNEL), jax.nn.softmax(TARGET_FEATURES @ TARGET_KERNEL)
-    np.testing.assert_allclose(value, np.where(MASK, optax.kl_divergence(log_q, p), 0), rtol=2e-5)
+@pytest.mark.forms
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_derivative(direction, reduction):
+    kwargs = {"where": MASK, "reduction": reduction, "direction": direction, "temperature": 2.0}
+    assert_every_derivative(*(scalar(fn, **kwargs) for fn in (functools.partial(fused, block_size=9), unfused)), ARGS)
 
 
-@pytest.mark.parametrize("direction", ["forward", slow("reverse"), slow("jensen_shannon")])
-@pytest.mark.parametrize("reduction", ["mean", slow("none")])
-def test_every_other_derivative(direction, reduction):
-    kwargs = {"where": MASK, "reduction": reduction, "direction": direction, "temperature": 2.0, "class_mask": None}
-    fused = scalar(functools.partial(linear_kl_divergence, target_gradients=True, block_size=9), **kwargs)
-    plain = scalar(unfused, **kwargs)
-    assert_every_other_derivative(fused, plain, ARGS)
+@pytest.mark.forms
+@pytest.mark.parametrize("reduction", ["none", "sum"])
+def test_second_derivatives_where_the_cotangent_is_0(reduction):
+    of = lambda k: linear_kl_divergence(FEATURES[:3], k, TARGET_FEATURES[:3], TARGET_KERNEL, reduction=reduction)  # noqa: E731
+    assert_hessian_where_cotangents_are_zero(of, (KERNEL,))
 
 
-@pytest.mark.parametrize("direction", [*DIRECTIONS[2:], *map(slow, DIRECTIONS[:2])])
+@pytest.mark.forms
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_hessian_where_student_and_teacher_agree(direction):
     """The Fisher information; any kink of the formulas at 0 would show."""
     x = jnp.array([[0.3, -1.0, 0.7]])
-
-    def loss(fn, x_of_student):
-        return fn(x_of_student, jnp.eye(3), x, jnp.eye(3), direction=direction, reduction="sum")
-
+    of = lambda fn: lambda y: fn(y, jnp.eye(3), x, jnp.eye(3), direction=direction, reduction="sum")  # noqa: E731
     with jax.enable_x64(True):
-        hessians = [
-            jax.jit(jax.hessian(functools.partial(loss, fn)))(x.astype("float64"))
-            for fn in (linear_kl_divergence, unfused)
-        ]
-        assert_trees_close(*hessians, rtol=1e-9, atol=1e-12)
+        both = jax.jit(lambda x: [jax.hessian(of(fn))(x) for fn in (linear_kl_divergence, unfused)])
+        assert_trees_close(*both(x.astype("float64")), rtol=1e-9, atol=1e-12)
 
 
 def test_teacher_has_no_gradients_unless_asked():
@@ -145,64 +133,90 @@ def test_teacher_has_no_gradients_unless_asked():
     gradients = jax.jit(jax.grad(loss, range(6)))(*ARGS)
     assert [bool(np.any(g)) for g in gradients] == [True, True, False, False, True, False]
     with masksafe.forward_mode():
-        assert jax.jvp(lambda t: loss(*ARGS[:2], t, *ARGS[3:]), (TARGET_FEATURES,), (TARGET_FEATURES,))[1] == 0
+        along = jax.jit(lambda t: jax.jvp(lambda t: loss(*ARGS[:2], t, *ARGS[3:]), (t,), (t,))[1])
+        assert along(TARGET_FEATURES) == 0
+
+
+def test_equals_optax_with_any_batch_axes():
+    shape, rows = (2, 4, 5), np.array([True, False])[:, None, None]
+
+    @jax.jit
+    def both(features, target_features):
+        batched = features.reshape(*shape, WIDTH), KERNEL, target_features.reshape(*shape, WIDTH_OF_TARGETS)
+        of_optax = optax.kl_divergence(
+            jax.nn.log_softmax(features @ KERNEL), jax.nn.softmax(target_features @ TARGET_KERNEL)
+        )
+        ours = linear_kl_divergence(*batched, TARGET_KERNEL, where=rows, reduction="none")
+        return ours, jnp.where(rows, of_optax.reshape(shape), 0)
+
+    assert_trees_close(*both(FEATURES, TARGET_FEATURES), rtol=2e-5)
 
 
 # Digits.
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_keeps_its_digits_where_student_and_teacher_nearly_agree(direction):
+def of_students(log_p, log_q, beta=0.3):
+    """In float64: for each direction the divergences, and their gradients with respect to the student's logits."""
+    p, q = np.exp(log_p), np.exp(log_q)
+    log_m = np.log(beta * p + (1 - beta) * q)
+    mean_of = lambda p, x: np.sum(p * x, -1, keepdims=True)  # noqa: E731
+    reverse, of_mixture = mean_of(q, log_q - log_p), mean_of(q, log_q - log_m)
+    return {
+        "forward": (mean_of(p, log_p - log_q), q - p),
+        "reverse": (reverse, q * (log_q - log_p - reverse)),
+        "jensen_shannon": (
+            beta * mean_of(p, log_p - log_m) + (1 - beta) * of_mixture,
+            (1 - beta) * q * (log_q - log_m - of_mixture),
+        ),
+    }
+
+
+def test_keeps_its_digits_where_student_and_teacher_nearly_agree():
     """The sum of p (log p - log q) in float32 has none of them."""
-    logits = np.float32(RNG.normal(size=(3, 50)) * 3)
-    near = np.float32(logits + np.array([[1e-2], [1e-3], [1e-4]]) * RNG.normal(size=logits.shape))
+    rng = np.random.default_rng(1)
+    teacher = np.float32(rng.normal(size=(3, 50)) * 3)
+    student = np.float32(teacher + np.array([[1e-2], [1e-3], [1e-4]]) * rng.normal(size=teacher.shape))
 
-    def both(dtype):
-        logits_of = np.eye(50, dtype=dtype)
-        args = near.astype(dtype), logits_of, logits.astype(dtype), logits_of
-        loss = lambda x: linear_kl_divergence(x, *args[1:], direction=direction, reduction="none")  # noqa: E731
-        return jax.jit(lambda x: (loss(x), jax.grad(lambda x: loss(x).sum())(x)))(args[0])
+    @jax.jit
+    def all_of(x, y):
+        of = functools.partial(linear_kl_divergence, reduction="none", beta=0.3)
+        losses = {d: lambda x, d=d: of(x, jnp.eye(50), y, jnp.eye(50), direction=d) for d in DIRECTIONS}
+        return {d: (loss(x), jax.grad(lambda x, loss=loss: loss(x).sum())(x)) for d, loss in losses.items()}
 
-    with jax.enable_x64(True):
-        desired = jax.tree.map(np.asarray, both("float64"))
-        formula = divergence_of(*(jax.nn.log_softmax(x.astype("float64")) for x in (logits, near)), direction)
-        np.testing.assert_allclose(desired[0], formula, rtol=1e-6)
-    losses, gradient = both("float32")
-    np.testing.assert_allclose(losses, desired[0], rtol=1e-5)
-    np.testing.assert_allclose(gradient, desired[1], rtol=2e-2, atol=1e-3 * abs(desired[1]).max())
+    log_p, log_q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in map(np.float64, (teacher, student)))
+    actual, desired = all_of(student, teacher), of_students(log_p, log_q)
+    for direction in DIRECTIONS:
+        (losses, gradient), (exact, d_exact) = actual[direction], desired[direction]
+        np.testing.assert_allclose(losses, exact[:, 0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, d_exact, rtol=2e-2, atol=1e-3 * abs(d_exact).max())
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_equal_sides_have_no_divergence_and_far_ones_do_not_overflow(direction):
-    of = jax.jit(functools.partial(linear_kl_divergence, direction=direction))
-    assert of(FEATURES, KERNEL, FEATURES, KERNEL) < 1e-12
+@pytest.mark.forms
+@pytest.mark.parametrize("direction", ["forward", forms("reverse"), forms("jensen_shannon")])
+def test_equal_sides_far_ones_and_common_offsets(direction):
+    """No divergence, no overflow, and no digits lost."""
+    args = singles([np.round(x) for x in ARGS[:4]])  # logits that are exact with the offset
+
+    @jax.jit
+    def all_of(far, offset):
+        of = functools.partial(linear_kl_divergence, direction=direction)
+        shifted = lambda f, k: of(f, k, *args[2:], bias=offset, target_bias=-offset)  # noqa: E731
+        of_far = jax.value_and_grad(lambda x: of(x, jnp.eye(3), -far, jnp.eye(3)))(far)
+        return of(*ARGS[:2], *ARGS[:2]), of_far, jax.value_and_grad(shifted, (0, 1))(*args[:2])
+
     far = np.float32([[300.0, 0.0, -300.0]])
-    value, gradient = jax.value_and_grad(lambda x: of(x, np.eye(3), -far, np.eye(3)))(far)
+    same, (value, gradient), desired = all_of(far, np.zeros(CLASSES, np.float32))
+    assert same < 1e-12
     np.testing.assert_allclose(value, np.log(2) if direction == "jensen_shannon" else 600, rtol=1e-6)
     assert np.isfinite(gradient).all()
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_common_offset_of_the_logits_costs_no_digits(direction):
-    args = [np.float32(np.round(x)) for x in ARGS[:4]]  # logits that are exact with the offset
-    step = jax.jit(
-        jax.value_and_grad(
-            lambda f, k, offset: linear_kl_divergence(
-                f, k, *args[2:], bias=offset, target_bias=-offset, direction=direction
-            ),
-            (0, 1),
-        )
-    )
     for offset in (1e3, 1e6):
-        outs = [step(*args[:2], np.full(CLASSES, x, np.float32)) for x in (0, offset)]
-        assert_trees_close(*outs, rtol=1e-4, atol=2e-5)
+        assert_trees_close(all_of(far, np.full(CLASSES, offset, np.float32))[2], desired, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", slow("float16"), slow("float32")])
-def test_dtypes(dtype):
-    args = tuple(a.astype(dtype) for a in ARGS)
-    options = {"where": MASK, "direction": "reverse"}
-    fused = functools.partial(linear_kl_divergence, target_gradients=True)
+@pytest.mark.forms
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_gradients_have_the_digits_of_their_dtype(dtype):
+    args, options = tuple(a.astype(dtype) for a in ARGS), {"where": MASK, "direction": "reverse"}
     value, gradients = jax.jit(jax.value_and_grad(scalar(fused, **options), range(6)))(*args)
     assert [x.dtype for x in (value, *gradients)] == ["float32", *[dtype] * 6]
     with jax.enable_x64(True):
@@ -212,67 +226,47 @@ def test_dtypes(dtype):
     assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=eps)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(
     "dtypes",
-    [
-        ("bfloat16", "float64", "float32", "float16"),
-        *map(slow, itertools.product(["bfloat16", "float32", "float64"], repeat=4)),
-    ],
+    [("bfloat16", "float64", "float32", "float16"), *itertools.product(["bfloat16", "float32", "float64"], repeat=4)],
     ids=str,
 )
 def test_mixed_dtypes_have_second_derivatives(dtypes):
     with jax.enable_x64(True):
         args = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(ARGS, dtypes, strict=False)]
-        loss = lambda *args: linear_kl_divergence(*args, target_gradients=True, reduction="none").sum()  # noqa: E731
+        loss = lambda *args: fused(*args, reduction="none").sum()  # noqa: E731
         gradients = jax.eval_shape(jax.grad(loss, range(4)), *args)
         of_each = jax.eval_shape(jax.hessian(loss, range(4)), *args)
     assert [g.dtype for g in gradients] == list(dtypes)
     assert [row[i].dtype for i, row in enumerate(of_each)] == list(dtypes)
 
 
-def test_float16_gradients_survive_a_scaled_loss():
-    near = np.float16([[1.0, 0.0]]), np.eye(2, dtype="float16"), np.float16([[1.02, 0.0]]), np.eye(2, dtype="float16")
-    for reduction in ("sum", "none"):
-        loss = lambda x, r=reduction: 4096 * jnp.sum(linear_kl_divergence(x, *near[1:], reduction=r))  # noqa: E731
-        gradient = jax.jit(jax.grad(loss))(near[0])
-        difference = np.diff([1 / (1 + np.exp(-float(x[0, 0]))) for x in (near[2], near[0])])
-        np.testing.assert_allclose(gradient, 4096 * difference * np.array([[1, -1]]), rtol=5e-3)
+@pytest.mark.parametrize("reduction", ["sum", forms("none")])
+def test_float16_gradients_of_scaled_losses_survive(reduction):
+    eye = np.eye(2, dtype="float16")
+    near, teacher = np.float16([[1.0, 0.0]]), np.float16([[1.02, 0.0]])
+    loss = lambda x: 4096 * jnp.sum(linear_kl_divergence(x, eye, teacher, eye, reduction=reduction))  # noqa: E731
+    difference = np.diff([1 / (1 + np.exp(-float(x[0, 0]))) for x in (teacher, near)])
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(near), 4096 * difference * np.array([[1, -1]]), rtol=5e-3)
 
 
-@pytest.mark.parametrize("direction", ["reverse", slow("forward")])
+@pytest.mark.parametrize("direction", ["reverse", forms("forward")])
 def test_float16_gradients_of_a_sum_do_not_overflow_at_a_low_temperature(direction):
     near, far = np.float16([[1.0, 0.98, -1.0]]), np.float16([[-1.0, 0.5, 1.0]])
     eye = np.eye(3, dtype="float16")
     loss = functools.partial(linear_kl_divergence, direction=direction, temperature=0.01, reduction="sum")
     gradient = jax.jit(jax.grad(lambda x: loss(x, eye, far, eye)))(near)
-    with jax.enable_x64(True):
-        desired = jax.jit(jax.grad(lambda x: loss(x, *(np.float64(a) for a in (eye, far, eye)))))(np.float64(near))
-    desired = np.asarray(desired)
+    log_p, log_q = (np.asarray(jax.nn.log_softmax(np.float32(x) / 0.01), np.float64) for x in (far, near))
+    desired = of_students(log_p, log_q)[direction][1] / 0.01
     np.testing.assert_allclose(gradient, desired, rtol=4e-3, atol=1e-3 * abs(desired).max())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_strict_promotion_of_dtypes_and_ranks(dtype):
-    args = tuple(a.astype(dtype) for a in ARGS)
-    log_probs, classes = top_k_of()
-
-    def loss(features, kernel, target_features, target_kernel, bias, target_bias):
-        options = {"bias": bias, "where": MASK, "class_mask": CLASS_MASK, "temperature": 2.0, "reduction": "sum"}
-        dense = linear_kl_divergence(
-            features, kernel, target_features, target_kernel, target_bias=target_bias, target_gradients=True, **options
-        )
-        targets = log_probs.astype(dtype), classes
-        return dense + linear_kl_divergence_with_top_k_targets(features, kernel, *targets, **options)
-
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        jax.eval_shape(jax.hessian(loss, range(6)), *args)
-
-
-@pytest.mark.parametrize("beta", [1e-5, slow(0.5)])
+@pytest.mark.forms
+@pytest.mark.parametrize("beta", [1e-5, 0.5])
 def test_derivatives_of_the_mixture_keep_their_digits(beta):
     """Where classes of both sides are improbable, and where the mixture is nearly one of them."""
-    rows = np.float32(RNG.normal(size=(2, 30)) * 4)
+    rows = np.float32(np.random.default_rng(1).normal(size=(2, 30)) * 4)
     rows[:, :3] -= 60
 
     @jax.jit
@@ -280,8 +274,8 @@ def test_derivatives_of_the_mixture_keep_their_digits(beta):
         zero, kernel = jnp.zeros((1, 1)), jnp.zeros((1, 30))
 
         def loss(*biases):
-            options = dict(zip(("bias", "target_bias"), biases, strict=True), target_gradients=True, beta=beta)
-            return linear_kl_divergence(zero, kernel, zero, kernel, direction="jensen_shannon", **options)
+            options = dict(zip(("bias", "target_bias"), biases, strict=True), beta=beta)
+            return fused(zero, kernel, zero, kernel, direction="jensen_shannon", **options)
 
         return jax.jvp(jax.grad(loss, (0, 1)), (student, teacher), (jnp.cos(student), jnp.sin(teacher)))
 
@@ -292,134 +286,87 @@ def test_derivatives_of_the_mixture_keep_their_digits(beta):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(b).max())
 
 
-# What is masked is gone.
+# What is masked is gone. Masked tokens are in the contract's table, and so is a mask of classes.
 
 
-@pytest.mark.parametrize("reduction", ["none", slow("mean"), slow("sum")])
-@pytest.mark.parametrize("direction", ["forward", slow("reverse"), slow("jensen_shannon")])
-def test_masked_tokens_and_classes_are_gone(direction, reduction):
-    options = {"direction": direction, "reduction": reduction, "target_gradients": True, "block_size": 8}
-
-    def loss(features, kernel, target_features, target_kernel, bias, target_bias, where, class_mask):
-        masks = {"where": where, "class_mask": class_mask, "bias": bias, "target_bias": target_bias}
-        return linear_kl_divergence(features, kernel, target_features, target_kernel, **masks, **options)
-
-    args = *(np.float32(a) for a in ARGS), MASK, CLASS_MASK
-    tokens, classes = ~MASK[:, None], ~CLASS_MASK
-    masks = {0: tokens, 1: classes, 2: tokens, 3: classes, 4: classes, 5: classes}
-    masked = {i: np.broadcast_to(mask, args[i].shape) for i, mask in masks.items()}
-    assert_mask_safe(loss, *args, masked=masked, transforms=("jit",))
-
-
-def test_taking_out_is_masking():
-    masked = linear_kl_divergence(*ARGS[:4], where=MASK, class_mask=CLASS_MASK)
-    kept = FEATURES[MASK], KERNEL[:, CLASS_MASK], TARGET_FEATURES[MASK], TARGET_KERNEL[:, CLASS_MASK]
-    np.testing.assert_allclose(masked, linear_kl_divergence(*kept), rtol=1e-5)
-
-
-@pytest.mark.parametrize("nothing", ["tokens", "classes", "rows"])
-def test_nothing_unmasked_is_zero(nothing):
-    tokens = 0 if nothing == "rows" else TOKENS
-    where = np.full(tokens, nothing != "tokens")
-    class_mask = np.full(CLASSES, nothing != "classes")
+@pytest.mark.parametrize("reduction", ["mean", forms("none")])
+def test_masked_classes_are_gone_and_nothing_left_is_zero(reduction):
+    """Even if the cotangent is infinite, that of a square root of 0."""
 
     @jax.jit
-    def all_of(*args):
-        of = functools.partial(
-            linear_kl_divergence, where=where, class_mask=class_mask, target_gradients=True, direction="reverse"
-        )
-        loss = lambda reduction, *args: jnp.sum(jnp.sqrt(of(*args, reduction=reduction)))  # noqa: E731
-        return [jax.value_and_grad(functools.partial(loss, r), range(4))(*args) for r in REDUCTIONS]
+    def step(where, class_mask, *args):
+        options = {"where": where, "class_mask": class_mask, "direction": "reverse", "reduction": reduction}
+        of = lambda *args: fused(*args[:4], bias=args[4], target_bias=args[5], **options)  # noqa: E731
+        return jax.value_and_grad(lambda *args: jnp.sum(jnp.sqrt(of(*args))), range(6))(*args)
 
-    args = [np.float32(a) for a in ARGS[:4]]
-    args[0], args[2] = (np.full_like(a[:tokens], np.nan) for a in (args[0], args[2]))
-    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), all_of(*args))
+    clean = step(MASK, CLASS_MASK, *singles(ARGS))
+    for garbage in (np.nan, np.inf, -np.inf, 3e38):
+        dirty = [np.where(CLASS_MASK, a, np.float32(garbage)) if a.shape[-1] == CLASSES else a for a in singles(ARGS)]
+        jax.tree.map(np.testing.assert_array_equal, step(MASK, CLASS_MASK, *dirty), clean)
+    for i in (1, 3, 4, 5):
+        np.testing.assert_array_equal(clean[1][i][..., ~CLASS_MASK], 0)
+    bad = [np.where(True if a.shape[0] == TOKENS else CLASS_MASK, np.nan, a) for a in ARGS]
+    nothing = (np.zeros_like(MASK), CLASS_MASK), (MASK, np.zeros_like(CLASS_MASK))
+    for masks in nothing:
+        jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), step(*masks, *singles(bad)))
 
 
-@pytest.mark.parametrize("side", ["features", "target_features"])
-@pytest.mark.parametrize("direction", ["forward", slow("reverse"), slow("jensen_shannon")])
-def test_a_nan_stays_in_its_own_row(direction, side):
-    bad = np.arange(TOKENS)[:, None] == 5
+def test_no_tokens_are_zero():
+    args = FEATURES[:0], KERNEL, TARGET_FEATURES[:0], TARGET_KERNEL
+    out = jax.jit(jax.value_and_grad(linear_kl_divergence, (0, 1)))(*singles(args))
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), out)
 
+
+@pytest.mark.parametrize("direction", ["forward", forms("reverse"), forms("jensen_shannon")])
+@pytest.mark.parametrize("reductions", [["none"], forms(["none", "mean"])], ids=str)
+def test_a_nan_stays_in_its_own_row_and_is_gone_if_it_is_replaced(direction, reductions):
     @jax.jit
     def all_of(features, target_features):
-        of = lambda f, k: linear_kl_divergence(  # noqa: E731
-            f, k, target_features, TARGET_KERNEL, direction=direction, reduction="none"
+        of = lambda f, k, r: linear_kl_divergence(  # noqa: E731
+            f, k, target_features, TARGET_KERNEL, direction=direction, reduction=r
         )
-        return of(features, KERNEL), jax.grad(lambda *args: of(*args).sum(), (0, 1))(features, KERNEL)
+        kept = lambda *args: sum(jnp.sum(jnp.where(jnp.isnan(x := of(*args, r)), 0, x)) for r in reductions)  # noqa: E731
+        of_all = jax.grad(lambda *args: of(*args, "none").sum(), (0, 1))
+        return of(features, KERNEL, "none"), of_all(features, KERNEL), jax.grad(kept, (0, 1))(features, KERNEL)
 
-    args = FEATURES, TARGET_FEATURES
-    args = [
-        np.where(bad & (side == name), np.nan, x) for name, x in zip(("features", "target_features"), args, strict=True)
-    ]
-    losses, (d_features, d_kernel) = all_of(*args)
-    assert np.isnan(losses).nonzero()[0].tolist() == [5]
-    assert np.isnan(d_features).all(-1).nonzero()[0].tolist() == [5]
-    assert np.isnan(d_features).any(-1).nonzero()[0].tolist() == [5]
-    assert np.isnan(d_kernel).all()
-
-
-@pytest.mark.parametrize("reduction", ["none", slow("mean")])
-def test_what_is_selected_away_behind_the_loss_takes_no_part(reduction):
-    features = np.where(np.arange(TOKENS)[:, None] == 5, np.nan, FEATURES)
-
-    def loss(features, kernel):
-        losses = linear_kl_divergence(features, kernel, *ARGS[2:4], reduction=reduction)
-        return jnp.sum(jnp.where(jnp.isnan(losses), 0, losses))
-
-    value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(np.float32(features), np.float32(KERNEL))
-    assert all(np.isfinite(x).all() for x in (value, *gradients))
-    assert not gradients[0][5].any()
+    for of_student in (True, False):
+        sides = [
+            np.where(BAD[:, None] & at, np.nan, x)
+            for x, at in ((FEATURES, of_student), (TARGET_FEATURES, not of_student))
+        ]
+        losses, (d_features, d_kernel), kept = all_of(*singles(sides))
+        assert bad_rows(losses) == bad_rows(d_features) == [5]
+        assert np.isnan(d_features[5]).all()
+        assert np.isnan(d_kernel).all()
+        assert all(np.isfinite(g).all() for g in kept)
+        assert not kept[0][5].any()
 
 
-@pytest.mark.parametrize("reduction", ["none", slow("mean")])
-def test_no_alarm_of_debug_nans(reduction):
-    args = [np.float32(a) for a in ARGS]
-    args[0], args[2] = (np.where(MASK[:, None], a, np.float32(np.nan)) for a in (args[0], args[2]))
-    args[1] = np.where(CLASS_MASK, args[1], np.float32(np.nan))
-    loss = scalar(linear_kl_divergence, where=MASK, class_mask=CLASS_MASK, reduction=reduction)
-    with jax.debug_nans(True):
-        gradients = jax.grad(loss, (0, 1))(*args)
-    assert all(np.isfinite(g).all() for g in gradients)
-
-
-# Classes of probability 0.
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("who", ["both", "student", "teacher"])
-def test_classes_of_probability_zero(direction, who):
+@pytest.mark.parametrize("direction", ["reverse", forms("forward"), forms("jensen_shannon")])
+def test_classes_of_probability_zero(direction):
     """0 log 0 = 0; what one side excludes and the other does not is infinitely far, for one of the directions."""
     excluded = np.where(np.arange(CLASSES) < 3, -np.inf, 0)
-    biases = {
-        "bias": excluded if who in ("both", "student") else None,
-        "target_bias": excluded if who in ("both", "teacher") else None,
-    }
 
     @jax.jit
-    def step(features, kernel):
-        of = lambda *args: linear_kl_divergence(*args, *ARGS[2:4], **biases, direction=direction)  # noqa: E731
+    def step(features, kernel, bias, target_bias):
+        options = {"bias": bias, "target_bias": target_bias, "direction": direction}
+        of = lambda *args: linear_kl_divergence(*args, *ARGS[2:4], **options)  # noqa: E731
         return jax.value_and_grad(of, (0, 1))(features, kernel)
 
-    value, gradients = step(FEATURES, KERNEL)
-    if (who, direction) in (("student", "forward"), ("teacher", "reverse")):
-        assert value == np.inf
-        return
-    assert all(np.isfinite(g).all() for g in gradients)
-    if who != "teacher":
-        np.testing.assert_array_equal(gradients[1][:, :3], 0)
-    log_q, log_p = (
-        jax.nn.log_softmax(x + (0 if biases[b] is None else np.maximum(excluded, -1e4)))
-        for x, b in ((FEATURES @ KERNEL, "bias"), (TARGET_FEATURES @ TARGET_KERNEL, "target_bias"))
-    )
-    log_m = jnp.logaddexp(log_p, log_q) - np.log(2)
-    kl = lambda a, b: jnp.sum(jnp.exp(a) * (a - b), -1)  # noqa: E731
-    desired = {
-        "forward": kl(log_p, log_q),
-        "reverse": kl(log_q, log_p),
-        "jensen_shannon": (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
-    }[direction]
-    np.testing.assert_allclose(value, desired.mean(), rtol=1e-5)
+    for who, biases in {"both": (1, 1), "student": (1, 0), "teacher": (0, 1)}.items():
+        biases = [excluded if given else np.zeros(CLASSES) for given in biases]
+        value, gradients = step(FEATURES, KERNEL, *biases)
+        if (who, direction) in (("student", "forward"), ("teacher", "reverse")):
+            assert value == np.inf
+            continue
+        assert all(np.isfinite(g).all() for g in gradients)
+        if who != "teacher":
+            np.testing.assert_array_equal(gradients[1][:, :3], 0)
+        log_q, log_p = (
+            jax.nn.log_softmax(x + np.maximum(bias, -1e4))
+            for x, bias in zip((FEATURES @ KERNEL, TARGET_FEATURES @ TARGET_KERNEL), biases, strict=True)
+        )
+        np.testing.assert_allclose(value, divergence_of(log_p, log_q, direction).mean(), rtol=1e-5)
 
 
 # Teachers of which only the most probable classes are known.
@@ -427,7 +374,7 @@ def test_classes_of_probability_zero(direction, who):
 
 def top_k_of(k=K):
     log_probs = jax.nn.log_softmax(jnp.asarray(TARGET_FEATURES) @ TARGET_KERNEL + TARGET_BIAS)
-    return tuple(map(np.asarray, jax.lax.top_k(log_probs, k)))
+    return tuple(map(np.array, jax.lax.top_k(log_probs, k)))
 
 
 def unfused_top_k(features, kernel, log_probs, classes, *, bias=0, where=None, rest="bucket", reduction, **kwargs):
@@ -441,123 +388,99 @@ def unfused_top_k(features, kernel, log_probs, classes, *, bias=0, where=None, r
     return reduced(divergence_of(teacher, student, **kwargs), where, reduction)
 
 
-@pytest.mark.parametrize(
-    ("rest", "direction", "reduction"),
-    [
-        ("bucket", "forward", "mean"),
-        slow("drop", "reverse", "none"),
-        *itertools.starmap(slow, itertools.product(["bucket", "drop"], DIRECTIONS, REDUCTIONS)),
-    ],
-)
-def test_top_k_targets_equal_the_unfused_formula(rest, direction, reduction):
+def with_top_k(fn, targets, **kwargs):
+    def loss(features, kernel, bias):
+        out = fn(features, kernel, *targets, bias=bias, **kwargs)
+        return jnp.sum(out * COTANGENTS) if out.ndim else out
+
+    return loss
+
+
+top_k = functools.partial(linear_kl_divergence_with_top_k_targets, block_size=9)
+OF_TOP_K = [*itertools.product(["bucket", "drop"], DIRECTIONS, REDUCTIONS)]
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize(("rest", "direction", "reduction"), OF_TOP_K)
+def test_top_k_targets_are_those_of_the_formula(rest, direction, reduction):
     kwargs = {"rest": rest, "direction": direction, "reduction": reduction, "temperature": 1.5, "where": MASK}
-
-    def loss(fn, features, kernel, bias, **options):
-        out = fn(features, kernel, *targets, bias=bias, **kwargs, **options)
-        return jnp.sum(out * WEIGHTS) if out.ndim else out
-
     with jax.enable_x64(True):
         targets = top_k_of()
-        args = FEATURES, KERNEL, BIAS
-
-        @jax.jit
-        def all_of(*args):
-            along = tuple(map(jnp.cos, args))
-            fused = functools.partial(loss, linear_kl_divergence_with_top_k_targets, block_size=9)
-            results = []
-            for fn in (fused, functools.partial(loss, unfused_top_k)):
-                gradient = jax.grad(fn, (0, 1, 2))
-                results.append((jax.value_and_grad(fn, (0, 1, 2))(*args), jax.jvp(gradient, args, along)[1]))
-            return results
-
-        assert_trees_close(*all_of(*args), rtol=1e-9, atol=1e-11)
+    assert_same_function(
+        *(with_top_k(fn, targets, **kwargs) for fn in (top_k, unfused_top_k)), (FEATURES, KERNEL, BIAS)
+    )
 
 
-@pytest.mark.slow
+@pytest.mark.forms
+@pytest.mark.parametrize(("rest", "direction", "reduction"), OF_TOP_K[::4])
+def test_every_derivative_of_top_k_targets(rest, direction, reduction):
+    kwargs = {"rest": rest, "direction": direction, "reduction": reduction, "temperature": 1.5, "where": MASK}
+    with jax.enable_x64(True):
+        targets = top_k_of()
+    losses = [with_top_k(fn, targets, **kwargs) for fn in (top_k, unfused_top_k)]
+    assert_every_derivative(*losses, (FEATURES, KERNEL, BIAS))
+
+
+@pytest.mark.forms
 def test_all_classes_as_top_k_targets():
     """There is no rest, whatever the rounding of their sum."""
-    log_probs, classes = top_k_of(CLASSES)
-    for direction in DIRECTIONS:
+    targets = top_k_of(CLASSES)
+    for direction, rest in itertools.product(DIRECTIONS, ("bucket", "drop")):
         desired = linear_kl_divergence(*ARGS[:4], target_bias=TARGET_BIAS, direction=direction)
-        for rest in ("bucket", "drop"):
-            actual = linear_kl_divergence_with_top_k_targets(
-                FEATURES, KERNEL, log_probs, classes, direction=direction, rest=rest
-            )
-            np.testing.assert_allclose(actual, desired, rtol=1e-5)
+        actual = top_k(FEATURES, KERNEL, *targets, direction=direction, rest=rest)
+        np.testing.assert_allclose(actual, desired, rtol=1e-5)
 
 
 def test_a_sure_teacher_leaves_no_infinity():
-    of = functools.partial(linear_kl_divergence_with_top_k_targets, np.eye(1), np.array([[1.0, 0.0, -1.0]]))
-    for direction in DIRECTIONS:
-        assert np.isfinite(of(np.array([[1e-6]]), np.array([[0]]), direction=direction))  # the sum is above 1
+    @jax.jit
+    def of_each(log_probs):
+        of = functools.partial(top_k, jnp.eye(1), jnp.array([[1.0, 0.0, -1.0]]), log_probs, jnp.array([[0]]))
+        return [of(direction=direction) for direction in DIRECTIONS]
+
+    assert np.isfinite(of_each(np.array([[1e-6]]))).all()  # the sum is above 1
 
 
-@pytest.mark.parametrize("rest", ["bucket", "drop"])
-def test_bad_top_k_targets_are_nan_in_their_own_row(rest):
-    log_probs, classes = (np.array(x) for x in top_k_of())
+@pytest.mark.parametrize("rest", ["bucket", forms("drop")])
+def test_bad_top_k_targets_are_nan_in_their_own_row_and_those_at_a_masked_class_cost_infinity(rest):
+    log_probs, classes = top_k_of()
     classes[3, 1], classes[5, 0], classes[7, 2] = -1, CLASSES, classes[7, 0]
     log_probs[9, 0] = np.nan
 
     @jax.jit
-    def all_of(features, kernel):
-        of = lambda reduction, *args: linear_kl_divergence_with_top_k_targets(  # noqa: E731
-            *args, log_probs, classes, rest=rest, reduction=reduction
-        )
-        losses = lambda *args: of("none", *args)  # noqa: E731
-        return losses(features, kernel), jax.value_and_grad(functools.partial(of, "mean"))(features, kernel)
+    def all_of(features, kernel, log_probs, classes, class_mask):
+        of = functools.partial(top_k, rest=rest, class_mask=class_mask)
+        mean = lambda features: of(features, kernel, log_probs, classes)  # noqa: E731
+        return of(features, kernel, log_probs, classes, reduction="none"), jax.value_and_grad(mean)(features)
 
-    losses, (mean, gradient) = all_of(np.float32(FEATURES), np.float32(KERNEL))
-    assert np.isnan(losses).nonzero()[0].tolist() == [3, 5, 7, 9]
+    args = singles((FEATURES, KERNEL))
+    losses, (mean, gradient) = all_of(*args, log_probs, classes, np.ones(CLASSES, bool))
+    assert bad_rows(losses) == bad_rows(gradient) == [3, 5, 7, 9]
     assert np.isnan(mean)
-    assert np.isnan(gradient).all(-1).nonzero()[0].tolist() == [3, 5, 7, 9]
+    assert np.isnan(gradient[np.array([3, 5, 7, 9])]).all()
+
+    log_probs, classes = top_k_of()
+    losses, _ = all_of(*args, log_probs, classes, np.arange(CLASSES) != classes[8, 0])
+    np.testing.assert_array_equal(np.isinf(losses), (classes == classes[8, 0]).any(-1))
 
 
 def test_label_checks_of_top_k_targets():
-    log_probs, classes = (np.array(x) for x in top_k_of())
+    log_probs, classes = top_k_of()
     out_of_range, repeated, above = classes.copy(), classes.copy(), log_probs.copy()
     out_of_range[5, 1], repeated[4, 3], above[2, 0] = CLASSES, repeated[4, 0], 0.3
-    of = functools.partial(linear_kl_divergence_with_top_k_targets, FEATURES, KERNEL)
-    where = np.arange(TOKENS) > 5
-    class_mask = np.arange(CLASSES) != classes[8, 0]
+    of = jax.jit(functools.partial(top_k, FEATURES, KERNEL))
+    where, every_class = np.arange(TOKENS) > 5, np.ones(CLASSES, bool)
     with masksafe.label_checks("raise"):
         for bad, text in (
             ((log_probs, out_of_range), r"target_classes are outside \[0, 24\); first at \(5, 1\): 24"),
             ((log_probs, repeated), r"target_classes are repeated in their row; first at \(4, 3\)"),
             ((above, classes), r"target_log_probs are logarithms above 0 or NaN; first at \(2, 0\)"),
         ):
-            with pytest.raises(ValueError, match=text):
-                of(*bad)
-            of(*bad, where=where)
-        with pytest.raises(ValueError, match="target_classes are at a masked class"):
-            of(log_probs, classes, class_mask=class_mask)
-    with masksafe.label_checks("checkify"):
-        step = lambda k: linear_kl_divergence_with_top_k_targets(FEATURES, k, log_probs, out_of_range)  # noqa: E731
-        error, (value, _) = jax.jit(checkify.checkify(jax.value_and_grad(step)))(KERNEL)
-        assert "outside [0, 24)" in error.get()
-        assert np.isnan(value)
-
-
-def test_a_target_at_a_masked_class_costs_infinity():
-    log_probs, classes = top_k_of()
-    class_mask = np.arange(CLASSES) != classes[8, 0]
-    losses = linear_kl_divergence_with_top_k_targets(
-        FEATURES, KERNEL, log_probs, classes, class_mask=class_mask, reduction="none"
-    )
-    np.testing.assert_array_equal(np.isinf(losses), (classes == classes[8, 0]).any(-1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["none", slow("mean")])
-def test_masked_top_k_targets_are_gone(reduction):
-    def loss(features, kernel, log_probs, classes, where):
-        return linear_kl_divergence_with_top_k_targets(
-            features, kernel, log_probs, classes, where=where, reduction=reduction, block_size=8
-        )
-
-    log_probs, classes = top_k_of()
-    args = np.float32(FEATURES), np.float32(KERNEL), log_probs, classes, MASK
-    masked = {i: np.broadcast_to(~MASK[:, None], args[i].shape) for i in (0, 2, 3)}
-    assert_mask_safe(loss, *args, masked=masked, transforms=("jit",))
+            with pytest.raises(Exception, match=text):
+                jax.block_until_ready(of(*bad, where=where | True, class_mask=every_class))
+            jax.block_until_ready(of(*bad, where=where, class_mask=every_class))
+        masked = np.arange(CLASSES) != classes[8, 0]
+        with pytest.raises(Exception, match="target_classes are at a masked class"):
+            jax.block_until_ready(of(log_probs, classes, where=where, class_mask=masked))
 
 
 def test_repeated_classes():
@@ -568,145 +491,70 @@ def test_repeated_classes():
 # One answer everywhere.
 
 
-@pytest.mark.parametrize(
-    "modes", [("jit", "vmap"), slow(set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}, id="all")]
-)
-def test_one_answer(modes):
-    def loss(features, kernel, target_features, target_kernel):
-        options = {"where": MASK, "block_size": 9, "direction": "reverse", "target_gradients": True}
-        return linear_kl_divergence(features, kernel, target_features, target_kernel, **options)
-
-    assert_consistent(loss, *(jnp.asarray(a, jnp.float32) for a in ARGS[:4]), modes=modes)
-
-
-@pytest.mark.slow
-def test_one_answer_of_top_k_targets():
-    log_probs, classes = top_k_of()
-
-    def loss(features, kernel):
-        return linear_kl_divergence_with_top_k_targets(features, kernel, log_probs, classes, where=MASK, block_size=9)
-
-    modes = set(CONSISTENCY_MODES) - {"devices", "disk", "strided"}
-    assert_consistent(loss, *(jnp.asarray(a, jnp.float32) for a in ARGS[:2]), modes=modes)
-
-
-X = PartitionSpec("x")
+X, WHOLE, BY_CLASS = PartitionSpec("x"), PartitionSpec(), PartitionSpec(None, "x")
 SPLITS = {  # of features, kernel, target_features, target_kernel and the mask
-    "tokens": (X, PartitionSpec(), X, PartitionSpec(), X),
-    "tokens of one side": (PartitionSpec(), PartitionSpec(), X, PartitionSpec(), PartitionSpec()),
-    "classes": (PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec(), PartitionSpec(None, "x"), PartitionSpec()),
+    "tokens": (X, WHOLE, X, WHOLE, X),
+    "tokens of one side": (WHOLE, WHOLE, X, WHOLE, WHOLE),
+    "classes": (WHOLE, BY_CLASS, WHOLE, BY_CLASS, WHOLE),
     "tokens and kernels": (X, PartitionSpec(None, "y"), X, PartitionSpec(None, "y"), X),
 }
 
 
+def put(mesh, args, specs):
+    return [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, specs, strict=True)]
+
+
+@pytest.mark.forms
 @pytest.mark.parametrize(
     ("split", "axis_type", "reduction"),
     [
-        ("tokens and kernels", AxisType.Explicit, "mean"),
-        *itertools.starmap(slow, itertools.product(SPLITS, [AxisType.Explicit], ["mean", "none"])),
-        slow("tokens", AxisType.Auto, "mean"),
+        *itertools.starmap(forms, itertools.product(SPLITS, [AxisType.Explicit], ["mean", "none"])),
+        forms("tokens", AxisType.Auto, "mean"),
     ],
 )
 def test_split_over_a_mesh(split, axis_type, reduction):
+    @jax.jit
     def step(features, kernel, target_features, target_kernel, where):
-        loss = scalar(linear_kl_divergence, where=where, reduction=reduction, target_gradients=True, block_size=3)
+        loss = scalar(fused, where=where, reduction=reduction, block_size=3)
         return jax.value_and_grad(loss, range(4))(features, kernel, target_features, target_kernel)
 
-    args = *(np.float32(a) for a in ARGS[:4]), MASK
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
+    args, mesh = (*singles(ARGS[:4]), MASK), jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
     with jax.set_mesh(mesh):
-        parts = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(args, SPLITS[split], strict=True)]
-        actual = jax.jit(step)(*parts)
+        parts = put(mesh, args, SPLITS[split])
+        actual = step(*parts)
         if axis_type == AxisType.Explicit:
             for gradient, arg in zip(actual[1], parts[:4], strict=True):
                 assert gradient.sharding.is_equivalent_to(arg.sharding, arg.ndim)
-    assert_trees_close(actual, jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
+    assert_trees_close(actual, step(*args), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_top_k_targets_and_other_derivatives_on_an_explicit_mesh():
-    def step(features, kernel, log_probs, classes):
-        of = functools.partial(linear_kl_divergence_with_top_k_targets, block_size=3)
-        loss = lambda *args: of(*args, log_probs, classes)  # noqa: E731
-        gradient = jax.grad(loss, (0, 1))
-        along = tuple(map(jnp.cos, (features, kernel)))
-        return gradient(features, kernel), jax.jvp(gradient, (features, kernel), along)[1]
+@pytest.mark.forms
+@pytest.mark.parametrize("with_top_k", [False, True])
+def test_second_derivatives_and_checkify_on_an_explicit_mesh(with_top_k):
+    of = top_k if with_top_k else linear_kl_divergence
+    targets, by_class = top_k_of() if with_top_k else singles(ARGS[2:4]), PartitionSpec(None, "y")
+    specs = X, by_class, X, X if with_top_k else by_class
 
-    args = np.float32(FEATURES), np.float32(KERNEL), *top_k_of()
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    def step(*args):
+        gradient = jax.grad(lambda *floats: of(*floats, *args[2:]), (0, 1))
+        return gradient(*args[:2]), jax.jvp(gradient, args[:2], tuple(map(jnp.cos, args[:2])))[1]
+
+    args, mesh = (*singles(ARGS[:2]), *targets), jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        parts = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, (X, PartitionSpec(), X, X), strict=True)
-        ]
+        parts = put(mesh, args, specs)
         actual = jax.jit(step)(*parts)
-    assert_trees_close(actual, jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("top_k", [False, True])
-def test_checkify_on_an_explicit_mesh(top_k):
-    targets = top_k_of() if top_k else [np.float32(a) for a in ARGS[2:4]]
-    of = linear_kl_divergence_with_top_k_targets if top_k else linear_kl_divergence
-    by_class = PartitionSpec(None, "y")
-    specs = X, by_class, X, X if top_k else by_class
-    args = np.float32(FEATURES), np.float32(KERNEL), *targets
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
-    step = jax.value_and_grad(of, (0, 1))
-    with jax.set_mesh(mesh):
-        parts = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(args, specs, strict=True)]
         with masksafe.label_checks("checkify"):
-            error, actual = jax.jit(checkify.checkify(step))(*parts)
+            error, checked = jax.jit(checkify.checkify(jax.value_and_grad(of, (0, 1))))(*parts)
             error.throw()
     assert_trees_close(actual, jax.jit(step)(*args), rtol=1e-4, atol=1e-6)
+    assert_trees_close(checked, jax.jit(jax.value_and_grad(of, (0, 1)))(*args), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_tokens_split_in_a_shard_map():
-    def local(features, kernel, target_features, target_kernel):
-        loss = linear_kl_divergence(
-            features, kernel, target_features, target_kernel, reduction="sum", target_gradients=True, block_size=3
-        )
-        return jax.lax.psum(loss, "x")
-
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    over = jax.shard_map(local, mesh=mesh, in_specs=(X, PartitionSpec()) * 2, out_specs=PartitionSpec())
-    args = [jnp.asarray(a, jnp.float32) for a in ARGS[:4]]
-    desired = jax.jit(jax.value_and_grad(lambda *args: unfused(*args, reduction="sum"), range(4)))(*args)
-    assert_trees_close(jax.jit(jax.value_and_grad(over, range(4)))(*args), desired, rtol=1e-4, atol=1e-5)
-
-
-def test_batch_axes_and_a_symbolic_size():
-    shape = (2, 4, 5)
-    batched = FEATURES.reshape(*shape, WIDTH), KERNEL, TARGET_FEATURES.reshape(*shape, WIDTH_OF_TARGETS), TARGET_KERNEL
-    rows = np.array([True, False])[:, None, None]
-    losses = linear_kl_divergence(*batched, where=rows, reduction="none")
-    flat = linear_kl_divergence(*ARGS[:4], where=np.arange(TOKENS) < 20, reduction="none")
-    np.testing.assert_allclose(losses, flat.reshape(shape), rtol=1e-5)
-    (n,) = jax.export.symbolic_shape("n")
-    args = [jnp.asarray(a, jnp.float32) for a in ARGS[:4]]
-    shapes = [jax.ShapeDtypeStruct((n if a.shape[0] == TOKENS else a.shape[0], a.shape[1]), a.dtype) for a in args]
-    step = jax.jit(jax.value_and_grad(linear_kl_divergence))
-    exported = jax.export.export(step)(*shapes)
-    assert_trees_close(exported.call(*args), step(*args), rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("top_k", [False, slow(True)])
-def test_lowers_for_cuda(top_k):
-    targets = top_k_of() if top_k else ARGS[2:4]
-    of = linear_kl_divergence_with_top_k_targets if top_k else linear_kl_divergence
-    fn = jax.value_and_grad(lambda *args: of(*args, *targets, where=MASK), (0, 1))
-    args = jnp.asarray(FEATURES), jnp.asarray(KERNEL)
-    assert jax.export.export(jax.jit(fn), platforms=["cuda"])(*args).mlir_module()
-
-
-def test_memory_is_that_of_a_block_of_tokens():
-    shapes = (4096, 64), (64, 32768), (4096, 96), (96, 32768)
-    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    mask = jax.ShapeDtypeStruct((4096,), jnp.bool_)
-    step = jax.value_and_grad(lambda *args: linear_kl_divergence(*args[:4], where=args[4]), (0, 1))
-    program = jax.jit(step).lower(*args, mask).compile()
-    of_kernel, of_logits = 4 * 64 * 32768, 2 * 4 * 4096 * 32768
-    assert program.memory_analysis().temp_size_in_bytes - of_kernel < of_logits / 8
+@pytest.mark.forms
+def test_memory_is_that_of_a_block_of_tokens(choose):
+    choose(linear={"class_tile_elements": 2**20})
+    shapes = *((s, jnp.float32) for s in ((4096, 64), (64, 32768), (4096, 96), (96, 32768))), ((4096,), jnp.bool_)
+    assert_memory_is_that_of_a_block(lambda *args: linear_kl_divergence(*args[:4], where=args[4]), *shapes, rows=2)
 
 
 # Bad input.
@@ -723,8 +571,6 @@ def test_memory_is_that_of_a_block_of_tokens():
         ({"target_features": TARGET_FEATURES[:3]}, ValueError, "target_features: got shape"),
         ({"bias": np.ones(3)}, ValueError, r"bias: got shape \(3,\)"),
         ({"target_bias": np.ones(3)}, ValueError, r"target_bias: got shape \(3,\)"),
-        ({"where": np.ones(TOKENS)}, TypeError, "where: got dtype"),
-        ({"where": np.ones(3, bool)}, ValueError, "where: got shape"),
         ({"class_mask": np.ones((TOKENS, CLASSES), bool)}, ValueError, "class_mask: got shape"),
         ({"class_mask": np.ones(CLASSES)}, TypeError, "class_mask: got dtype"),
         ({"temperature": 0.0}, ValueError, "temperature: got value 0"),
@@ -739,7 +585,7 @@ def test_memory_is_that_of_a_block_of_tokens():
 )
 def test_bad_input_is_refused(changed, error, text):
     names = "features", "kernel", "target_features", "target_kernel"
-    with pytest.raises(error, match=f"^linear_kl_divergence: .*{text}|^linear_kl_divergence: {text}"):
+    with pytest.raises(error, match=f"^linear_kl_divergence: (.*){text}"):
         linear_kl_divergence(**dict(zip(names, ARGS, strict=False)) | changed)
 
 
@@ -757,27 +603,5 @@ def test_bad_input_is_refused(changed, error, text):
 def test_bad_top_k_input_is_refused(changed, error, text):
     log_probs, classes = top_k_of()
     arguments = {"features": FEATURES, "kernel": KERNEL, "target_log_probs": log_probs, "target_classes": classes}
-    with pytest.raises(error, match=f"linear_kl_divergence_with_top_k_targets: .*{text}"):
+    with pytest.raises(error, match=f"linear_kl_divergence_with_top_k_targets: (.*){text}"):
         linear_kl_divergence_with_top_k_targets(**arguments | changed)
-
-
-@pytest.mark.parametrize("reduction", ["none", slow("sum")])
-def test_second_derivatives_where_the_cotangent_is_0(reduction):
-    """The Hessian of half the square of what is 0 there is the product of the gradient with itself."""
-
-    def losses(kernel):
-        return linear_kl_divergence(FEATURES[:3], kernel, TARGET_FEATURES[:3], TARGET_KERNEL, reduction=reduction)
-
-    def half_square(kernel):
-        return 0.5 * jnp.sum(jnp.square(losses(kernel) - jax.lax.stop_gradient(losses(kernel))))
-
-    @jax.jit
-    def second(direction):
-        with masksafe.forward_mode():
-            along = jax.jvp(losses, (KERNEL,), (direction,))[1]
-        return jnp.vdot(jax.jvp(jax.grad(half_square), (KERNEL,), (direction,))[1], direction), jnp.sum(along**2)
-
-    with jax.enable_x64(True):
-        product, squared = second(np.cos(KERNEL))
-        assert squared > 0.1
-        np.testing.assert_allclose(product, squared, rtol=1e-9)

@@ -1,20 +1,15 @@
-"""Log-probabilities of labels and the entropy, from logits, rule by rule of the contract."""
+"""Log-probabilities of labels and the entropy, from logits: what the contract's table does not prove."""
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
-import masksafe
 from masksafe._core import platforms
 from masksafe.losses import log_probs, softmax_cross_entropy_with_integer_labels
-from masksafe.testing import assert_consistent, assert_gradients, assert_mask_safe
 
 NAN, INF = jnp.nan, jnp.inf
 RNG = np.random.default_rng(0)
@@ -25,14 +20,14 @@ CLASSES = np.array(
     [[1, 1, 1, 0, 0, 1, 0], [0, 0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0, 0]], dtype=bool
 )
 both = functools.partial(log_probs, with_entropy=True)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 
 def alone(*args, **kwargs):
     return (log_probs(*args, **kwargs),)
 
 
-@pytest.fixture(params=["blocks", slow("one pass")], scope="module")
+@pytest.fixture(params=["blocks", forms("one pass")], scope="module")
 def blocks(request):
     with platforms.chosen(row_block_elements=8 if request.param == "blocks" else 2**18):
         yield
@@ -69,43 +64,38 @@ def results_and_gradients(fn, *args):
     return *results, *(gradient(i) for i in range(len(results)))
 
 
-# Values and gradients.
+# Values, gradients and digits.
 
 
 @pytest.mark.parametrize(
-    ("dtype", "masked", "temperature"),
+    ("dtype", "where", "temperature"),
     [
-        ("float32", "classes", 0.7),
-        ("bfloat16", None, 1.0),
-        slow("float32", "rows", 1.0),
-        slow("float16", "classes", 3.0),
-        slow("float32", None, 2.5),
+        ("bfloat16", CLASSES, 0.7),
+        *(forms(*case) for case in (("bfloat16", None, 1.0), ("float32", ROWS, 1.0), ("float16", CLASSES, 3.0))),
+        forms("float32", None, 2.5),
     ],
 )
-def test_results_and_gradients_are_those_of_float64(dtype, masked, temperature, blocks):
-    where = {None: None, "rows": ROWS, "classes": CLASSES}[masked]
-    labels = LABELS if masked != "classes" else CLASSES.argmax(-1)
-    fn = functools.partial(both, where=where, temperature=temperature)
-    actual = results_and_gradients(fn, LOGITS.astype(dtype), labels)
+def test_results_and_gradients_are_those_of_float64(dtype, where, temperature, blocks):
+    labels = LABELS if where is not CLASSES else CLASSES.argmax(-1)
+    options = {"where": where, "temperature": temperature}
+    of_each = [
+        results_and_gradients(functools.partial(fn, **options), LOGITS.astype(dtype), labels) for fn in (both, alone)
+    ]
     expected = reference(LOGITS.astype(dtype), labels, True if where is None else expand(where), temperature)
-    fn = functools.partial(alone, where=where, temperature=temperature)
-    actual_alone = results_and_gradients(fn, LOGITS.astype(dtype), labels)
-    for a, e in zip((*actual, *actual_alone), (*expected, expected[0], expected[2]), strict=True):
+    for a, e in zip((*of_each[0], *of_each[1]), (*expected, expected[0], expected[2]), strict=True):
         assert a.dtype == ("float32" if a.ndim == 1 else dtype)
         np.testing.assert_allclose(np.asarray(a, float), e, rtol=0.6 * float(jnp.finfo(a.dtype).eps) + 3e-6, atol=1e-7)
 
 
-def test_certain_rows_keep_every_digit(blocks):
+@pytest.mark.parametrize("temperature", [2.0, forms(1.0)])
+def test_certain_rows_keep_every_digit(temperature, blocks):
     logits = np.float32([[15, 0, -1], [0, 15, 1], [40, 0, 3], [80, 0, 0], [20, 20, -5], [12, 3, -INF]])
     labels = np.array([0, 0, 0, 0, 1, 0])
-    for temperature in (1.0, 2.0):
-        fn = functools.partial(both, temperature=temperature)
-        actual = results_and_gradients(fn, logits, labels)
-        for a, e in zip(actual, reference(logits, labels, temperature=temperature), strict=True):
+    expected = reference(logits, labels, temperature=temperature)
+    for fn, exact in ((both, expected), (alone, expected[::2])):
+        actual = results_and_gradients(functools.partial(fn, temperature=temperature), logits, labels)
+        for a, e in zip(actual, exact, strict=True):
             np.testing.assert_allclose(a, e, rtol=2e-6, atol=1e-37)
-        value, gradient = results_and_gradients(functools.partial(alone, temperature=temperature), logits, labels)
-        np.testing.assert_allclose(value, actual[0], rtol=2e-6)
-        np.testing.assert_allclose(gradient, actual[2], rtol=2e-6, atol=1e-37)
 
 
 def test_a_common_offset_cancels(blocks):
@@ -115,24 +105,15 @@ def test_a_common_offset_cancels(blocks):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=1e-7), actual, expected)
 
 
-def test_float64_stays_float64():
-    with jax.enable_x64(True):
-        results = both(jnp.asarray(LOGITS, jnp.float64), LABELS)
-        for actual, expected in zip(results, reference(LOGITS, LABELS), strict=False):
-            assert actual.dtype == jnp.float64
-            np.testing.assert_allclose(actual, expected, rtol=1e-14)
-
-
 def test_it_is_the_negative_cross_entropy(blocks):
     of = jax.jit(lambda x: (log_probs(x, LABELS), -softmax_cross_entropy_with_integer_labels(x, LABELS)))
     np.testing.assert_allclose(*of(LOGITS), rtol=1e-6)
 
 
-@pytest.mark.parametrize("axis", [(2, 0), slow(1), slow((0, 1))])
+@pytest.mark.parametrize("axis", [(2, 0), forms(1), forms((0, 1))])
 def test_any_axes_and_labels_that_broadcast(axis):
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    logits = np.float32(RNG.normal(size=(3, 4, 5)))
-    where = RNG.random((3, 4, 5)) < 0.8
+    axes, rng = axis if isinstance(axis, tuple) else (axis,), np.random.default_rng(1)
+    logits, where = np.float32(rng.normal(size=(3, 4, 5))), rng.random((3, 4, 5)) < 0.8
     moved, mask = (np.moveaxis(a, axes, range(-len(axes), 0)) for a in (logits, where))
     rows = moved.shape[: 3 - len(axes)]
     moved, mask = moved.reshape(*rows, -1), mask.reshape(*rows, -1)
@@ -144,41 +125,30 @@ def test_any_axes_and_labels_that_broadcast(axis):
         np.testing.assert_allclose(a, e, rtol=1e-5)
 
 
-# Rules 1 to 3: no influence, exact zero, empty is zero.
+# What is masked is gone; what is bad shows in its own row.
 
 
-@pytest.mark.parametrize("where", [CLASSES, slow(ROWS), slow(ROWS[:, None]), slow(CLASSES[:1])])
-@pytest.mark.parametrize("with_entropy", [True, slow(False)])
-@pytest.mark.parametrize("transform", ["jit", slow("eager"), slow("vmap")])
-def test_masked_elements_are_gone(where, with_entropy, transform, blocks):
-    live = expand(where) if where.shape[0] == 4 else np.broadcast_to(where, (4, 7))
-    labels = jnp.asarray(live.argmax(-1))
-    fn = functools.partial(log_probs, where=where, with_entropy=with_entropy, temperature=0.5)
-    assert_mask_safe(fn, jnp.asarray(LOGITS), labels, masked={0: ~live, 1: ~live.any(-1)}, transforms=(transform,))
-
-
-def test_an_empty_row_is_zero_even_with_a_bad_label():
-    fn = functools.partial(both, where=np.zeros(2, bool))
-    for result in results_and_gradients(fn, jnp.full((2, 3), NAN), jnp.array([-1, 9])):
-        np.testing.assert_array_equal(result, 0)
-
-
-@pytest.mark.parametrize("shape", [(3, 0), (0, 3), slow((1,)), slow((2, 1))])
+@pytest.mark.parametrize("shape", [(3, 0), *map(forms, [(0, 3), (1,), (2, 1)])])
 def test_any_size_works(shape):
-    labels = np.zeros(shape[:-1], int)
     for fn in (both, alone):
-        for result in results_and_gradients(fn, np.ones(shape, np.float32), labels):
+        for result in results_and_gradients(fn, np.ones(shape, np.float32), np.zeros(shape[:-1], int)):
             np.testing.assert_array_equal(result, 0)
 
 
-def test_a_masked_gradient_is_zero_whatever_the_cotangent():
-    pull_back = jax.jit(lambda x, d: jax.vjp(lambda x: both(x, LABELS, where=CLASSES), x)[1]((d, d))[0])
+def test_a_gradient_is_zero_where_masked_or_replaced_whatever_the_cotangent():
+    kept = np.array([True, False, False, True])
+
+    @jax.jit
+    def all_of(x, labels, d):
+        total = lambda x: sum(jnp.where(kept, result, 0).sum() for result in both(x, labels))  # noqa: E731
+        return jax.vjp(lambda x: both(x, LABELS, where=CLASSES), x)[1]((d, d))[0], jax.grad(total)(x)
+
+    bad = np.where(np.arange(28).reshape(4, 7) == 10, NAN, LOGITS), np.where(np.arange(4) == 2, -100, LABELS)
     for cotangent in (INF, NAN):
-        gradient = pull_back(LOGITS, jnp.full(4, cotangent, jnp.float32))
-        np.testing.assert_array_equal(gradient[~CLASSES], 0)
-
-
-# Rules 5 and 6: nothing is hidden, and labels never wrap.
+        masked, replaced = all_of(*bad, jnp.full(4, cotangent, jnp.float32))
+        np.testing.assert_array_equal(masked[~CLASSES], 0)
+        assert np.isfinite(replaced).all()
+        np.testing.assert_array_equal(replaced[~kept], 0)
 
 
 @pytest.mark.parametrize(
@@ -189,11 +159,9 @@ def test_a_bad_logit_shows_in_its_own_row_only(bad, label, log_p, blocks):
     logits[2, 0], labels[2] = bad, label
     results = results_and_gradients(both, logits, labels)
     np.testing.assert_array_equal(results[0][2], log_p)
-    np.testing.assert_array_equal(results[0][2], log_probs(logits, labels)[2])
+    np.testing.assert_array_equal(results[0][2], jax.jit(log_probs)(logits, labels)[2])
     if bad == -INF:  # a class of probability 0
-        for actual, expected in zip(results[1:], reference(logits, labels)[1:], strict=True):
-            if actual.ndim == 1:
-                np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        np.testing.assert_allclose(results[1], reference(logits, labels)[1], rtol=1e-6)
         assert results[3][2, 0] == 0
         assert np.isfinite(results[2]).all()
         assert np.isfinite(results[3]).all()
@@ -204,17 +172,15 @@ def test_a_bad_logit_shows_in_its_own_row_only(bad, label, log_p, blocks):
         np.testing.assert_array_equal(np.asarray(changed)[rest], np.asarray(same)[rest])
 
 
-@pytest.mark.parametrize("bad", [-1, 7, -100, 2**31 - 1])
-def test_a_bad_label_makes_its_log_probability_nan_and_leaves_the_entropy(bad, blocks):
-    labels = LABELS.copy()
-    labels[1] = bad
-    log_p, entropy, of_log_p, of_entropy = results_and_gradients(both, LOGITS, labels)
-    np.testing.assert_array_equal(np.isnan(log_p), np.arange(4) == 1)
-    np.testing.assert_array_equal(np.isnan(of_log_p).all(-1), np.arange(4) == 1)
-    np.testing.assert_array_equal(np.isnan(of_log_p).any(-1), np.arange(4) == 1)
+def test_a_bad_label_makes_its_log_probability_nan_and_leaves_the_entropy(blocks):
     expected = reference(LOGITS, LABELS)
-    np.testing.assert_allclose(entropy, expected[1], rtol=1e-6)
-    np.testing.assert_allclose(of_entropy, expected[3], rtol=1e-5, atol=1e-7)
+    for bad in (-1, 7, -100, 2**31 - 1):
+        labels = np.where(np.arange(4) == 1, bad, LABELS)
+        log_p, entropy, of_log_p, of_entropy = results_and_gradients(both, LOGITS, labels)
+        np.testing.assert_array_equal(np.isnan(log_p), np.arange(4) == 1)
+        np.testing.assert_array_equal(np.isnan(of_log_p), np.broadcast_to(np.arange(4)[:, None] == 1, (4, 7)))
+        np.testing.assert_allclose(entropy, expected[1], rtol=1e-6)
+        np.testing.assert_allclose(of_entropy, expected[3], rtol=1e-5, atol=1e-7)
 
 
 def test_a_label_at_a_masked_class_has_no_probability(blocks):
@@ -226,113 +192,21 @@ def test_a_label_at_a_masked_class_has_no_probability(blocks):
     np.testing.assert_allclose(of_entropy, [[0, 0, 0]], atol=1e-7)
 
 
-def test_a_result_that_is_selected_away_has_no_gradient():
-    logits, labels = LOGITS.copy(), LABELS.copy()
-    logits[1, 3], labels[2] = NAN, -100
-    kept = np.array([True, False, False, True])
-
-    def total(logits):
-        return sum(jnp.where(kept, result, 0).sum() for result in both(logits, labels))
-
-    gradient = jax.jit(jax.grad(total))(logits)
-    assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(gradient[~kept], 0)
+# Derivatives, devices and programs.
 
 
-def test_label_checks_report_a_bad_label():
-    with masksafe.label_checks("raise"), pytest.raises(Exception, match=r"log_probs.*labels are outside"):
-        jax.block_until_ready(both(jnp.asarray(LOGITS), jnp.array([0, 7, 1, 2])))
-
-
-# Rules 7 and 9: one answer, both modes of autodiff, all orders.
-
-MODES = "jit", "vmap", "vmap, last axis", "scan", "value_and_grad", "jvp", "checkpoint", "transposed", "sharded"
-
-
-@pytest.mark.parametrize(
-    ("dtype", "modes"), [("float32", ("jit", "scan", "jvp")), slow("float32", MODES), slow("bfloat16", MODES)]
-)
-def test_one_answer(dtype, modes, blocks):
-    assert_consistent(both, jnp.asarray(LOGITS.astype(dtype)), LABELS, modes=modes)
-
-
-@pytest.mark.parametrize("where", [CLASSES, slow(ROWS), slow(None)])
-def test_derivatives_of_both_modes_are_right(where, blocks):
-    labels = CLASSES.argmax(-1)
-    assert_gradients(lambda x: both(x, labels, where=where, temperature=0.6), LOGITS)
-
-
-def test_second_derivatives_are_those_of_plain_code():
-    def plain(x):
-        log_p = jax.nn.log_softmax(jnp.where(CLASSES[:3], x, -1e9) / 0.7)
-        p = jnp.exp(log_p)
-        return jnp.take_along_axis(log_p, labels[:, None], -1).squeeze(-1), -jnp.sum(p * log_p, -1)
-
-    labels = jnp.asarray(CLASSES[:3].argmax(-1))
-    ours = functools.partial(both, labels=labels, where=CLASSES[:3], temperature=0.7)
-    weigh = lambda fn: lambda x: sum(jnp.sum(jnp.sin(result)) for result in fn(x))  # noqa: E731
-    hessians = jax.jit(lambda x: [jax.hessian(weigh(fn))(x) for fn in (ours, plain)])(LOGITS[:3])
-    np.testing.assert_allclose(*hessians, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("axis_type", "spec"),
-    [
-        (AxisType.Explicit, ("batch",)),
-        slow(AxisType.Auto, ("batch",)),
-        slow(AxisType.Explicit, (None, "batch")),
-        slow(AxisType.Auto, (None, "batch")),
-    ],
-)
-def test_sharded_arrays_agree_with_one_device(axis_type, spec):
-    logits = np.float32(RNG.normal(size=(16, 24)))
-    where = RNG.random((16, 24)) < 0.5
-    where[3] = False
-    labels = where.argmax(-1)
-
-    def step(logits, labels, where):
-        def total(logits):
-            log_p, entropy = both(logits, labels, where=where, temperature=0.8)
-            return jnp.sum(log_p) + 0.1 * jnp.sum(entropy)
-
-        return jax.value_and_grad(total)(logits)
-
-    expected = jax.jit(step)(logits, labels, where)
-    with jax.set_mesh(jax.make_mesh((8,), ("batch",), axis_types=(axis_type,))):
-        sharded = [jax.device_put(a, P(*spec[: a.ndim])) for a in (logits, labels, where)]
-        actual = jax.jit(step)(*sharded)
-    chex.assert_trees_all_close(jax.device_get(actual), jax.device_get(expected), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_shard_map_agrees_with_one_device():
-    logits, labels = np.float32(RNG.normal(size=(16, 10))), RNG.integers(10, size=16)
-    total = lambda x, y: sum(jnp.sum(result) for result in both(x, y))  # noqa: E731
-    expected = jax.jit(jax.grad(total))(logits, labels)
-    mesh = jax.make_mesh((8,), ("batch",))
-    local = lambda x, y: jax.lax.psum(total(x, y), "batch")  # noqa: E731
-    with jax.set_mesh(mesh):
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=P("batch"), out_specs=P())
-        actual = jax.jit(jax.grad(mapped))(*(jax.device_put(a, P("batch")) for a in (logits, labels)))
-    np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-5, atol=1e-6)
-
-
-# Programs.
-
-
-@pytest.mark.parametrize("masked", [False, slow(True)])
-def test_value_and_gradient_lower_for_cuda(masked):
+@pytest.mark.forms
+@pytest.mark.parametrize("masked", [False, True])
+def test_value_and_gradient_lower_for_cuda_without_a_loop(masked):
     logits, labels = jax.ShapeDtypeStruct((4096, 512), "bfloat16"), jax.ShapeDtypeStruct((4096,), "int32")
     where = jax.ShapeDtypeStruct((4096, 512), bool) if masked else None
-
-    def step(x, y, w):
-        return jax.value_and_grad(lambda x: sum(r.astype(jnp.float32).mean() for r in both(x, y, where=w)))(x)
-
-    exported = jax.export.export(jax.jit(step), platforms=["cuda"])(logits, labels, where)
-    assert "while" not in exported.mlir_module()  # one fused pass there, no blocks
+    total = lambda x, y, w: sum(r.astype(jnp.float32).mean() for r in both(x, y, where=w))  # noqa: E731
+    exported = jax.export.export(jax.jit(jax.value_and_grad(total)), platforms=["cuda"])(logits, labels, where)
+    assert "while" not in exported.mlir_module()
 
 
-@pytest.mark.parametrize("with_entropy", [True, slow(False)])
+@pytest.mark.forms
+@pytest.mark.parametrize("with_entropy", [True, forms(False)])
 def test_no_temporary_of_the_logits_size(with_entropy, choose):
     choose(row_block_elements=2**18)
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), "float32"), jax.ShapeDtypeStruct((2048,), "int32")
@@ -342,36 +216,23 @@ def test_no_temporary_of_the_logits_size(with_entropy, choose):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 2048 * 4096 * 4
 
 
-def test_no_false_alarm_of_debug_nans():
-    logits, labels = jnp.where(CLASSES, LOGITS, NAN), np.where(CLASSES.any(-1), CLASSES.argmax(-1), -100)
-    with jax.debug_nans(True):
-        total = lambda x: sum(r.sum() for r in both(x, labels, where=CLASSES))  # noqa: E731
-        value, gradient = jax.value_and_grad(total)(logits)
-        assert np.isfinite(value)
-        assert np.isfinite(gradient).all()
-
-
-def test_no_false_alarm_of_checkify(blocks):
+@pytest.mark.forms
+def test_no_false_alarm_of_debug_nans_and_checkify(blocks):
     logits, labels = jnp.where(CLASSES, LOGITS, NAN), np.where(CLASSES.any(-1), CLASSES.argmax(-1), -100)
     step = jax.value_and_grad(lambda x: sum(r.sum() for r in both(x, labels, where=CLASSES)))
     error, _ = jax.jit(checkify.checkify(step, errors=checkify.all_checks))(logits)
     error.throw()
-
-
-# Rule 10: bad arguments are refused.
+    with jax.debug_nans(True):
+        assert all(np.isfinite(x).all() for x in step(logits))
 
 
 @pytest.mark.parametrize(
     ("error", "text", "args", "kwargs"),
     [
         (TypeError, "logits: got dtype int", (LABELS, LABELS), {}),
-        (TypeError, "labels: got dtype float", (LOGITS, LOGITS[:, 0]), {}),
         (ValueError, "labels: got shape", (LOGITS, LABELS[0]), {}),
         (ValueError, "logits and labels: got shapes", (LOGITS, LABELS[:3]), {}),
-        (ValueError, "axis: got value 2", (LOGITS, LABELS), {"axis": 2}),
         (TypeError, "axis: got type NoneType", (LOGITS, LABELS), {"axis": None}),
-        (TypeError, "where: got dtype float32", (LOGITS, LABELS), {"where": LOGITS}),
-        (ValueError, "where: got shape", (LOGITS, LABELS), {"where": ROWS[:3]}),
         (ValueError, "temperature: got value 0.0", (LOGITS, LABELS), {"temperature": 0}),
         (ValueError, "temperature: got value -1.0", (LOGITS, LABELS), {"temperature": -1}),
         (ValueError, "temperature: got value nan", (LOGITS, LABELS), {"temperature": np.nan}),

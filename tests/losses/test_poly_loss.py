@@ -1,41 +1,53 @@
-"""PolyLoss: one reading of the mask in both of its sums."""
+"""PolyLoss: digits of certain rows, and the weight of its second sum."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe.losses import poly_loss_cross_entropy, softmax_cross_entropy
+from masksafe.losses import poly_loss_cross_entropy
 
 RNG = np.random.default_rng(0)
-LOGITS = RNG.normal(size=(4, 4)).astype(np.float32)
-LABELS = np.float32(RNG.dirichlet(np.ones(4), size=4))
+LOGITS = RNG.normal(size=(4, 5)).astype(np.float32)
+LABELS = np.float32(RNG.dirichlet(np.ones(5), size=4))
 
 
-def test_both_sums_know_of_masked_classes():
-    mask = np.broadcast_to([True, True, False, True], (4, 4))
-    both = jax.jit(lambda *args: [f(*args, where=mask) for f in (poly_loss_cross_entropy, softmax_cross_entropy)])
-    actual, expected = both(LOGITS, LABELS)
-    p = np.where(mask, np.exp(LOGITS), 0)
-    missed = LABELS * (1 - p / p.sum(-1, keepdims=True))
-    np.testing.assert_allclose(actual, expected + 2 * np.where(mask, missed, 0).sum(-1), rtol=1e-5)
+def test_a_certain_row_keeps_its_digits():
+    logits, labels = jnp.array([[30.0, 0.0, -1.0]]), jnp.array([[1.0, 0.0, 0.0]])
+    exact = np.log1p(np.exp(-30.0) + np.exp(-31.0))
+    value, gradient = jax.jit(jax.value_and_grad(lambda x: poly_loss_cross_entropy(x, labels).sum()))(logits)
+    np.testing.assert_allclose(value, exact - 2 * np.expm1(-exact), rtol=1e-6)
+    np.testing.assert_allclose(gradient[0, 0], 3 * np.expm1(-exact), rtol=1e-6)
+
+
+def test_the_epsilon_has_a_gradient_and_broadcasts():
+    @jax.jit
+    def all_of(number, of_rows, several):
+        loss = lambda epsilon: poly_loss_cross_entropy(LOGITS, LABELS, epsilon=epsilon)  # noqa: E731
+        return jax.grad(lambda e: loss(e).sum())(number), loss(2), loss(of_rows), loss(several), loss(1.0)
+
+    slope, of_two, of_rows, several, of_one = all_of(2.0, jnp.full(4, 2.0), jnp.array([[1.0], [2.0]]))
+    missing = jnp.sum(LABELS * (1 - jax.nn.softmax(LOGITS)), -1)
+    np.testing.assert_allclose(slope, missing.sum(), rtol=1e-5)
+    np.testing.assert_allclose(of_rows, of_two, rtol=1e-6)
+    np.testing.assert_allclose(several, np.stack([of_one, of_two]), rtol=1e-5)
 
 
 def test_the_epsilon_of_a_masked_row_is_gone_and_its_cotangent_is_too():
     logits, labels = np.float32([[1, 2], [0, 1]]), np.float32([[1, 0], [0.5, 0.5]])
 
-    def total(epsilon, where):
-        return jnp.sqrt(poly_loss_cross_entropy(logits, labels, epsilon=epsilon, where=where)).sum()  # sqrt(0) of row 1
+    @jax.jit
+    def all_of(epsilon, where):
+        loss = lambda epsilon: poly_loss_cross_entropy(logits, labels, epsilon=epsilon, where=where)  # noqa: E731
+        with masksafe.forward_mode():
+            losses, changes = jax.jvp(loss, (epsilon,), (jnp.array([1.0, jnp.inf]),))
+        return jax.value_and_grad(lambda e: jnp.sqrt(loss(e)).sum())(epsilon), losses, changes  # sqrt(0) of row 1
 
-    expected, gradient = jax.value_and_grad(total)(jnp.float32(1), jnp.array([True, False]))
-    assert np.isfinite(gradient)
-    assert expected == jnp.sqrt(poly_loss_cross_entropy(logits[0], labels[0], epsilon=1.0))
-    for where in (jnp.array([True, False]), jnp.array([[True, True], [False, False]])):
+    for where in (np.array([True, False]), np.array([[True, True], [False, False]])):
+        (expected, gradient), *_ = all_of(jnp.array([1.0, 1.0]), where)
+        assert np.isfinite(gradient).all()
         for bad in (jnp.nan, jnp.inf):
-            value, gradients = jax.value_and_grad(total)(jnp.array([1.0, bad]), where)
-            np.testing.assert_array_equal([value, *gradients], [expected, gradient, 0])
-    with masksafe.forward_mode():
-        loss_of = lambda epsilon: poly_loss_cross_entropy(logits, labels, epsilon=epsilon, where=where)  # noqa: E731
-        losses, changes = jax.jvp(loss_of, (jnp.array([1.0, jnp.nan]),), (jnp.array([1.0, jnp.inf]),))
-    assert losses[1] == changes[1] == 0
-    assert np.isfinite([losses[0], changes[0]]).all()
+            (value, gradients), losses, changes = all_of(jnp.array([1.0, bad]), where)
+            np.testing.assert_array_equal([value, *gradients], [expected, gradient[0], 0])
+            assert losses[1] == changes[1] == 0
+            assert np.isfinite([losses[0], changes[0]]).all()

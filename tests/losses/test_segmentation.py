@@ -1,5 +1,6 @@
-"""Dice losses of probabilities, and of pixels and classes that are masked."""
+"""Dice losses of probabilities, and of classes and samples that are masked."""
 
+import functools
 import re
 
 import jax
@@ -14,34 +15,47 @@ from masksafe.losses import binary_dice_loss, dice_loss, multiclass_generalized_
 RNG = np.random.default_rng(0)
 LOGITS = RNG.normal(size=(2, 6, 3)).astype(np.float32)
 TARGETS = np.eye(3, dtype=np.float32)[RNG.integers(3, size=(2, 6))]
-PIXELS = np.array([True, True, False, True, False, True])
-
-
-@pytest.mark.parametrize("loss", [dice_loss, multiclass_generalized_dice_loss])
-def test_masking_pixels_is_taking_them_out(loss):
-    mask = np.broadcast_to(PIXELS[:, None], (2, 6, 1))
-    both = jax.jit(lambda x, t, *removed: (loss(x, t, where=mask), loss(*removed)))
-    actual, expected = both(LOGITS, TARGETS, LOGITS[:, PIXELS], TARGETS[:, PIXELS])
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("loss", [dice_loss, multiclass_generalized_dice_loss])
-def test_masking_a_class_is_taking_it_out(loss):
-    targets = TARGETS.copy()
-    targets[..., 1] = 0  # so that the others are all that is left
-    mask = np.broadcast_to(np.array([True, False, True]), LOGITS.shape)
-    both = jax.jit(lambda x, t, *removed: (loss(x, t, where=mask), loss(*removed)))
-    actual, expected = both(LOGITS, targets, LOGITS[..., ::2], targets[..., ::2])
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
 PROBABILITIES = np.exp(LOGITS) / np.exp(LOGITS).sum(-1, keepdims=True)
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
+
+
+def test_masking_classes_or_samples_is_taking_them_out():
+    targets, samples = TARGETS.copy(), np.array([True, False])
+    targets[..., 1] = 0  # so that the others are all that is left
+    classes = np.broadcast_to(np.array([True, False, True]), LOGITS.shape)
+    of_samples = np.array([[True, True, True], [True, False, True]])
+
+    @jax.jit
+    def all_of(x, t, removed, removed_targets):
+        of_each = [
+            (loss(x, t, where=classes), loss(removed, removed_targets))
+            for loss in (dice_loss, multiclass_generalized_dice_loss)
+        ]
+        of_classes = dice_loss(x, TARGETS, where=of_samples, reduction="none")
+        return of_each, dice_loss(x, TARGETS, where=samples), dice_loss(x, TARGETS), of_classes
+
+    of_each, masked, whole, of_classes = all_of(LOGITS, targets, LOGITS[..., ::2], targets[..., ::2])
+    for actual, expected in of_each:
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    np.testing.assert_array_equal(masked, np.where(samples, whole, 0))
+    assert of_classes[1, 1] == 0
+    assert (of_classes > 0).sum() == 5
 
 
 def test_probabilities():
-    p = PROBABILITIES
-    both = jax.jit(lambda p, x, t: (dice_loss(p, t, apply_softmax=False), dice_loss(x, t)))
-    np.testing.assert_allclose(*both(p, LOGITS, TARGETS), rtol=1e-5)
+    @jax.jit
+    def all_of(p, x, t):
+        narrow = [dice_loss(p.astype(d), t, apply_softmax=False) for d in ("float16", "bfloat16")]
+        binary = binary_dice_loss(jax.nn.sigmoid(x[..., 0]), t[..., 0], apply_sigmoid=False)
+        given, of_logits = dice_loss(p, t, apply_softmax=False), dice_loss(x, t)
+        return narrow, (binary, binary_dice_loss(x[..., 0], t[..., 0])), (given, of_logits)
+
+    narrow, *pairs = all_of(PROBABILITIES, LOGITS, TARGETS)
+    for actual, expected in pairs:
+        np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    with masksafe.label_checks("raise"):  # which know of roundings
+        jax.block_until_ready(all_of(PROBABILITIES, LOGITS, TARGETS))
+    assert np.isfinite(np.float32(narrow)).all()
 
 
 BAD = PROBABILITIES.copy()
@@ -50,72 +64,50 @@ BAD[1, 4] = [1.5, -0.5, 0.0]
 OUTSIDE = "2 of 36 predictions are outside [0, 1]; first at (1, 4, 0): 1.5"
 SUMS = "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.7"
 BINARY = "2 of 12 predictions are outside [0, 1]; first at (1, 2): -0.5"
+BINARY_BAD = BAD[..., 0] - np.where(np.arange(6) == 2, 1, 0).astype(np.float32) * np.array([[0], [1]], np.float32)
+WRONG = [
+    (dice_loss, np.where(BAD < 0, 0, np.minimum(BAD, 1)), TARGETS, SUMS),
+    (binary_dice_loss, BINARY_BAD, TARGETS[..., 0], BINARY),
+    forms(dice_loss, BAD, TARGETS, OUTSIDE),
+    forms(multiclass_generalized_dice_loss, BAD, TARGETS, OUTSIDE),
+    forms(dice_loss, BINARY_BAD[..., None], TARGETS[..., :1], BINARY),
+]
 
 
 def of_probabilities(loss):
     """The loss of probabilities, and the name of the argument that says so."""
     argument = "apply_sigmoid" if loss is binary_dice_loss else "apply_softmax"
-    return lambda p, t, **kwargs: loss(p, t, **{argument: False}, **kwargs)
-
-
-BINARY_BAD = BAD[..., 0] - np.where(np.arange(6) == 2, 1, 0).astype(np.float32) * np.array([[0], [1]], np.float32)
-WRONG = [
-    (dice_loss, BAD, TARGETS, OUTSIDE),
-    (dice_loss, np.where(BAD < 0, 0, np.minimum(BAD, 1)), TARGETS, SUMS),
-    (multiclass_generalized_dice_loss, BAD, TARGETS, OUTSIDE),
-    (binary_dice_loss, BINARY_BAD, TARGETS[..., 0], BINARY),
-    (dice_loss, BINARY_BAD[..., None], TARGETS[..., :1], BINARY),
-]
+    return lambda p, t, where=None: loss(p, t, **{argument: False}, where=where)
 
 
 @pytest.mark.parametrize(("loss", "p", "targets", "text"), WRONG)
-def test_wrong_probabilities_are_reported_in_every_mode(loss, p, targets, text):
-    fn = of_probabilities(loss)
-    text = f"^{re.escape(f'{loss.__name__}: {text}')}"
-    with masksafe.label_checks("raise"):
-        with pytest.raises(ValueError, match=text):
-            fn(p, targets)
-        with pytest.raises(jax.errors.JaxRuntimeError, match=text.removeprefix("^")):
-            jax.block_until_ready(jax.jit(fn)(p, targets))
-    with masksafe.label_checks("checkify"):
-        error, value = jax.jit(checkify.checkify(fn))(p, targets)
-        assert re.search(text, error.get())
-        assert np.isnan(value).tolist() == (True if value.ndim == 0 else [False, True])
-
-
-WITH_A_FORMULA = [wrong[:3] for wrong in WRONG if wrong[0] is not multiclass_generalized_dice_loss]
-
-
-@pytest.mark.parametrize(("loss", "p", "targets"), WITH_A_FORMULA)
-def test_wrong_probabilities_are_taken_as_they_are_while_checks_are_off(loss, p, targets):
-    actual = jax.jit(of_probabilities(loss))(p, targets)
-    by_formula = 1 - ((p * targets).sum(1) + 1) / ((p + targets).sum(1) / 2 + 1)
-    np.testing.assert_allclose(actual, by_formula if by_formula.ndim == 1 else by_formula.mean(-1), rtol=1e-5)
-
-
-@pytest.mark.parametrize(("loss", "p", "targets", "text"), WRONG)
-def test_masked_probabilities_are_not_looked_at(loss, p, targets, text):
+def test_wrong_probabilities_are_reported_unless_they_are_masked(loss, p, targets, text):
+    """While checks are off they are taken as they are."""
+    fn = jax.jit(of_probabilities(loss))
+    text = re.escape(f"{loss.__name__}: {text}")
     mask = np.ones((2, 6, 1), bool)
     mask[1, [2, 4]] = False
     mask = mask[..., 0] if loss is binary_dice_loss else mask
-    p = np.where(mask, p, np.nan)
     with masksafe.label_checks("raise"):
-        assert np.isfinite(of_probabilities(loss)(p, targets, where=mask)).all()
+        with pytest.raises(jax.errors.JaxRuntimeError, match=text):
+            jax.block_until_ready(fn(p, targets, np.ones_like(mask)))
+        assert np.isfinite(fn(np.where(mask, p, np.nan).astype("float32"), targets, mask)).all()
+    if loss is not multiclass_generalized_dice_loss:
+        actual = fn(p, targets, np.ones_like(mask))
+        by_formula = 1 - ((p * targets).sum(1) + 1) / ((p + targets).sum(1) / 2 + 1)
+        np.testing.assert_allclose(actual, by_formula if by_formula.ndim == 1 else by_formula.mean(-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_probabilities_of_narrow_floats(dtype):
-    p = PROBABILITIES.astype(dtype)
-    with masksafe.label_checks("raise"):
-        assert np.isfinite(np.float32(dice_loss(p, TARGETS, apply_softmax=False))).all()
-
-
-def test_binary_probabilities():
-    logits, targets = LOGITS[..., 0], TARGETS[..., 0]
-    p = np.asarray(jax.nn.sigmoid(logits))
-    np.testing.assert_allclose(
-        binary_dice_loss(p, targets, apply_sigmoid=False), binary_dice_loss(logits, targets), rtol=1e-5
-    )
+@pytest.mark.forms
+@pytest.mark.parametrize(("loss", "p", "targets", "text"), WRONG)
+def test_wrong_probabilities_are_reported_eagerly_and_by_checkify(loss, p, targets, text):
+    fn, text = of_probabilities(loss), f"^{re.escape(f'{loss.__name__}: {text}')}"
+    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=text):
+        fn(p, targets)
+    with masksafe.label_checks("checkify"):
+        error, value = jax.jit(checkify.checkify(fn))(p, targets)
+    assert re.search(text, error.get())
+    assert np.isnan(value).tolist() == (True if value.ndim == 0 else [False, True])
 
 
 def test_a_binary_loss_names_itself_and_its_arguments():
@@ -123,17 +115,6 @@ def test_a_binary_loss_names_itself_and_its_arguments():
         binary_dice_loss(LOGITS[..., :1], TARGETS[:, :5, 0])
     with pytest.raises(TypeError, match=r"^binary_dice_loss: predictions: got dtype int32"):
         binary_dice_loss(jnp.ones((2, 6), int), TARGETS[..., 0])
-    with pytest.raises(ValueError, match=r"^binary_dice_loss: where: got shape \(3,\)"):
-        binary_dice_loss(LOGITS[..., :1], TARGETS[..., :1], where=np.ones(3, bool))
-
-
-def test_masked_samples_and_classes_of_the_loss():
-    samples = np.array([True, False])
-    losses = dice_loss(LOGITS, TARGETS, where=samples)
-    np.testing.assert_array_equal(losses, np.where(samples, dice_loss(LOGITS, TARGETS), 0))
-    of_classes = dice_loss(LOGITS, TARGETS, where=np.array([[True, True, True], [True, False, True]]), reduction="none")
-    assert of_classes[1, 1] == 0
-    assert (of_classes > 0).sum() == 5
 
 
 @pytest.mark.parametrize(

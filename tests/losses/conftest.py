@@ -1,0 +1,15 @@
+"""The forms in which the losses of a linear layer are computed."""
+
+import pytest
+from linear_cases import use_platform
+
+
+@pytest.fixture(params=["cpu", pytest.param("elsewhere", marks=pytest.mark.forms)])
+def platform(request, choose):
+    use_platform(choose, request.param)
+    return request.param
+
+
+@pytest.fixture
+def small_tiles(choose):
+    use_platform(choose, "cpu")
