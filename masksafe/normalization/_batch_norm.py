@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, derivatives, masks, moments, precision, sharding
+from masksafe._core import arguments, derivatives, masks, moments, precision, sharding, unfolded
 from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Rows
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
@@ -115,7 +115,7 @@ def batch_norm(
     rows = Rows(rest, sharding.Devices(sharding.as_axis_name(_OP, axis_name)))
     if given_mean is None or given_var is None:
         return _normalize(rows, static, features, inputs)
-    return _normalize_by(rows.devices, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
+    return _normalize_by(rows, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
 
 
 @derivatives.explains_forward_mode
@@ -129,10 +129,12 @@ def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs
 
 @derivatives.explains_forward_mode
 @jitted(0, 1)
-def _normalize_by(
-    devices: sharding.Devices, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array
-) -> Array:
-    mean, variance = (s.astype(precision.wide_dtype(inputs.x.dtype)) for s in (mean, variance))
+def _normalize_by(rows: Rows, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array) -> Array:
+    where = masks.weighting_of(inputs.x, inputs.where, inputs.weights).where
+    is_live = None if where is None else unfolded.any_of(where, rows.axes, keepdims=True)
+    mean, variance = (
+        masks.selected(s.astype(precision.wide_dtype(inputs.x.dtype)), is_live, 1) for s in (mean, variance)
+    )
     root = reciprocal_root(variance, None, epsilon, inputs.epsilon)
-    inputs = inputs._replace(where=masks.weighting_of(inputs.x, inputs.where, inputs.weights).where)
-    return normalize_by(devices, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)
+    inputs = inputs._replace(where=where)
+    return normalize_by(rows.devices, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)

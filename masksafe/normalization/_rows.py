@@ -189,7 +189,7 @@ def _pull_back_block(
     if config.centred:
         d_deviations -= moments.average(d_normalized, config.axes, where)
     d_x = selected(d_deviations * statistics.reciprocal_std, where).astype(x.dtype)
-    d_scale = None if scale is None else d_y * normalized
+    d_scale = None if scale is None else selected(d_y * normalized, where)  # the statistics of a row may be NaN
     return d_x, _sums_over_rows(config, x, d_scale, d_y if config.has_bias else None)
 
 

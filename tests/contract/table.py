@@ -508,7 +508,6 @@ OPS = {
         ("row", "of row", "of row"),
         ELEMENTS,
         of.by_row(of.standardize_by, ("row", "of row", "of row"), keeps_row=True),
-        hidden=lambda where: [~where, np.zeros(ROWS, bool), np.zeros(ROWS, bool)],
     ),
     "layer_norm, weights": _weighted(masksafe.layer_norm, of.weighted_layer_norm, "default", keeps_row=True),
     "rms_norm, weights": _weighted(masksafe.rms_norm, of.weighted_rms_norm, keeps_row=True),

@@ -358,7 +358,7 @@ def test_parameter_that_is_bad_where_one_row_masks_it_harms_only_the_others():
     assert np.isfinite(jax.jit(jax.grad(loss))(x)[0]).all()
 
 
-@pytest.mark.parametrize("program", ["passes", forms("registers")], indirect=True)
+@pytest.mark.parametrize("program", ["one block", "passes", *map(forms, ("blocks", "registers"))], indirect=True)
 def test_bad_row_harms_the_gradient_of_the_scale_only_where_it_is_unmasked(program):
     x, where = X[0].copy(), WHERE[0].copy()
     where[1] = [True, True, False, False, True]
