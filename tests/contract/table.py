@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import definitions as of
+import jax.numpy as jnp
 import numpy as np
 
 import masksafe
@@ -215,7 +216,7 @@ OPS = {
     ),
     "triplet_margin_loss": _by_row(losses.triplet_margin_loss, of.triplet, (X, Y, Z), "row, row, row"),
     "ntxent": Op(
-        lambda w, z: losses.ntxent(z, np.arange(ROWS) % 2, where=w),
+        lambda w, z: losses.ntxent(z, jnp.arange(z.shape[0]) % 2, where=w),
         (X,),
         ("row",),
         SOME_ROWS,
@@ -239,7 +240,7 @@ OPS = {
         has_rows=False,
     ),
     "ctc_loss": Op(
-        lambda w, x, y: losses.ctc_loss(x, ~w, y, np.zeros((3, 2), bool)),
+        lambda w, x, y: losses.ctc_loss(x, ~w, y, jnp.zeros_like(y, bool)),
         (FRAMES, TEXTS),
         ("row", "of row"),
         SOME_FRAMES,
@@ -247,7 +248,7 @@ OPS = {
         may_be_unmasked=False,
     ),
     "ctc_loss_with_forward_probs": Op(
-        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, np.zeros((3, 2), bool))[0],
+        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, jnp.zeros_like(y, bool))[0],
         (FRAMES, TEXTS),
         ("row", "of row"),
         SOME_FRAMES,
