@@ -24,11 +24,13 @@ def asking_fails(monkeypatch):
         monkeypatch.setattr(jax, name, asked)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("work", CASES)
 def test_no_op_asks_for_the_platform_of_the_process(work, asking_fails):
     assert lowered(CASES[work], "cpu")  # no other test has these shapes, so JAX traces the op here
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("work", TWO_FORMS)
 def test_a_cpu_gets_blocks_and_a_gpu_one_pass(work):
     assert "while" in lowered(CASES[work], "cpu")
