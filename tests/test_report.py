@@ -44,6 +44,8 @@ def verdict_on(monkeypatch):
         (lambda x, where: masksafe.sum(x, -1, where), Verdict.RIGHT),
         (lambda x, where: jnp.where(where, jnp.sqrt(jnp.abs(x)), 0).sum(-1), Verdict.NAN),
         (lambda x, where: jnp.sum(jnp.nan_to_num(x, posinf=9, neginf=7), -1), Verdict.LEAKS),
+        (lambda x, where: jnp.where(where, x, jnp.isinf(x)).sum(-1), Verdict.LEAKS),
+        (lambda x, where: jnp.where(where, x, x < -1e4).sum(-1), Verdict.LEAKS),
         (lambda x, where: x.sum(-1), Verdict.NAN),
         (lambda x: x, Verdict.REFUSED),
     ],

@@ -73,7 +73,7 @@ class Case(NamedTuple):
 def case_of(call, dtype, style, rng):
     mask = mask_of(style, call.mask_shape, rng)
     wide = "float64" if dtype == "float64" else "float32"
-    values = [values_of(a, shape, dtype, call, rng) for a, shape in zip(call.op.args, call.shapes, strict=True)]
+    values = [values_of(call, number, dtype, rng) for number in range(len(call.shapes))]
     hidden = call.op._replace(args=tuple(values)).hides(mask)
     clean = [np.where(h, np.zeros((), x.dtype), x) for x, h in zip(values, hidden, strict=True)]
     dirty = [polluted(x, h, call.op.classes, rng) for x, h in zip(clean, hidden, strict=True)]
@@ -90,14 +90,21 @@ def mask_of(style, shape, rng):
     return mask
 
 
-def values_of(of_table, shape, dtype, call, rng):
-    """Of the kind that the table has: distributions, signs, bits, labels, or any numbers, which may be large."""
-    if of_table.dtype.kind != "f":
-        classes = call.shapes[0][-1] if call.op.classes and len(call.mask_shape) > 1 else call.op.classes
-        return (rng.integers(classes, size=shape) if classes else rng.choice(of_table.ravel(), shape)).astype(np.int32)
+def values_of(call, number, dtype, rng):
+    """Of the kind that the table has: labels, signs, bits, shares of which some are 0, or any numbers, maybe large."""
+    of_table, shape = call.op.args[number], call.shapes[number]
+    if call.op.kinds[number] == "label":
+        classes = call.shapes[0][-1] if len(call.mask_shape) > 1 else call.op.classes
+        return rng.integers(classes, size=shape).astype(np.int32)
+    if number not in call.op.floats and shape[1:] == of_table.shape[1:]:
+        values = of_table[rng.integers(len(of_table), size=shape[0])]
+        return values if values.dtype.kind == "i" else values.astype(jnp.dtype(dtype))
     values = rng.choice(of_table.ravel(), shape)
-    is_any = not np.array_equal(of_table, np.round(of_table))
-    return (values * (rng.choice([0.1, 1.0, 10.0]) if is_any else 1)).astype(jnp.dtype(dtype))
+    if not np.array_equal(of_table, np.round(of_table)):
+        are_shares = of_table.min() >= 0 and of_table.max() <= 1
+        values = values * (rng.random(shape) < 0.8) if are_shares else values
+        values = values if are_shares and "sigmoid" in call.op.name else values * rng.choice([0.1, 1.0, 10.0])
+    return values.astype(jnp.dtype(dtype))
 
 
 def polluted(values, hidden, classes, rng):

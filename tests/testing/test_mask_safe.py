@@ -21,8 +21,19 @@ def clean(x):
     return jnp.where(MASK, 0.0, x)
 
 
+@jax.custom_vjp
+def zero_with_a_gradient(x):
+    return jnp.zeros_like(x)
+
+
+zero_with_a_gradient.defvjp(lambda x: (jnp.zeros_like(x), None), lambda _, d_zero: (d_zero,))
+
 # Planted bugs. Each names what the report must say of it.
 LEAKS = {
+    "a gradient that no garbage changes": (
+        lambda x: clean(x) + zero_with_a_gradient(x),
+        "2 of 2 masked elements have a",
+    ),
     "value": (lambda x: x.sum(), "derivative: value"),
     "multiplied away": (lambda x: x * ~MASK, "derivative: value"),
     "a product with 0": (

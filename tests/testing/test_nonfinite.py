@@ -470,6 +470,12 @@ def test_rows_stay_apart_where_elements_of_a_row_are_mixed(mix):
     assert report.first.index == (0,)
 
 
+@pytest.mark.parametrize(("reverse", "blamed"), [(False, (0,)), (True, (2,))])
+def test_a_cumulative_sum_blames_what_lies_on_its_side(reverse, blamed):
+    report = nonfinite_report(lambda x: lax.cumsum(jnp.log(x), reverse=reverse)[1], jnp.array([-1.0, 1.0, -1.0]))
+    assert [source.index for source in report.sources] == [blamed]
+
+
 @pytest.mark.parametrize("mix", [lambda x: jnp.sum(x, -1), lambda x: x @ jnp.ones((3, 2))], ids=["sum", "matmul"])
 def test_second_overflow_of_an_equation_is_found(mix):
     report = nonfinite_report(lambda x: mix(jnp.stack([jnp.log(x[0] - 5), x[1] * 4e37])), ROWS)
