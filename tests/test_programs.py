@@ -86,7 +86,7 @@ NUMBERS = {
     "epsilon of group norm": lambda x, n: masksafe.group_norm(x, 2, epsilon=n / 10),
     "prefix": lambda x, n: attend(x, mask_mod=masksafe.attention_masks.prefix(n)),
 }
-CHANGED_BY_DEFAULT = "scale", "gradient of layer norm", "temperature"
+CHANGED_BY_DEFAULT = "scale", "epsilon of layer norm", "temperature"
 
 
 @pytest.fixture

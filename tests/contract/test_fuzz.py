@@ -94,7 +94,7 @@ def values_of(call, number, dtype, rng):
     """Of the kind that the table has: labels, signs, bits, shares of which some are 0, or any numbers, maybe large."""
     of_table, shape = call.op.args[number], call.shapes[number]
     if call.op.kinds[number] == "label":
-        classes = call.shapes[0][-1] if len(call.mask_shape) > 1 else call.op.classes
+        classes = call.shapes[0][-1] if len(call.mask_shape) > 1 else call.op.classes or of_table.max() + 1
         return rng.integers(classes, size=shape).astype(np.int32)
     if number not in call.op.floats and shape[1:] == of_table.shape[1:]:
         values = of_table[rng.integers(len(of_table), size=shape[0])]
@@ -110,7 +110,7 @@ def values_of(call, number, dtype, rng):
 def polluted(values, hidden, classes, rng):
     kinds = GARBAGE["i" if values.dtype.kind == "i" else "f"]
     chosen = [kinds[i] for i in rng.integers(len(kinds), size=2)]
-    extreme = classes if values.dtype.kind == "i" else float(jnp.finfo(values.dtype).max)
+    extreme = classes or 7 if values.dtype.kind == "i" else float(jnp.finfo(values.dtype).max)
     garbage = np.where(rng.random(values.shape) < 0.5, *(extreme if isinstance(k, str) else k for k in chosen))
     return np.where(hidden, garbage, values).astype(values.dtype)
 

@@ -41,7 +41,8 @@ def tokens_of(texts):
     return [text.generated for text in texts]
 
 
-@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2, 5])
 def test_continuous_batching_gives_the_tokens_of_the_full_forward_pass(trainer, expected, rows):
     generator = generator_of(trainer)
     texts, made = generate(generator, empty_cache(CONFIG, rows, 24), PROMPTS, MOST, CHUNK)
@@ -51,7 +52,6 @@ def test_continuous_batching_gives_the_tokens_of_the_full_forward_pass(trainer, 
     assert generator.advance._cache_size() == 2  # chunks of prompts, and single tokens
 
 
-@pytest.mark.slow
 def test_garbage_in_the_cache_changes_no_bit(trainer):
     generator, logits = generator_of(trainer), []
     for garbage in (0.0, np.nan, np.inf):

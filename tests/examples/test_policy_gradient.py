@@ -81,6 +81,7 @@ def test_both_formulas_are_the_same_on_clean_padding(inputs):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), ours, theirs)
 
 
+@pytest.mark.slow
 def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs):
     effects = {}
     for name, loss in example.LOSSES.items():
