@@ -2,7 +2,7 @@
 
 import definitions
 import numpy as np
-from programs import cotangents_of, direction, each_op, run
+from op_programs import cotangents_of, direction, each_op, run
 from table import OPS
 
 

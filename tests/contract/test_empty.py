@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from programs import each_op, filled, run
+from op_programs import each_op, filled, run
 from table import OPS
 
 

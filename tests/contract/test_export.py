@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from programs import cotangents_of, each_op, function_of_floats, run
+from op_programs import cotangents_of, each_op, function_of_floats, run
 from table import OPS
 
 CALLED_BY_DEFAULT = "mean", "softmax"

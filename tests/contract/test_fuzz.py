@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from programs import each_op, function_of_floats
+from op_programs import each_op, function_of_floats
 from table import OPS, Op
 
 CONFIGURATIONS = 2  # of each op; each is compiled once

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from programs import assert_same_bits, each_op, run
+from op_programs import assert_same_bits, each_op, run
 from table import OPS
 
 import masksafe

@@ -1,7 +1,7 @@
 """Rule 1. What a masked element holds changes no bit of any output or derivative."""
 
 import numpy as np
-from programs import assert_same_bits, cotangents_of, each_op, filled, run
+from op_programs import assert_same_bits, cotangents_of, each_op, filled, run
 from table import OPS
 
 GARBAGE = {

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import assert_same_bits, each_op, function_of_floats, run
+from op_programs import assert_same_bits, each_op, function_of_floats, run
 from table import OPS
 
 from masksafe.testing import nonfinite_report

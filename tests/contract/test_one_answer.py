@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from programs import PLANS, cotangents_of, each_op, filled, function_of_floats, run
+from op_programs import PLANS, cotangents_of, each_op, filled, function_of_floats, run
 from table import OPS
 
 import masksafe

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from programs import PLANS, each_op, function_of_floats
+from op_programs import PLANS, each_op, function_of_floats
 from table import OPS
 
 import masksafe

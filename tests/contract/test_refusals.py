@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from programs import each_op
+from op_programs import each_op
 from table import OPS
 
 

@@ -1,7 +1,7 @@
 """Rule 4. The result is that of the arrays without the masked elements: of a definition that takes them out."""
 
 import numpy as np
-from programs import each_op, run
+from op_programs import each_op, run
 from table import OPS
 
 

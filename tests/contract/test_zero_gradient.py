@@ -1,7 +1,7 @@
 """Rule 2. The gradient with respect to a masked element is exactly 0."""
 
 import numpy as np
-from programs import each_op, filled, run
+from op_programs import each_op, filled, run
 from table import OPS
 
 
