@@ -66,7 +66,7 @@ def assert_nothing_is_gathered(fn, args, specs, all_reduces, rtol=1e-4):
 
 
 def cases():
-    yield "layer norm", "rows"
+    yield form("layer norm", "rows")
     for name in OF_ROWS:
         yield (name, "classes") if name == "l2" else form(name, "classes")
 

@@ -248,7 +248,7 @@ CLEAN = {
 reverse_rule_of_sin.defvjp(lambda x: (jnp.sin(x), x), lambda x, d: (jnp.cos(x) * d,))
 
 
-@pytest.mark.parametrize("name", ["infinities and NaN", "nothing but a key", "empty", "None", "numbers and keys"])
+@pytest.mark.parametrize("name", ["infinities and NaN", "empty", "None"])
 def test_function_that_gives_one_answer_passes(name):
     fn, *args = CLEAN[name]
     assert_consistent(fn, *args, modes=("jit", "vmap, last axis", "jvp", "float64"))
