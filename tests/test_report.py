@@ -44,6 +44,8 @@ def verdict_on(monkeypatch):
         (lambda x, where: masksafe.sum(x, -1, where), Verdict.RIGHT),
         (lambda x, where: jnp.where(where, jnp.sqrt(jnp.abs(x)), 0).sum(-1), Verdict.NAN),
         (lambda x, where: jnp.sum(jnp.nan_to_num(x, posinf=9, neginf=7), -1), Verdict.LEAKS),
+        (lambda x, where: jnp.where(where, x, jnp.isinf(x)).sum(-1), Verdict.LEAKS),
+        (lambda x, where: jnp.where(where, x, x < -1e4).sum(-1), Verdict.LEAKS),
         (lambda x, where: x.sum(-1), Verdict.NAN),
         (lambda x: x, Verdict.REFUSED),
     ],
@@ -112,9 +114,8 @@ def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     assert "does NOT keep its contract" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("peer", "op"), [("optax", "kl_divergence_with"), pytest.param("flax", "layer_norm", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("peer", "op"), [("optax", "kl_divergence_with"), ("flax", "layer_norm")])
 def test_peers_get_the_same_cases(peer, op, capsys):
     assert main(["--peers", peer, "--only", op]) == 0
     out = capsys.readouterr().out
@@ -153,6 +154,7 @@ def mean_by_products():
     return lambda x: (x * live).sum(-1) / live.sum(-1), (X,), {0: live == 0}
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(
     ("case", "status", "verdict"), [("mean_of_rows", 0, "right"), ("mean_by_products", 1, "leaks")]
 )

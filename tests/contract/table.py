@@ -91,7 +91,7 @@ ELEMENTS = RNG.random((ROWS, CLASSES)) < 0.6
 ELEMENTS[1], ELEMENTS[2], ELEMENTS[:, 0] = False, True, [1, 0, 1, 0, 1, 1]
 ELEMENTS[np.arange(ROWS) != 1, LABELS[np.arange(ROWS) != 1]] = True
 COLUMNS = ELEMENTS & (np.arange(CLASSES) != 2)  # an element that is masked in all rows
-POSITIONS = np.concatenate([ELEMENTS, ELEMENTS[::-1] & ELEMENTS.any(1, keepdims=True)], 1)
+SOME_POSITIONS = np.concatenate([ELEMENTS, ELEMENTS[::-1] & ELEMENTS.any(1, keepdims=True)], 1)
 SOME_ROWS = np.array([True, False, True, True, False, True])
 FEATURES, KERNEL, TARGET_FEATURES, TARGET_KERNEL = floats(ROWS, 3), floats(3, 5), floats(ROWS, 2), floats(2, 5)
 PIXELS, TRUTH = floats(3, 4, 3), np.eye(3, dtype=np.float32)[np.array([[0, 1, 0, 2], [1, 1, 2, 0], [2, 1, 0, 1]])]
@@ -350,7 +350,7 @@ OPS = {
     ),
     "triplet_margin_loss": _by_row(losses.triplet_margin_loss, of.triplet, (X, Y, Z), "row, row, row"),
     "ntxent": Op(
-        lambda w, z: losses.ntxent(z, np.arange(ROWS) % 2, where=w),
+        lambda w, z: losses.ntxent(z, jnp.arange(z.shape[0]) % 2, where=w),
         (X,),
         ("row",),
         SOME_ROWS,
@@ -374,7 +374,7 @@ OPS = {
         has_rows=False,
     ),
     "ctc_loss": Op(
-        lambda w, x, y: losses.ctc_loss(x, ~w, y, np.zeros((3, 2), bool)),
+        lambda w, x, y: losses.ctc_loss(x, ~w, y, jnp.zeros_like(y, bool)),
         (FRAMES, TEXTS),
         ("row", "of row"),
         SOME_FRAMES,
@@ -382,7 +382,7 @@ OPS = {
         may_be_unmasked=False,
     ),
     "ctc_loss_with_forward_probs": Op(
-        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, np.zeros((3, 2), bool))[0],
+        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, jnp.zeros_like(y, bool))[0],
         (FRAMES, TEXTS),
         ("row", "of row"),
         SOME_FRAMES,
@@ -491,7 +491,7 @@ OPS = {
         _group_norm_of_positions,
         (TALL, SCALE, BIAS),
         ("row", "whole", "whole"),
-        POSITIONS,
+        SOME_POSITIONS,
         of.group_norm_of_positions,
     ),
     "standardize, statistics": _by_row(

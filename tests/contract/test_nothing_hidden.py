@@ -1,9 +1,13 @@
 """Rule 5. A NaN that is not masked shows in every output that depends on it, and in no other row."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import assert_same_bits, each_op, run
+from program import assert_same_bits, each_op, function_of_floats, run
 from table import OPS
+
+from masksafe.testing import nonfinite_report
 
 
 @each_op()
@@ -23,3 +27,37 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.outputs] for r in (dirty, clean)))
             of_rows = [k for k, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             assert_same_bits(*([np.delete(r.gradients[k], at[0], 0) for k in of_rows] for r in (dirty, clean)))
+
+
+IN_THE_SHORT_RUN = [("softmax", True), ("mean", False)]
+
+
+def of_reports():
+    for key in OPS:
+        for grad in (False, True):
+            marks = [pytest.mark.xdist_group(key)] + [pytest.mark.forms] * ((key, grad) not in IN_THE_SHORT_RUN)
+            yield pytest.param(key, grad, marks=marks, id=f"{key}-{'gradient' if grad else 'value'}")
+
+
+@pytest.mark.parametrize(("key", "grad"), list(of_reports()))
+def test_a_report_blames_a_nan_in_front_of_an_op_on_its_line(key, grad):
+    op = OPS[key]
+    for k, number in enumerate(op.floats):
+        outputs, floats = function_of_floats(op, op.where, op.args)
+
+        def fn(x, start):
+            made = jnp.log(x)
+            return outputs(*floats[:k], made + start, *floats[k + 1 :])  # noqa: B023
+
+        x, start = np.exp(floats[k]), np.zeros_like(floats[k])
+        made_at, given_at = map(tuple, np.argwhere(~op.hides(op.where)[number])[[0, -1]].tolist())
+        is_given = made_at != given_at and op.kinds[number] in ("row", "of row")
+        x[made_at], start[given_at] = -1, np.nan if is_given else 0
+        report = nonfinite_report(fn, x, start, grad=grad)
+        if grad and np.isfinite(jax.grad(lambda x: sum(map(jnp.sum, fn(x, start))))(x)).all():  # noqa: B023
+            assert not report
+            continue
+        assert [(source.primitive, source.index) for source in report.sources] == [("log", made_at)]
+        assert report.first.place.startswith(f"{__file__}:{fn.__code__.co_firstlineno + 1}, in ")
+        assert [text.split("index ")[1] for text in report.arguments] == [str(given_at)] * is_given
+        assert "log" not in [source.primitive for source in report.harmless]

@@ -19,6 +19,7 @@ def assert_the_layer_is_flax_own_but_for_empty_contexts(ours, theirs):
     assert not np.allclose(out[1], expected[1])
 
 
+@pytest.mark.slow
 def test_nnx():
     nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
     layer = attention_in_flax.nnx_layer()
@@ -27,6 +28,7 @@ def test_nnx():
     assert_the_layer_is_flax_own_but_for_empty_contexts(call(layer), call(own))
 
 
+@pytest.mark.slow
 def test_linen():
     linen = pytest.importorskip("flax.linen", reason="flax is not installed")
     layer, own = attention_in_flax.linen_layer(), linen.MultiHeadDotProductAttention(2)
@@ -44,7 +46,8 @@ def test_equinox():
     assert (attention(layer, X[1], CONTEXT[1], mask=MASK[1]) == 0).all()
 
 
-@pytest.mark.parametrize("padding", [float("nan"), *(pytest.param(x, marks=pytest.mark.slow) for x in (1.0, 100.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("padding", [float("nan"), 1.0, 100.0])
 def test_padding_moves_nothing_in_an_empty_context(padding):
     moved, gradient = empty_context.largest_move(empty_context.LIBRARIES["masksafe"], padding)
     assert moved == [0, 0, 0]

@@ -9,6 +9,7 @@ X, WHERE = example.make_batch()
 LIVE = np.asarray(X)[np.asarray(WHERE[..., 0])]
 
 
+@pytest.mark.slow
 def test_nnx_over_devices():
     pytest.importorskip("flax.nnx", reason="flax is not installed")
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))

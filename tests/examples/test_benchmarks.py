@@ -105,6 +105,7 @@ def test_fill_replaces_what_is_between_the_markers():
         results.fill(PAGE, "nobody", "")
 
 
+@pytest.mark.slow
 def test_the_command_measures_draws_and_fills(without_pauses, tmp_path, monkeypatch):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "performance.md").write_text(PAGE)
@@ -118,6 +119,7 @@ def test_the_command_measures_draws_and_fills(without_pauses, tmp_path, monkeypa
     assert {row.size for row in results.read_csv(out / "benchmarks" / "powers.csv")} == {"tiny"}
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_told_and_costs_no_other(without_pauses, tmp_path):
     bad = dataclasses.replace(CASES[0], work="bad", prepare=lambda: 1 / 0)
     options = command.parse([BENCHMARK], ["--quick", "--docs", str(tmp_path)])

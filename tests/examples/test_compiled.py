@@ -28,6 +28,7 @@ def rows():
     return [*both, *fewer, *other, *(dataclasses.replace(row, what="value with gradient") for row in both)]
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_where_only_shapes_are_wanted(monkeypatch):
     lengths_only = types.SimpleNamespace(uniform=lambda low, high, shape: np.ones(shape))
     monkeypatch.setattr(np.random, "default_rng", lambda seed: lengths_only)

@@ -16,6 +16,7 @@ def test_without_checks_the_loss_is_nan_and_stays_so():
     assert bad == ["loss nan"] * 2
 
 
+@pytest.mark.slow
 def test_checks_tell_which_label_is_bad():
     for run in (debug_labels.with_checkify, debug_labels.with_errors):
         good, first, second = run(debug_labels.read_batches())
@@ -25,6 +26,7 @@ def test_checks_tell_which_label_is_bad():
         assert f"called at {debug_labels.__file__}:" in first
 
 
+@pytest.mark.slow
 def test_main_prints_all_three(capsys):
     debug_labels.main()
     printed = capsys.readouterr().out

@@ -26,6 +26,7 @@ def data():
     return language_model.pack(functions, language_model.Vocabulary(functions, CONFIG.vocabulary), CONFIG.length)
 
 
+@pytest.mark.slow
 def test_one_loss_and_no_gradient_for_the_teacher(data):
     teacher = language_model.Trainer(CONFIG)
     distiller, batch = distill.Distiller(STUDENT, teacher, teacher.params), data[:2]

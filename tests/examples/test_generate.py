@@ -41,6 +41,7 @@ def tokens_of(texts):
     return [text.generated for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_continuous_batching_gives_the_tokens_of_the_full_forward_pass(trainer, expected, rows):
     generator = generator_of(trainer)
@@ -61,6 +62,7 @@ def test_garbage_in_the_cache_changes_no_bit(trainer):
     np.testing.assert_array_equal(logits[2], logits[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 12])
 def test_prompts_padded_on_either_side_in_chunks_of_any_size(trainer, expected, left, chunk):
@@ -68,6 +70,7 @@ def test_prompts_padded_on_either_side_in_chunks_of_any_size(trainer, expected, 
     assert following.tolist() == [generated[0] for generated in expected]
 
 
+@pytest.mark.slow
 def test_a_window_with_a_rotating_cache(trainer):
     """Of as many places as the window, and a chunk, need; against one in which nothing is written twice."""
     window = 5
@@ -82,11 +85,13 @@ def test_a_window_with_a_rotating_cache(trainer):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 def test_the_window_matters(trainer, expected):
     narrow, _ = generate(generator_of(trainer, 2), empty_cache(CONFIG, 2, 40), PROMPTS, MOST, CHUNK)
     assert tokens_of(narrow) != expected
 
 
+@pytest.mark.slow
 def test_jax_is_poisoned_by_a_cache_that_is_not_clean(trainer):
     """Why the example cleans it: the day on which this fails, it need not."""
     cache, _ = prefill(generator_of(trainer, of=of_jax), empty_cache(CONFIG, 5, 24), PROMPTS, 12)

@@ -31,6 +31,7 @@ def test_picture(tmp_path):
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_the_model_sees_no_later_character(lines):
     params, batch = example.make_params(jax.random.key(0)), example.draw_batch(lines, np.random.default_rng(1))
     first_half = np.where(np.arange(example.LENGTH) < 32, batch.labels, example.IGNORED)

@@ -38,6 +38,7 @@ def test_the_length_of_arrays_does_not_matter():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_a_case_is_measured_for_each_candidate_and_pass():
     work = measure.Work({"masksafe": jnp.square, "optax": lambda x: x * x + 1, "torch": None}, (jnp.ones(256),))
     case = measure.Case("power", "none", "float32", "large", "256", lambda: work)

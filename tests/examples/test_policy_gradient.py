@@ -56,6 +56,7 @@ def test_reward(docstring, name, expected):
     assert example.reward(docstring, name) == expected
 
 
+@pytest.mark.slow
 def test_names_have_different_lengths_and_one_padded_batch(trainer, batch):
     lengths = batch.mask.sum(1)
     assert 0 in lengths
@@ -64,6 +65,7 @@ def test_names_have_different_lengths_and_one_padded_batch(trainer, batch):
     assert (np.asarray(batch.old_log_probs) == np.asarray(batch.ref_log_probs)).all()
 
 
+@pytest.mark.slow
 def test_a_batch_is_finished_when_it_is_drawn(trainer):
     """No call still reads its arrays, nor computes one of them."""
     batch = trainer.draw(trainer.start, np.random.default_rng(1))
@@ -73,11 +75,13 @@ def test_a_batch_is_finished_when_it_is_drawn(trainer):
     np.testing.assert_array_equal(without.mask[CONFIG.samples :], batch.mask[CONFIG.samples :])
 
 
+@pytest.mark.slow
 def test_both_formulas_are_the_same_on_clean_padding(inputs):
     ours, theirs = (example.gradients_of(loss, CONFIG)(*inputs) for loss in example.LOSSES.values())
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-5), ours, theirs)
 
 
+@pytest.mark.slow
 def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs):
     effects = {}
     for name, loss in example.LOSSES.items():
@@ -88,6 +92,7 @@ def test_garbage_changes_no_bit_of_ours_and_makes_the_other_nan(inputs):
     assert all("NaN" in effect for effect in effects[example.USUAL].values()), effects[example.USUAL]
 
 
+@pytest.mark.slow
 def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
     """At the model that sampled, and without a divergence, nothing is left of the gradient."""
     features, kernel, batch = inputs
@@ -98,6 +103,7 @@ def test_groups_of_equal_rewards_and_without_any_have_no_part(inputs):
     assert not any(np.any(gradient) for gradient in gradients)
 
 
+@pytest.mark.slow
 def test_reward_rises_with_garbage_as_without(trainer):
     clean = trainer.run(example.MASKSAFE, example.leave_clean)
     garbage = trainer.run(example.MASKSAFE, lambda *args: example.leave_garbage(*args, bad_share=0.1))
@@ -105,6 +111,7 @@ def test_reward_rises_with_garbage_as_without(trainer):
     assert example.effect(clean[:2], garbage[:2]) == "the same bits"
 
 
+@pytest.mark.slow
 def test_the_usual_formula_ends_at_the_first_nan(trainer):
     record = trainer.run(example.USUAL, lambda *args: example.leave_garbage(*args, bad_share=0.1))
     assert record.has_ended
@@ -125,6 +132,7 @@ def test_the_sampler_has_the_distribution_of_the_model(trainer):
         np.testing.assert_allclose(found, probabilities, atol=5 * (0.25 / len(characters)) ** 0.5)
 
 
+@pytest.mark.slow
 def test_costs_are_measured(inputs):
     functions = {name: example.gradients_of(loss, CONFIG) for name, loss in example.LOSSES.items()}
     large = example.large_inputs(shortest=1, rows=16, length=32, width=8, vocabulary=8192)

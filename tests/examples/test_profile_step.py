@@ -2,9 +2,11 @@
 
 import jax
 import profile_step
+import pytest
 from profile_step import Event
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_step_has_the_ops_in_forward_and_in_reverse():
     events = profile_step.profile(jax.value_and_grad(profile_step.loss_fn), profile_step.make_arguments(2, 16, 32))
     sums = profile_step.totals(events)

@@ -19,7 +19,7 @@ LABELS = np.arange(8) % 5
 WHERE = np.arange(8) > 2
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.fixture(params=[pytest.param(AxisType.Auto, marks=pytest.mark.forms), AxisType.Explicit], ids=str)
 def split(request):
     """A function that splits the rows of arrays over eight devices."""
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(request.param,))
@@ -37,6 +37,7 @@ def product_with_mask(logits, labels, where):
     return jnp.sum(logits * where[:, None])
 
 
+@pytest.mark.forms
 def test_functions_that_keep_the_promise(split):
     args = split(LOGITS, LABELS, WHERE)
     assert_consistent(mean_loss, *args, modes=("jit", "value_and_grad", "float64"))

@@ -1,0 +1,60 @@
+"""Every op, with its gradients, is exported with symbolic sizes for a CPU and a GPU, whatever platform runs here."""
+
+import jax
+import numpy as np
+import pytest
+from program import cotangents_of, each_op, function_of_floats, run
+from table import OPS
+
+CALLED_BY_DEFAULT = "mean", "softmax"
+
+
+def exported(key):
+    """The op with its gradients, and arrays to call it with."""
+    scope = jax.export.SymbolicScope()
+
+    def symbolic(a):
+        sizes = ",".join(size_of(key, axis, n) for axis, n in enumerate(a.shape))
+        return jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes, scope=scope), a.dtype)
+
+    def value_and_gradients(where, args, cotangents):
+        fn, floats = function_of_floats(OPS[key], where, args)
+        outputs, pull_back = jax.vjp(fn, *floats)
+        return outputs, pull_back(cotangents)
+
+    args = OPS[key].where, OPS[key].args, cotangents_of(key)
+    return jax.export.export(jax.jit(value_and_gradients), platforms=["cpu", "cuda"])(
+        *jax.tree.map(symbolic, args)
+    ), args
+
+
+def size_of(key, axis, n):
+    """A symbol, where the op takes one; of a variant, whose options may be arrays, only the number of rows is one."""
+    name = OPS[key].name
+    is_fixed = n < 3 or (name == "dot_product_attention" and axis == 3) or (key != name and n != len(OPS[key].where))
+    return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
+
+
+@each_op()
+def test_export_with_symbolic_sizes_asks_for_no_platform(key, monkeypatch):
+    for name in ("default_backend", "devices", "local_devices"):
+        monkeypatch.setattr(jax, name, lambda *_, **__: pytest.fail("what an op does is decided when it is lowered"))
+    assert exported(key)[0].platforms == ("cpu", "cuda")
+
+
+def assert_called(key):
+    program, args = exported(key)
+    results = jax.export.deserialize(program.serialize()).call(*args)
+    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(tuple(run(key)[:2])), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
+
+
+@each_op(lambda op: op.name in CALLED_BY_DEFAULT)
+def test_a_program_that_was_read_gives_the_same(key):
+    assert_called(key)
+
+
+@pytest.mark.forms
+@each_op(lambda op: op.name not in CALLED_BY_DEFAULT)
+def test_every_program_that_was_read_gives_the_same(key):
+    assert_called(key)
