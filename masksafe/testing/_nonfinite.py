@@ -7,7 +7,6 @@ source.
 
 import contextlib
 import dataclasses
-import inspect
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -242,10 +241,25 @@ def _note(found: Blame, op: Callable[..., Any] | None) -> str:
     if op is None or not is_written:
         return ""
     written = f"{op.__name__} writes it on purpose"
-    checks_labels = hasattr(inspect.getmodule(op), "check_integer_labels")
-    if not checks_labels or "labels" not in inspect.signature(op).parameters:
+    if op.__name__ not in OF_LABELS:
         return written
     return f'{written}, for a label out of range or at a masked class: masksafe.label_checks("raise") tells which'
+
+
+# The losses whose labels are numbers of classes.
+OF_LABELS = frozenset(
+    [
+        "ctc_loss",
+        "ctc_loss_with_forward_probs",
+        "linear_log_probs",
+        "linear_softmax_cross_entropy",
+        "log_probs",
+        "multiclass_hinge_loss",
+        "multiclass_perceptron_loss",
+        "multiclass_sparsemax_loss",
+        "softmax_cross_entropy_with_integer_labels",
+    ]
+)
 
 
 def _op_of(step: Step) -> Callable[..., Any] | None:

@@ -4,6 +4,7 @@ import pytest
 from table import NO_ROW, OPS
 
 import masksafe
+from masksafe.testing._nonfinite import OF_LABELS
 
 
 @pytest.mark.parametrize("module", [masksafe, masksafe.losses], ids=lambda module: module.__name__)
@@ -16,6 +17,10 @@ def test_nothing_has_both_or_is_gone():
     assert not {op.name for op in OPS.values()} & set(NO_ROW)
     for name in (*(op.name for op in OPS.values()), *NO_ROW):
         assert hasattr(masksafe, name) or hasattr(masksafe.losses, name)
+
+
+def test_reports_of_a_nan_know_the_losses_of_labels():
+    assert {op.name for op in OPS.values() if op.classes} <= OF_LABELS
 
 
 def test_masks_leave_something():
