@@ -368,26 +368,35 @@ def merge(where, outs, lses):
 # Derivatives of a definition, by differences.
 
 
-def derivatives(definition, where, args, floats, cotangents, directions, step=1e-3):
-    """By each of the floats: the gradients of the outputs' sum with cotangents, and their slopes along directions."""
-    args = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in args]
+def derivatives(op, cotangents, directions, step=1e-3):
+    """By each of the floats: the gradients of the outputs' sum with cotangents, and their slopes along directions.
 
-    def total(along, number, index, distance):
+    An element of each row is moved at once, where outputs belong to rows: no other row has a part in them.
+    """
+    args = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args]
+
+    def totals(along, number, index, distance):
+        """Of each row, or of everything."""
         moved = list(args)
-        for i, v in zip(floats, directions, strict=True):
+        for i, v in zip(op.floats, directions, strict=True):
             moved[i] = args[i] + along * step * v
         moved[number] = np.array(moved[number])
         moved[number][index] += distance * step
-        outputs = definition(where, *moved)
-        return sum(np.sum(np.where(np.isfinite(out), out, 0) * c) for out, c in zip(outputs, cotangents, strict=True))
+        terms = [
+            np.where(np.isfinite(x), x, 0) * c for x, c in zip(op.definition(op.where, *moved), cotangents, strict=True)
+        ]
+        if index[0] == slice(None):
+            return sum(x.reshape(len(x), -1).sum(1) for x in terms)
+        return sum(x.sum() for x in terms)
 
-    def slope(along, number, index):
-        return (total(along, number, index, 1) - total(along, number, index, -1)) / (2 * step)
-
-    gradients = [np.zeros(args[i].shape) for i in floats]
-    slopes = [np.zeros(args[i].shape) for i in floats]
-    for gradient, slope_of_gradient, number in zip(gradients, slopes, floats, strict=True):
-        for index in np.ndindex(gradient.shape):
-            gradient[index] = slope(0, number, index)
-            slope_of_gradient[index] = (slope(1, number, index) - slope(-1, number, index)) / (2 * step)
-    return gradients, slopes
+    gradients = {along: [np.zeros(args[i].shape) for i in op.floats] for along in (-1, 1)}
+    for along, of_floats in gradients.items():
+        for gradient, number in zip(of_floats, op.floats, strict=True):
+            by_row = op.has_rows and op.kinds[number] in ("row", "of row")
+            indices = np.ndindex(gradient.shape[1:]) if by_row else np.ndindex(gradient.shape)
+            for index in indices:
+                index = (slice(None), *index) if by_row else index
+                above, below = (totals(along, number, index, distance) for distance in (1, -1))
+                gradient[index] = (above - below) / (2 * step)
+    pairs = list(zip(gradients[-1], gradients[1], strict=True))
+    return [(a + b) / 2 for a, b in pairs], [(b - a) / (2 * step) for a, b in pairs]

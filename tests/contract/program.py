@@ -46,11 +46,15 @@ class Results(NamedTuple):
     reverse_over_reverse: tuple[Any, ...] = ()
 
 
-def each_op(condition: Callable[[Op], Any] = lambda op: True) -> Any:
-    """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once."""
+def each_op(condition: Callable[[Op], Any] = lambda op: True, *, compiles: bool = False) -> Any:
+    """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once.
+
+    A test that compiles others takes the variants of an op, whose keys have a comma, with `-m forms`.
+    """
 
     def marks(key: str) -> list[Any]:
-        return [pytest.mark.xdist_group(key), *[pytest.mark.forms] * (OPS[key].tier == "forms")]
+        is_form = OPS[key].tier == "forms" or (compiles and key != OPS[key].name)
+        return [pytest.mark.xdist_group(key), *[pytest.mark.forms] * is_form]
 
     keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
     return pytest.mark.parametrize("key", keys)

@@ -10,19 +10,14 @@ from table import OPS
 def test_derivatives_are_those_of_the_definition(key):
     op, results, cotangents = OPS[key], run(key), cotangents_of(key)
     directions = [direction(i, op.args[i]) for i in op.floats]
-    gradients, slopes = definitions.derivatives(op.definition, op.where, op.args, op.floats, cotangents, directions)
+    gradients, slopes = definitions.derivatives(op, cotangents, directions)
     for actual, expected in zip(results.gradients, gradients, strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
     for second in (results.forward_over_reverse, results.reverse_over_reverse):
         for actual, expected in zip(second, slopes, strict=True):
             np.testing.assert_allclose(actual, expected, rtol=1e-2, atol=1e-3)
+    for forward, reverse in zip(results.forward_over_reverse, results.reverse_over_reverse, strict=True):
+        np.testing.assert_allclose(forward, reverse, rtol=1e-4, atol=5e-5)
     finite = [np.isfinite(out) for out in results.outputs]
     along = sum(np.vdot(t[f], c[f]) for f, t, c in zip(finite, results.tangents, cotangents, strict=True))
     np.testing.assert_allclose(along, sum(map(np.vdot, gradients, directions)), rtol=1e-3, atol=1e-3)
-
-
-@each_op()
-def test_the_two_modes_agree(key):
-    results = run(key)
-    for forward, reverse in zip(results.forward_over_reverse, results.reverse_over_reverse, strict=True):
-        np.testing.assert_allclose(forward, reverse, rtol=1e-4, atol=5e-5)

@@ -35,7 +35,7 @@ def size_of(key, axis, n):
     return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
 
 
-@each_op()
+@each_op(compiles=True)
 def test_export_with_symbolic_sizes_asks_for_no_platform(key, monkeypatch):
     for name in ("default_backend", "devices", "local_devices"):
         monkeypatch.setattr(jax, name, lambda *_, **__: pytest.fail("what an op does is decided when it is lowered"))
@@ -49,12 +49,12 @@ def assert_called(key):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
 
 
-@each_op(lambda op: op.name in CALLED_BY_DEFAULT)
+@each_op(lambda op: op.name in CALLED_BY_DEFAULT, compiles=True)
 def test_a_program_that_was_read_gives_the_same(key):
     assert_called(key)
 
 
 @pytest.mark.forms
-@each_op(lambda op: op.name not in CALLED_BY_DEFAULT)
+@each_op(lambda op: op.name not in CALLED_BY_DEFAULT, compiles=True)
 def test_every_program_that_was_read_gives_the_same(key):
     assert_called(key)

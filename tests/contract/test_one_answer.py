@@ -30,7 +30,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, **tolerances)
 
 
-@each_op()
+@each_op(compiles=True)
 def test_the_value_alone(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -38,7 +38,7 @@ def test_the_value_alone(key):
     assert_close(outputs, run(key).outputs)
 
 
-@each_op(lambda op: op.may_be_unmasked)
+@each_op(lambda op: op.may_be_unmasked, compiles=True)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -46,7 +46,7 @@ def test_no_mask_is_a_mask_of_nothing(key):
     assert_close(results, run(key, np.ones_like(op.where))[:2])
 
 
-@each_op()
+@each_op(compiles=True)
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
@@ -79,7 +79,7 @@ def test_every_form_of_a_program(key, plan):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=5e-5)
 
 
-@each_op()
+@each_op(compiles=True)
 def test_in_a_vmap(key):
     op = OPS[key]
     moved = tuple(
@@ -95,7 +95,7 @@ def test_in_a_vmap(key):
         assert_close(jax.tree.map(lambda a: a[i], results), run(key, *sample)[:2])  # noqa: B023
 
 
-@each_op(lambda op: op.has_axis)
+@each_op(lambda op: op.has_axis, compiles=True)
 def test_along_another_axis(key):
     op = OPS[key]
     along = lambda kind, a: np.moveaxis(a, -1, 0) if kind == "row" else a  # noqa: E731
@@ -112,7 +112,7 @@ def test_along_another_axis(key):
 OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
 
 
-@each_op(lambda op: len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT)
+@each_op(lambda op: len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT, compiles=True)
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.forms)], ids=str)
 def test_split_over_devices(key, kind):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
@@ -122,7 +122,7 @@ def test_split_over_devices(key, kind):
     with jax.set_mesh(mesh):
         args = put("row", op.where), tuple(map(put, op.kinds, op.args)), cotangents
         program = jax.jit(functools.partial(value_and_gradients, key)).lower(*args).compile()
-        assert_close(program(*args), run(key, plan="one pass")[:2])
+        assert_close(program(*args), run(key)[:2])
     if op.has_rows:
         assert "all-gather" not in program.as_text()
 
@@ -131,7 +131,7 @@ MODES = ("scan", "checkpoint", "transposed", "donated", "sharded", "float64")
 
 
 @pytest.mark.forms
-@each_op()
+@each_op(compiles=True)
 def test_in_every_other_mode(key):
     op, finite = OPS[key], [np.isfinite(out) for out in run(key).outputs]
     fn, floats = function_of_floats(op, op.where, op.args)

@@ -28,7 +28,7 @@ WIDE -= {"multiclass_generalized_dice_loss"}
 WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
 
-@each_op()
+@each_op(compiles=True)
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.forms)])
 def test_16_bits_are_rounded_once(key, dtype):
     op = OPS[key]
@@ -41,7 +41,7 @@ def test_16_bits_are_rounded_once(key, dtype):
         np.testing.assert_allclose(np.float64(actual), expected, rtol=ROUNDINGS * eps, atol=1e-6)
 
 
-@each_op()
+@each_op(compiles=True)
 def test_gradients_have_the_dtypes_of_the_arguments(key):
     op = OPS[key]
     for dtype in ("bfloat16", "float16"):
@@ -51,7 +51,7 @@ def test_gradients_have_the_dtypes_of_the_arguments(key):
         assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
 
 
-@each_op()
+@each_op(compiles=True)
 @pytest.mark.forms
 def test_float64_stays(key):
     op = OPS[key]

@@ -14,11 +14,13 @@ def verdicts():
     return {name: dict(zip(names, column, strict=True)) for name, column in columns.items()}
 
 
+@pytest.mark.slow
 def test_masksafe_is_right_in_every_case(verdicts):
     assert set(verdicts["masksafe"].values()) == {Verdict.RIGHT}
     assert {op for op, _ in verdicts["masksafe"]} == set(fine_tuning.WITH_MASKSAFE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["trl-like", "tunix-like"])
 def test_formulas_that_multiply_by_a_mask_are_not(verdicts, library):
     wrong = {name: verdict for name, verdict in verdicts[library].items() if verdict != Verdict.RIGHT}
