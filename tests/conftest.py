@@ -31,5 +31,20 @@ def choose():
         yield lambda **choices: contexts.enter_context(platforms.chosen(**choices))
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Which process runs a test: tests that share compiled programs run in one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByProgram(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            if file.startswith("tests/contract/"):  # the names end in the op
+                return nodeid.rpartition("-")[2].rpartition("[")[2]
+            return nodeid if file.startswith("tests/platforms/") else file
+
+    return ByProgram(config, log)
+
+
 # The search for doctests would import each conftest.py once more, under a name that they share.
 collect_ignore_glob = ["conftest.py", "*/conftest.py"]

@@ -47,14 +47,13 @@ class Results(NamedTuple):
 
 
 def each_op(condition: Callable[[Op], Any] = lambda op: True, *, compiles: bool = False) -> Any:
-    """Parameters: the keys of those ops. All tests of an op run in one process, which compiles its program once.
+    """Parameters: the keys of those ops, with which the names of tests end.
 
     A test that compiles others takes the variants of an op, whose keys have a comma, with `-m forms`.
     """
 
-    def marks(key: str) -> list[Any]:
-        is_form = OPS[key].tier == "forms" or (compiles and key != OPS[key].name)
-        return [pytest.mark.xdist_group(key), *[pytest.mark.forms] * is_form]
+    def marks(key: str) -> Any:
+        return [pytest.mark.forms] * (OPS[key].tier == "forms" or (compiles and key != OPS[key].name))
 
     keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
     return pytest.mark.parametrize("key", keys)

@@ -62,15 +62,15 @@ def test_the_program_of_accelerators(key):
 IN_PASSES = ("softmax", "layer_norm", "var_mean")
 
 
-def _key_and_plan(key, plan):
+def _plan_and_key(plan, key):
     is_short = plan == "passes" and key in IN_PASSES
-    return pytest.param(key, plan, marks=[pytest.mark.xdist_group(key), *[pytest.mark.forms] * (not is_short)])
+    return pytest.param(plan, key, marks=[pytest.mark.forms] * (not is_short))
 
 
 @pytest.mark.parametrize(
-    ("key", "plan"), [_key_and_plan(key, plan) for key in OPS for plan in PLANS if plan != "blocks"]
+    ("plan", "key"), [_plan_and_key(plan, key) for key in OPS for plan in PLANS if plan != "blocks"]
 )
-def test_every_form_of_a_program(key, plan):
+def test_every_form_of_a_program(plan, key):
     results = run(key, plan=plan)
     garbage = filled(key, OPS[key].where, lambda a: np.nan if a.dtype.kind == "f" else -100)
     jax.tree.map(np.testing.assert_array_equal, run(key, args=garbage, plan=plan), results)
@@ -110,11 +110,28 @@ def test_along_another_axis(key):
 
 
 OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
+# Each of these has another kind of loop.
+LOOPS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
+LOOPS += ("layer_norm", "log_softmax", "var", "linear_softmax_cross_entropy", "linear_kl_divergence")
 
 
-@each_op(lambda op: len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT, compiles=True)
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.forms)], ids=str)
-def test_split_over_devices(key, kind):
+def may_be_split(op):
+    return len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT
+
+
+@each_op(lambda op: may_be_split(op) and op.name in LOOPS, compiles=True)
+def test_split_over_devices(key):
+    assert_split(key, AxisType.Auto)
+
+
+@pytest.mark.forms
+@each_op(may_be_split, compiles=True)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_every_op_split_over_devices(key, kind):
+    assert_split(key, kind)
+
+
+def assert_split(key, kind):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
     spec = lambda kind, a: PartitionSpec(*["rows"][: kind in ("row", "of row", "label")])  # noqa: E731
     put = lambda kind, a: jax.device_put(a, NamedSharding(mesh, spec(kind, a)))  # noqa: E731

@@ -207,7 +207,6 @@ def values_of_richest():
     return jax.device_get(program(static))
 
 
-@pytest.mark.xdist_group("optax")
 @pytest.mark.filterwarnings("ignore:The function convex_kl")
 @pytest.mark.parametrize("name", RICHEST)
 def test_values_are_those_of_optax(name):
