@@ -19,6 +19,7 @@ def test_garbage_changes_no_bit(key):
         for only in (None, *hiding) if len(hiding) > 1 else (None,):
             args = filled(key, op.where, lambda a: GARBAGE[a.dtype.kind][k], only)  # noqa: B023
             assert_same_bits(run(key, args=args), clean)
+    assert_same_bits(run(key, args=filled(key, op.where, np.max)), clean)  # ties with what is not masked
 
 
 @each_op()
