@@ -98,6 +98,13 @@ def function_of_floats(op: Op, where: Any, args: Any, **options: Any) -> tuple[A
     return outputs, tuple(args[i] for i in op.floats)
 
 
+def value_and_gradients(key: str, where: Any, args: Any, cotangents: Any, **options: Any) -> tuple[Any, Any]:
+    """The first two of the `Results`, for other programs than that of `run`."""
+    of_floats, floats = function_of_floats(OPS[key], where, args, **options)
+    outputs, pull_back = jax.vjp(of_floats, *floats)
+    return outputs, pull_back(cotangents)
+
+
 def direction(i: int, x: np.ndarray) -> np.ndarray:
     return np.cos(np.arange(x.size) + i + 1).reshape(x.shape).astype(x.dtype)
 
@@ -119,6 +126,12 @@ def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -
         value = np.asarray(garbage(a) if callable(garbage) else garbage)
         new.append(np.where(hidden, value, a).astype(a.dtype) if only in (None, i) else a)
     return tuple(new)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    """Outputs, and maybe gradients, of two programs."""
+    for a, e in zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(tuple(expected)), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
 
 
 def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> None:

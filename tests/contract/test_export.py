@@ -1,9 +1,10 @@
 """Every op, with its gradients, is exported with symbolic sizes for a CPU and a GPU, whatever platform runs here."""
 
+import functools
+
 import jax
-import numpy as np
 import pytest
-from program import cotangents_of, each_op, function_of_floats, run
+from program import assert_close, cotangents_of, each_op, run, value_and_gradients
 from table import OPS
 
 CALLED_BY_DEFAULT = "mean", "softmax"
@@ -17,15 +18,9 @@ def exported(key):
         sizes = ",".join(size_of(key, axis, n) for axis, n in enumerate(a.shape))
         return jax.ShapeDtypeStruct(jax.export.symbolic_shape(sizes, scope=scope), a.dtype)
 
-    def value_and_gradients(where, args, cotangents):
-        fn, floats = function_of_floats(OPS[key], where, args)
-        outputs, pull_back = jax.vjp(fn, *floats)
-        return outputs, pull_back(cotangents)
-
     args = OPS[key].where, OPS[key].args, cotangents_of(key)
-    return jax.export.export(jax.jit(value_and_gradients), platforms=["cpu", "cuda"])(
-        *jax.tree.map(symbolic, args)
-    ), args
+    step = jax.jit(functools.partial(value_and_gradients, key))
+    return jax.export.export(step, platforms=["cpu", "cuda"])(*jax.tree.map(symbolic, args)), args
 
 
 def size_of(key, axis, n):
@@ -45,8 +40,7 @@ def test_export_with_symbolic_sizes_asks_for_no_platform(key, monkeypatch):
 def assert_called(key):
     program, args = exported(key)
     results = jax.export.deserialize(program.serialize()).call(*args)
-    for actual, expected in zip(jax.tree.leaves(results), jax.tree.leaves(tuple(run(key)[:2])), strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=2e-6)
+    assert_close(results, run(key)[:2])
 
 
 @each_op(lambda op: op.name in CALLED_BY_DEFAULT, compiles=True)

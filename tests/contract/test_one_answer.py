@@ -6,28 +6,22 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from program import PLANS, assert_same_second_derivative, cotangents_of, each_op, filled, function_of_floats, run
+from program import (
+    PLANS,
+    assert_close,
+    assert_same_second_derivative,
+    cotangents_of,
+    each_op,
+    filled,
+    function_of_floats,
+    run,
+    value_and_gradients,
+)
 from table import OPS
 
 import masksafe
 from masksafe._core import platforms
 from masksafe.testing import assert_consistent
-
-
-def value_and_gradients(key, where, args, cotangents, **options):
-    outputs, pull_back = jax.vjp(*_of_floats(OPS[key], where, args, **options))
-    return outputs, pull_back(cotangents)
-
-
-def _of_floats(op, where, args, **options):
-    fn, floats = function_of_floats(op, where, args, **options)
-    return fn, *floats
-
-
-def assert_close(actual, expected):
-    tolerances = {"rtol": 1e-5, "atol": 2e-6}
-    for a, e in zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(tuple(expected)), strict=True):
-        np.testing.assert_allclose(a, e, **tolerances)
 
 
 @each_op(compiles=True)
