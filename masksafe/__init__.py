@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING
 from masksafe import adapters, attention_masks, losses
 from masksafe._core.switches import forward_mode, label_checks, set_label_checks
 from masksafe._reductions import MaskedMean, max, mean, min, sum, value_and_grad_of_mean, var, var_mean
+from masksafe._segments import (
+    segment_log_softmax,
+    segment_logsumexp,
+    segment_max,
+    segment_mean,
+    segment_min,
+    segment_softmax,
+    segment_standardize,
+    segment_sum,
+    segment_var,
+)
 from masksafe._selection import apply_where, mask_where
+from masksafe._sequences import length_mask, next_tokens
 from masksafe._softmax import log_softmax, logsumexp, softmax
 from masksafe.attention import dot_product_attention, merge_attention, undo_zigzag, zigzag
 from masksafe.normalization import batch_norm, group_norm, l2_normalize, layer_norm, rms_norm, standardize
@@ -28,6 +40,7 @@ __all__ = [
     "l2_normalize",
     "label_checks",
     "layer_norm",
+    "length_mask",
     "log_softmax",
     "logsumexp",
     "losses",
@@ -36,7 +49,17 @@ __all__ = [
     "mean",
     "merge_attention",
     "min",
+    "next_tokens",
     "rms_norm",
+    "segment_log_softmax",
+    "segment_logsumexp",
+    "segment_max",
+    "segment_mean",
+    "segment_min",
+    "segment_softmax",
+    "segment_standardize",
+    "segment_sum",
+    "segment_var",
     "set_label_checks",
     "softmax",
     "standardize",

@@ -93,6 +93,11 @@ def as_integer_array(op: str, argument: str, value: Any) -> Array:
 
 
 def as_label_array(op: str, argument: str, value: Any) -> Array:
+    """`value` as an array of class numbers; see `as_index_array`."""
+    return as_index_array(op, argument, value, "For soft labels and one-hot rows use softmax_cross_entropy.")
+
+
+def as_index_array(op: str, argument: str, value: Any, hint: str = "") -> Array:
     """`value` as an array of integers of at least 32 bits, none of which has wrapped round.
 
     With 64-bit types disabled, JAX keeps the low half of a 64-bit integer, which would turn the label 2**32 into 0.
@@ -103,7 +108,6 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
         value = np.clip(value, limits.min, limits.max)
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        hint = "For soft labels and one-hot rows use softmax_cross_entropy."
         raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
     # A narrower dtype may be unable to hold the number of classes, with which labels are compared.
     return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
@@ -118,6 +122,18 @@ def as_number(op: str, argument: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
+
+
+def as_size(op: str, argument: str, value: Any, least: int) -> int:
+    """`value` as an int of at least `least`, known at trace time."""
+    check_is_known(op, argument, value, "an int")
+    try:
+        size = operator.index(value)
+    except TypeError as error:
+        raise TypeError(message(op, argument, _describe_type(value), "an int")) from error
+    if size < least:
+        raise ValueError(message(op, argument, f"value {size}", f"an int of at least {least}"))
+    return size
 
 
 def as_bool(op: str, argument: str, value: Any) -> bool:

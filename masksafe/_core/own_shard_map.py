@@ -8,6 +8,7 @@ The dimensions of an op have names. A `jax.sharding.PartitionSpec` of these name
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ from jax.experimental import checkify
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core import call_site, switches
-from masksafe._core.sharding import has_symbolic_size, is_sharded
+from masksafe._core.sharding import Devices, has_symbolic_size, is_sharded
 from masksafe._core.typing import Array, Tree
 
 Axes = tuple[str, ...]  # of a mesh
@@ -134,3 +135,21 @@ def on_own_devices(fn: Callable[..., Tree], args: Any, names: Any, names_of_resu
 def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
     return switches.label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None
+
+
+def along_devices(
+    fn: Callable[..., Tree],
+    devices: Devices,
+    args: Any,
+    names: Any,
+    names_of_results: Any,
+    along: tuple[str, ...],
+) -> Tree:
+    """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`.
+
+    If explicit axes of a mesh split these, the devices are those of the axes.
+    """
+    split = split_of(args, names)
+    if split is None:
+        return fn(devices, *args)
+    return split.map(functools.partial(fn, Devices(split.axes(*along) or None)), args, names, names_of_results)

@@ -1,4 +1,4 @@
-"""The wide dtypes, in which sums are accumulated."""
+"""The wide dtypes, in which sums are accumulated, and the limits of a dtype."""
 
 from typing import Any
 
@@ -21,3 +21,12 @@ def widened(x: Array) -> Array:
 def float_dtype(dtype: Any) -> Any:
     """`dtype` if it is inexact, and JAX's default float for integers and booleans."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def limits(dtype: Any) -> tuple[Any, Any]:
+    """The lowest and the highest number of a real dtype; infinite ones of floats."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -jnp.inf, jnp.inf
+    if dtype == jnp.bool_:
+        return False, True
+    return int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)

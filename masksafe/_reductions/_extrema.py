@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import arguments, masks, unfolded
+from masksafe._core import arguments, masks, precision, unfolded
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
@@ -108,21 +108,14 @@ def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) ->
 
 
 def _evaluate(how: Reduction, x: Array, where: Array | None) -> Array:
-    reduce, of_nothing = jnp.max if how.op == "max" else jnp.min, _of_nothing(how.op, x.dtype)
+    lowest, highest = precision.limits(x.dtype)
+    reduce, of_nothing = (jnp.max, lowest) if how.op == "max" else (jnp.min, highest)
     x = masks.selected(x, where, of_nothing)
     local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
     if not how.devices.are_many:
         return local
     of_devices = how.devices.gathered(local)
     return _or_nan(reduce(of_devices, 0), of_devices, 0)
-
-
-def _of_nothing(op: str, dtype: Any) -> Any:
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if op == "max" else jnp.inf
-    if dtype == jnp.bool_:
-        return op == "min"
-    return int(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max)
 
 
 def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Array:

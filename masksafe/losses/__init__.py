@@ -28,12 +28,14 @@ from masksafe.losses._margin import (
 from masksafe.losses._poly_loss import poly_loss_cross_entropy
 from masksafe.losses._ranking import ranking_softmax_loss
 from masksafe.losses._regression import cosine_distance, cosine_similarity, huber_loss, l2_loss, log_cosh, squared_error
+from masksafe.losses._routers import RouterStatistics, load_balancing_loss, router_z_loss
 from masksafe.losses._segmentation import binary_dice_loss, dice_loss, multiclass_generalized_dice_loss
 from masksafe.losses._self_supervised import ntxent, triplet_margin_loss
 from masksafe.losses._sigmoid import sigmoid_binary_cross_entropy, sigmoid_focal_loss
 from masksafe.losses._smoothing import smooth_labels
 
 __all__ = [
+    "RouterStatistics",
     "binary_dice_loss",
     "convex_kl_divergence",
     "cosine_distance",
@@ -51,6 +53,7 @@ __all__ = [
     "linear_kl_divergence_with_top_k_targets",
     "linear_log_probs",
     "linear_softmax_cross_entropy",
+    "load_balancing_loss",
     "log_cosh",
     "log_probs",
     "make_fenchel_young_loss",
@@ -62,6 +65,7 @@ __all__ = [
     "perceptron_loss",
     "poly_loss_cross_entropy",
     "ranking_softmax_loss",
+    "router_z_loss",
     "safe_softmax_cross_entropy",
     "sigmoid_binary_cross_entropy",
     "sigmoid_focal_loss",

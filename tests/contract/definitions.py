@@ -306,6 +306,36 @@ def l2_normalize(x):
     return x / np.sqrt(np.sum(x**2))
 
 
+# Segments of the rows [rows, columns], column by column; and tokens of a router.
+
+
+def by_segment(formula, number, nothing=0.0, keeps_row=False):
+    """As `by_row`, of what is left in each column of the rows of a segment; the last argument has their numbers."""
+
+    def definition(where, *args):
+        *arrays, ids = args
+        where = np.broadcast_to(where.reshape(len(ids), -1), arrays[0].shape)
+        out = np.full(arrays[0].shape if keeps_row else (number, *arrays[0].shape[1:]), nothing)
+        for s, column in itertools.product(range(number), range(arrays[0].shape[1])):
+            left = (ids == s) & where[:, column]
+            if left.any():
+                parts = (np.broadcast_to(a.reshape(len(ids), -1), where.shape)[left, column] for a in arrays)
+                out[(left, column) if keeps_row else (s, column)] = formula(*parts)
+        return (out,)
+
+    return definition
+
+
+def load_balance(where, p, indices):
+    """Of tokens [tokens] with assignments [tokens, k], of which -1 is none."""
+    experts = p.shape[1]
+    assigned = indices[where][indices[where] >= 0]
+    if not len(assigned):
+        return (np.zeros(()),)
+    shares = np.bincount(assigned, minlength=experts) / len(assigned)
+    return (experts * np.sum(shares * p[where].mean(0)),)
+
+
 def batch_norm(where, x, scale, bias):
     """Of features [features, batch]: the result, and the moments."""
     rows = by_row(lambda x, scale, bias: standardize(x) * scale + bias, ("row", "of row", "of row"), keeps_row=True)

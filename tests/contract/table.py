@@ -98,6 +98,9 @@ PIXELS, TRUTH = floats(3, 4, 3), np.eye(3, dtype=np.float32)[np.array([[0, 1, 0,
 SOME_PIXELS = np.array([[1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 0]], bool)
 FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 1]], bool)
 TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
+# Rows of segments: of the second only what is masked is left, the others are empty. Experts of tokens; -1 is dropped.
+SEGMENT_IDS, SEGMENTS_OF_ROWS = np.array([0, 1, 2, 0, 2, 0], np.int32), 5
+EXPERTS = np.array([[0, 1], [2, 3], [3, -1], [1, 0], [0, 2], [2, 1]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
 
 # Of attention. Query 0 of the first sample sees no key, no query sees its key 2, and each kind of mask hides a pair
@@ -167,6 +170,34 @@ def _of_labels(name: str, formula: Callable[..., Any], where: np.ndarray = ELEME
 
 def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
     return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
+
+
+def _of_segments(
+    name: str,
+    formula: Callable[..., Any],
+    nothing: float = 0.0,
+    keeps_row: bool = False,
+    where: np.ndarray = ELEMENTS,
+    weights: np.ndarray | None = None,
+    **others: Any,
+) -> Op:
+    options = others.pop("options", {})
+
+    def call(w: Any, x: Any, *more: Any) -> Any:
+        weighted = {} if weights is None else {"weights": more[0]}
+        return getattr(masksafe, name)(x, more[-1], SEGMENTS_OF_ROWS, where=w, **weighted, **options)
+
+    kind = "row" if weights is None or weights.ndim > 1 else "of row"
+    return Op(
+        call,
+        (X, SEGMENT_IDS) if weights is None else (X, weights, SEGMENT_IDS),
+        ("row", "label") if weights is None else ("row", kind, "label"),
+        where,
+        of.by_segment(formula, SEGMENTS_OF_ROWS, nothing, keeps_row),
+        nothing=(nothing,),
+        has_rows=False,
+        **others,
+    )
 
 
 def _attention_over(
@@ -551,6 +582,33 @@ OPS = {
         lambda w, x: (x[w].sum() / max(1, w.sum()),),
         has_rows=False,
     ),
+    "segment_sum": _of_segments("segment_sum", np.sum),
+    "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS),
+    "segment_mean": _of_segments("segment_mean", np.mean),
+    "segment_var": _of_segments("segment_var", np.var),
+    "segment_var, rows": _of_segments("segment_var", np.var, where=SOME_ROWS),
+    "segment_max": _of_segments("segment_max", np.max, -np.inf),
+    "segment_min": _of_segments("segment_min", np.min, np.inf),
+    "segment_logsumexp": _of_segments("segment_logsumexp", of.logsumexp, -np.inf),
+    "segment_softmax": _of_segments("segment_softmax", of.softmax, keeps_row=True),
+    "segment_softmax, rows": _of_segments("segment_softmax", of.softmax, keeps_row=True, where=SOME_ROWS),
+    "segment_log_softmax": _of_segments("segment_log_softmax", of.log_softmax, -np.inf, keeps_row=True),
+    "segment_standardize": _of_segments("segment_standardize", of.standardize, keeps_row=True),
+    "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
+    "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
+    "segment_mean, weights of rows": _of_segments(
+        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=WEIGHTS[:, 0], tier="forms"
+    ),
+    "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS),
+    "load_balancing_loss": Op(
+        lambda w, p, indices: losses.load_balancing_loss(p, indices, where=w),
+        (P, EXPERTS),
+        ("row", "row"),
+        SOME_ROWS,
+        of.load_balance,
+        has_rows=False,
+    ),
+    "router_z_loss": _by_row(losses.router_z_loss, lambda x: of.logsumexp(x) ** 2, (X,), "row"),
     "mask_where": Op(
         lambda w, x: masksafe.mask_where(~w, x, np.zeros((), x.dtype)),
         (X,),
@@ -590,11 +648,14 @@ OPS = {
 OPS = {key: op._replace(name=key.split(",")[0]) for key, op in OPS.items()}
 
 NO_ROW = {
+    "RouterStatistics": "the parts of load_balancing_loss",
     "adapters": "modules of other libraries around dot_product_attention",
     "attention_masks": "masks for dot_product_attention",
     "forward_mode": "a switch",
     "label_checks": "a switch",
+    "length_mask": "a mask of lengths",
     "losses": "a module",
+    "next_tokens": "labels and masks of tokens, which have no gradient",
     "safe_softmax_cross_entropy": "softmax_cross_entropy, without a mask",
     "set_label_checks": "a switch",
     "testing": "a module",

@@ -1,0 +1,134 @@
+"""The arguments that all segment ops share, and how they are computed on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, unfolded
+from masksafe._core.typing import Array, jitted
+
+
+class Segments(NamedTuple):
+    """What rows are divided into. It is static."""
+
+    op: str
+    number: int
+    rows_are_sorted: bool
+    devices: sharding.Devices  # each has some rows, and gets all segments
+    epsilon: float = 0.0  # of segment_standardize
+
+
+class Rows(NamedTuple):
+    """To which segment each row belongs, which of its elements are left, and how much they count."""
+
+    ids: Array  # [N]; a row whose id is out of range is masked
+    where: Array | None  # at the rank of the data; what else is masked, or None
+    weights: Array | None = None  # at that rank, of rows or of elements; wide, and 0 where masked
+
+    def live(self, segments: Segments, ndim: int) -> Array:
+        """Which elements are unmasked, `[N, ...]` at this rank."""
+        in_range = ((self.ids >= 0) & (self.ids < segments.number)).reshape(-1, *[1] * (ndim - 1))
+        return in_range if self.where is None else in_range & self.where
+
+
+Formula = Callable[[Segments, Array, Rows], Array]
+
+
+def compute(
+    op: str,
+    formula: Formula,
+    data: Array,
+    segment_ids: Any,
+    num_segments: Any,
+    where: Any,
+    indices_are_sorted: Any,
+    axis_name: Any,
+    weights: Any = None,
+    *,
+    is_like_data: bool = False,
+    epsilon: float = 0.0,
+) -> Array:
+    """The result of a formula, `[num_segments, ...]`, or of the shape of the data."""
+    if data.ndim == 0:
+        raise ValueError(arguments.message(op, "data", "shape ()", "an array of rank 1 or more"))
+    ids = arguments.as_index_array(op, "segment_ids", segment_ids)
+    if ids.shape != data.shape[:1]:
+        found, expected = f"shape {ids.shape}", f"shape {data.shape[:1]}, the first axis of data {data.shape}"
+        raise ValueError(arguments.message(op, "segment_ids", found, expected))
+    where = None if where is None else _at_rank_of(op, "where", masks.as_mask(op, "where", where), data)
+    if weights is not None:
+        weights = _at_rank_of(op, "weights", arguments.as_real_array(op, "weights", weights), data)
+    of_rows = None if where is None else unfolded.any_of(where, tuple(range(1, where.ndim)))
+    number = _as_number(op, num_segments, ids, of_rows)
+    _check_ids(op, ids, of_rows, number)
+    devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
+    segments = Segments(op, number, arguments.as_bool(op, "indices_are_sorted", indices_are_sorted), devices, epsilon)
+    return _on_devices(segments, formula, is_like_data, data, ids, where, weights)
+
+
+def _at_rank_of(op: str, argument: str, value: Array, data: Array) -> Array:
+    """An array of rows or of elements, `[N, ...]` at the rank of the data."""
+    if value.ndim == data.ndim:
+        arguments.check_broadcasts_to(op, argument, value.shape, data.shape, "data")
+        return jnp.broadcast_to(value, (*data.shape[:1], *value.shape[1:]))
+    if value.shape != data.shape[:1]:
+        expected = f"shape {data.shape[:1]}, for rows, or one that broadcasts to {data.shape}, the shape of data"
+        raise ValueError(arguments.message(op, argument, f"shape {value.shape}", expected))
+    return value.reshape(-1, *[1] * (data.ndim - 1))
+
+
+def _as_number(op: str, num_segments: Any, ids: Array, where: Array | None) -> int:
+    if num_segments is not None:
+        return arguments.as_size(op, "num_segments", num_segments, 0)
+    live = masks.selected(ids, where, -1)
+    if isinstance(live, jax.core.Tracer):
+        found, hint = "None, where segment_ids is a traced array", "Pass the number of segments."
+        raise TypeError(arguments.message(op, "num_segments", found, "an int", hint))
+    return int(jnp.max(live, initial=-1)) + 1
+
+
+def _check_ids(op: str, ids: Array, where: Array | None, number: int) -> None:
+    """Reports ids out of range, but for those that stand for padding: -1, and the number of segments."""
+    is_valid = lambda ids: (ids >= -1) & (ids <= number)  # noqa: E731
+    otherwise = f"outside [0, {number}), and neither -1 nor {number}"
+    label_checks.check_elements(op, ids, ids.shape, where, is_valid, otherwise, "segment_ids")
+
+
+@jitted(0, 1, 2)
+def _on_devices(
+    segments: Segments,
+    formula: Formula,
+    is_like_data: bool,
+    data: Array,
+    ids: Array,
+    where: Array | None,
+    weights: Array | None,
+) -> Array:
+    """The formula, of all devices if explicit axes of a mesh split the data."""
+
+    def result(devices: sharding.Devices, data: Array, *others: Any) -> Array:
+        here = segments._replace(devices=devices)
+        return formula(here, data, _rows(here, data, *others))
+
+    columns = [str(axis) for axis in range(1, data.ndim)]
+    names, args = PartitionSpec("rows", *columns), (data, ids, where, weights)
+    names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
+    names_of_result = names if is_like_data else PartitionSpec(None, *columns)
+    return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
+
+
+def _rows(segments: Segments, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Rows:
+    if weights is not None:
+        live = Rows(ids, where).live(segments, data.ndim)
+        wide = masks.selected(precision.widened(weights), live)
+        # As everywhere: an element of weight 0 takes no part, even if it is NaN, and a negative weight is NaN.
+        return Rows(ids, live & ((wide != 0) | jnp.isfinite(data)), jnp.where(wide < 0, jnp.nan, wide))
+    if where is None or segments.rows_are_sorted or not masks.masks_rows(where, tuple(range(1, where.ndim))):
+        return Rows(ids, where)
+    # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
+    return Rows(jnp.where(where.reshape(-1), ids, segments.number), None)

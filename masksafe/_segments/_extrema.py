@@ -1,0 +1,179 @@
+"""The largest and the smallest of the unmasked rows of each segment."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import masks, platforms, precision
+from masksafe._core.arguments import as_real_array
+from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.public_op import public_op
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._segments._arguments import Rows, Segments, compute
+from masksafe._segments._moves import combined, of_rows, sums
+
+
+@public_op
+def segment_max(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The largest unmasked element of each segment; -inf of nothing.
+
+    .. math:: y_s = \max_{i : \text{id}_i = s, \; \text{where}_i} x_i
+
+    Args:
+      data: a real array `[N, ...]`.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices, and each gets all of them.
+
+    Returns:
+      The maxima `[num_segments, ...]`, of the dtype of `data`; of nothing -inf, or the lowest integer. A NaN shows in
+      its own segment alone. Equal largest elements share the gradient, which is exactly 0 at masked ones.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 2.0, 4.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_max(x, ids, 3))
+      [  1. -inf   4.]
+
+    References:
+      `jax.ops.segment_max <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_max.html>`_, which it replaces.
+    """
+    data, op = as_real_array("segment_max", "data", data), "segment_max"
+    return compute(op, _extremum, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+
+
+@public_op
+def segment_min(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The smallest unmasked element of each segment; +inf of nothing.
+
+    .. math:: y_s = \min_{i : \text{id}_i = s, \; \text{where}_i} x_i
+
+    Args:
+      data: a real array `[N, ...]`.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices, and each gets all of them.
+
+    Returns:
+      The minima `[num_segments, ...]`, of the dtype of `data`; of nothing +inf, or the highest integer. A NaN shows in
+      its own segment alone. Equal smallest elements share the gradient, which is exactly 0 at masked ones.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 2.0, 4.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_min(x, ids, 3))
+      [ 1. inf  2.]
+
+    References:
+      `jax.ops.segment_min <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_min.html>`_, which it replaces.
+    """
+    data, op = as_real_array("segment_min", "data", data), "segment_min"
+    return compute(op, _extremum, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+
+
+def _extremum(segments: Segments, x: Array, rows: Rows) -> Array:
+    return (_of_floats if jnp.issubdtype(x.dtype, jnp.floating) else _evaluate)(segments, x, rows)
+
+
+def _evaluate(segments: Segments, x: Array, rows: Rows) -> Array:
+    is_max, devices = segments.op == "segment_max", segments.devices
+    lowest, highest = precision.limits(x.dtype)
+    scatter, of_nothing = (lax.scatter_max, lowest) if is_max else (lax.scatter_min, highest)
+    x = masks.selected(x, rows.where, of_nothing)
+    on_device = lambda x, start: combined(scatter, segments, rows.ids, x, start)  # noqa: E731
+    of_devices = lax.pmax if is_max else lax.pmin
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        extremum = on_device(x, of_nothing)
+        return (
+            of_devices(extremum.astype(jnp.int32) if x.dtype == bool else extremum, devices.axis_name).astype(x.dtype)
+            if devices.are_many
+            else extremum
+        )
+
+    def elsewhere(x: Array) -> Array:
+        return _of_order(on_device(_order(x, is_max), _order(jnp.asarray(of_nothing, x.dtype), is_max)), x.dtype)
+
+    extremum = platforms.on_cpu_or_elsewhere(lambda x: on_device(x, of_nothing), elsewhere, x)
+    if not devices.are_many:
+        return extremum
+    return _of_order(of_devices(_order(extremum, is_max), devices.axis_name), x.dtype)
+
+
+# Floats as integers of the same order. GPUs find extrema of integers at once, and no order of a NaN is undefined.
+
+
+def _order(x: Array, nan_is_highest: bool) -> Array:
+    bits = lax.bitcast_convert_type(widened(x), jnp.int64 if x.dtype.itemsize == 8 else jnp.int32)
+    limits = jnp.iinfo(bits.dtype)
+    order = jnp.where(bits < 0, bits ^ limits.max, bits)
+    return jnp.where(jnp.isnan(x), limits.max if nan_is_highest else limits.min, order)
+
+
+def _of_order(order: Array, dtype: Any) -> Array:
+    """The float; both the highest and the lowest integer are the bits of a NaN."""
+    bits = jnp.where(order < 0, order ^ jnp.iinfo(order.dtype).max, order)
+    return lax.bitcast_convert_type(bits, wide_dtype(dtype)).astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _of_floats(segments: Segments, x: Array, rows: Rows) -> Array:
+    return _evaluate(segments, x, rows)
+
+
+@_of_floats.defjvp
+def _derivative(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
+    x, rows = primals
+    live, extremum = rows.live(segments, x.ndim), _of_floats(segments, x, rows)
+    of_row = of_rows(rows.ids, extremum)
+    takes_part = live & ((x == of_row) | jnp.isnan(of_row))
+    number = sums(segments, rows, takes_part.astype(jnp.int32))
+    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
+    moved = sums(segments, rows, widened(masks.selected(tangents[0], takes_part)))
+    return extremum, (moved * share).astype(x.dtype)

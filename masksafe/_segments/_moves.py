@@ -1,0 +1,90 @@
+"""The two moves of which segment ops are made: from rows to their segments, and back.
+
+XLA leaves out what a scatter would put out of range, so that a row whose id is masked needs no selection. Indices are
+not counted from the end, as `jax.numpy` does for negative ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import masks, scaling, unfolded
+from masksafe._core.precision import widened
+from masksafe._core.row_moments import nonzero_divisor, weighted
+from masksafe._core.typing import Array
+from masksafe._segments._arguments import Rows, Segments
+
+
+def combined(scatter: Callable[..., Array], segments: Segments, ids: Array, x: Array, start: Any) -> Array:
+    """The rows of `x` combined by their ids, `[segments, ...]`, on this device."""
+    dimensions = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, x.ndim)), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+    of_nothing = jnp.broadcast_to(jnp.asarray(start, x.dtype), (segments.number, *x.shape[1:]))
+    options = {"indices_are_sorted": segments.rows_are_sorted, "mode": lax.GatherScatterMode.FILL_OR_DROP}
+    return scatter(of_nothing, ids[:, None], x, dimensions, **options)
+
+
+def sums(segments: Segments, rows: Rows, x: Array) -> Array:
+    """The sum of the unmasked elements of each segment, over all devices."""
+    return segments.devices.sum(combined(lax.scatter_add, segments, rows.ids, masks.selected(x, rows.where), 0))
+
+
+def weighted_sums(segments: Segments, rows: Rows, x: Array) -> Array:
+    """The same of elements with weights; `x` is wide."""
+    return sums(segments, rows, weighted(masks.selected(x, rows.where), rows.weights))
+
+
+def total_weights(segments: Segments, rows: Rows, ndim: int) -> Array:
+    """The sum of the weights of each segment; without weights, the number of its unmasked elements.
+
+    It is `[segments, ...]` at this rank, where the other sizes are 1 or those of the mask or the weights.
+    """
+    if rows.weights is not None:
+        return segments.devices.sum(combined(lax.scatter_add, segments, rows.ids, rows.weights, 0))
+    counted = jnp.ones((rows.ids.shape[0], *[1] * (ndim - 1)), bool) if rows.where is None else rows.where
+    # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
+    start = unfolded.unknown(0, jnp.int32)
+    return segments.devices.sum(combined(lax.scatter_add, segments, rows.ids, counted.astype(jnp.int32), start))
+
+
+def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
+    """The weighted sum over the sum of the weights; 0 of nothing."""
+    divide = jnp.divide if rows.weights is None else scaling.quotient
+    average = divide(total, nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype))
+    return (
+        average if rows.weights is None else jnp.where(weight == 0, 0, average)
+    )  # with a gradient of 0 by the weights
+
+
+def of_rows(ids: Array, values: Array) -> Array:
+    """Of each row the value of its segment; 0 for ids out of range."""
+    if values.shape[0] == 0:  # JAX does not index an array of nothing
+        values = jnp.pad(values, [(0, 1), *[(0, 0)] * (values.ndim - 1)])
+    dimensions = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
+    )
+    sizes, mode = (1, *values.shape[1:]), lax.GatherScatterMode.FILL_OR_DROP
+    return lax.gather(values, ids[:, None], dimensions, sizes, mode=mode, fill_value=0)
+
+
+def unmasked_element(segments: Segments, rows: Rows, x: Array) -> Array:
+    """An unmasked element of each segment, in the wide dtype, and the average of these over devices; 0 of nothing."""
+    number = jnp.arange(rows.ids.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
+    live = rows.live(segments, x.ndim)
+    last = combined(lax.scatter_max, segments, rows.ids, jnp.where(live, number, -1), -1)
+    if all(n == 1 for n in last.shape[1:]):
+        found = of_rows(last.reshape(-1), x)
+    else:
+        last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
+        found = jnp.take_along_axis(x, jnp.maximum(last, 0), 0)
+    found = widened(masks.selected(found, last >= 0))
+    if not segments.devices.are_many:
+        return found
+    has_one = (last >= 0).astype(found.dtype)
+    share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
+    return segments.devices.sum(found * share)

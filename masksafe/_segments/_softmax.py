@@ -1,0 +1,261 @@
+"""The softmax over the unmasked rows of each segment, its logarithm, and the logarithm of its sum."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.arguments import as_promoted_float_array
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.masks import selected
+from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
+from masksafe._core.row_moments import nonzero_divisor
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._segments._arguments import Rows, Segments, compute
+from masksafe._segments._moves import combined, of_rows, sums
+
+
+@public_op
+def segment_logsumexp(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The logarithm of the sum of the exponentials of each segment; -inf of nothing.
+
+    .. math:: y_s = \log \sum_{i : \text{id}_i = s, \; \text{where}_i} e^{x_i}
+
+    Args:
+      data: floats `[N, ...]`; integers become floats.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices, and each gets all of them.
+
+    Returns:
+      The logarithms `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are computed in float32 and
+      rounded once. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 2.0, 2.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_logsumexp(x, ids, 3).round(4))
+      [1.       -inf 2.6931]
+
+    References:
+      `jax.nn.logsumexp <https://docs.jax.dev/en/latest/_autosummary/jax.nn.logsumexp.html>`_, for rows.
+    """
+    op = "segment_logsumexp"
+    data = as_promoted_float_array(op, "data", data)
+    return compute(op, _logsumexp, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+
+
+@public_op
+def segment_softmax(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The softmax over the unmasked rows of each segment; 0 at the masked ones.
+
+    .. math:: p_i = \frac{e^{x_i}}{\sum_{j : \text{id}_j = \text{id}_i, \; \text{where}_j} e^{x_j}}
+
+    Args:
+      data: floats `[N, ...]`, such as the logits `[edges, heads]` of an attention over a graph; integers become floats.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices; each gets its own rows.
+
+    Returns:
+      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. The
+      unmasked elements of a segment are NaN if one of them is NaN or +inf, or if all of them are -inf; no other segment
+      is. The gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 2.0, 2.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_softmax(x, ids, 3))
+      [1.  0.5 0.5 0. ]
+
+    References:
+      `jraph.segment_softmax <https://github.com/google-deepmind/jraph>`_, which it replaces.
+    """
+    op = "segment_softmax"
+    data = as_promoted_float_array(op, "data", data)
+    return compute(
+        op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, is_like_data=True
+    )
+
+
+@public_op
+def segment_log_softmax(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The logarithm of the softmax over the unmasked rows of each segment; -inf at the masked ones.
+
+    .. math:: \log p_i = x_i - \log \sum_{j : \text{id}_j = \text{id}_i, \; \text{where}_j} e^{x_j}
+
+    Args:
+      data: floats `[N, ...]`; integers become floats.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices; each gets its own rows.
+
+    Returns:
+      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. The
+      logarithm of a probability close to 1 keeps its digits, and so does its gradient. The unmasked elements of a
+      segment are NaN if one of them is NaN or +inf, or if all of them are -inf; no other segment is. The gradient with
+      respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 2.0, 2.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_log_softmax(x, ids, 3).round(4))
+      [ 0.     -0.6931 -0.6931    -inf]
+
+    References:
+      `jax.nn.log_softmax <https://docs.jax.dev/en/latest/_autosummary/jax.nn.log_softmax.html>`_, for rows.
+    """
+    op = "segment_log_softmax"
+    data = as_promoted_float_array(op, "data", data)
+    return compute(
+        op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, is_like_data=True
+    )
+
+
+def _largest(segments: Segments, x: Array, rows: Rows) -> Array:
+    """The largest unmasked element of each segment, in the wide dtype; -inf of nothing. It is a constant."""
+    x = lax.stop_gradient(selected(x, rows.where, -jnp.inf))
+    largest = widened(combined(lax.scatter_max, segments, rows.ids, x, -jnp.inf))
+    return segments.devices.max(largest)
+
+
+def _below_largest(segments: Segments, x: Array, rows: Rows, largest: Array) -> Array:
+    """The difference from the largest of the segment; -inf where masked."""
+    return selected(widened(x) - of_rows(rows.ids, largest), rows.live(segments, x.ndim), -jnp.inf)
+
+
+def _logsumexp(segments: Segments, x: Array, rows: Rows) -> Array:
+    largest = _largest(segments, x, rows)
+    limit = float(jnp.finfo(largest.dtype).max)
+    shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
+    total = sums(segments, rows, jnp.exp(_below_largest(segments, x, rows, shift)))
+    result = jnp.where(total == 0, -jnp.inf, shift + jnp.log(nonzero_divisor(total)))
+    return result.astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
+    exps = jnp.exp(_below_largest(segments, x, rows, _largest(segments, x, rows)))
+    total = nonzero_divisor(sums(segments, rows, exps))
+    probs = selected(exps / of_rows(rows.ids, total), rows.live(segments, x.ndim))
+    return probs.astype(x.dtype)
+
+
+@_softmax.defjvp
+def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    probs = _softmax(segments, x, rows)
+    moved = widened(probs) * widened(selected(tangents[0], live))
+    d_probs = moved - widened(probs) * of_rows(rows.ids, sums(segments, rows, moved))
+    return probs, selected(d_probs, live).astype(x.dtype)
+
+
+def _log_softmax_by_rules(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array]:
+    """As below, in a form that JAX differentiates to any order."""
+    below = _below_largest(segments, x, rows, _largest(segments, x, rows))
+    log_sum = jnp.log(nonzero_divisor(sums(segments, rows, jnp.exp(below))))
+    return _less(segments, rows, below, log_sum).astype(x.dtype), log_sum
+
+
+@with_derivatives_of(_log_softmax_by_rules)
+def _log_softmax_with_sum(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array]:
+    """The logarithms, and those of the sums of the exponentials of the differences from the largest.
+
+    The largest, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
+    """
+    below = _below_largest(segments, x, rows, _largest(segments, x, rows))
+    others = sums(segments, rows, jnp.where(below == 0, 0, jnp.exp(below)))
+    number = sums(segments, rows, (below == 0).astype(jnp.int32)).astype(others.dtype)
+    log_sum = jnp.log1p(others + jnp.maximum(number - 1, 0))
+    return _less(segments, rows, below, log_sum).astype(x.dtype), log_sum
+
+
+def _less(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
+    return selected(below - of_rows(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
+
+
+def _log_softmax_forward(segments: Segments, x: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:
+    log_probs, log_sum = _log_softmax_with_sum(segments, x, rows)
+    return log_probs, (log_probs, log_sum, rows)
+
+
+def _log_softmax_reverse(segments: Segments, residuals: Any, d_log_probs: Array) -> tuple[Array, None]:
+    log_probs, log_sum, rows = residuals
+    live, dtype = rows.live(segments, log_probs.ndim), log_probs.dtype
+    wide, d_wide = widened(log_probs), widened(selected(d_log_probs, live))
+    total = of_rows(rows.ids, sums(segments, rows, d_wide))
+    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
+    is_largest = log_probs == of_rows(rows.ids, -log_sum).astype(dtype)
+    d_x = jnp.where(is_largest, (d_wide - total) - jnp.expm1(wide) * total, d_wide - jnp.exp(wide) * total)
+    return selected(d_x, live).astype(dtype), None
+
+
+@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
+def _log_softmax(segments: Segments, x: Array, rows: Rows) -> Array:
+    return _log_softmax_with_sum(segments, x, rows)[0]

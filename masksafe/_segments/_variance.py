@@ -1,0 +1,207 @@
+"""The variance of the unmasked rows of each segment, and rows made standard by it.
+
+A mean has two parts: an element of the segment, and the mean of the deviations from it. So there are no digits to lose
+to a common offset, and a segment of equal elements has a variance of exactly 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from masksafe._core import moments
+from masksafe._core.arguments import as_number, as_promoted_float_array, as_real_array
+from masksafe._core.masks import selected
+from masksafe._core.precision import float_dtype, widened
+from masksafe._core.public_op import public_op
+from masksafe._core.sharding import AxisName
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._segments._arguments import Rows, Segments, compute
+from masksafe._segments._moves import mean_of, of_rows, sums, total_weights, unmasked_element, weighted_sums
+
+
+@public_op
+def segment_var(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    weights: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""The variance of the unmasked rows of each segment; 0 of nothing.
+
+    .. math::
+      y_s = \frac{1}{W_s} \sum_{i : \text{id}_i = s, \; \text{where}_i} w_i (x_i - \mu_s)^2
+
+    with :math:`W_s` and the mean :math:`\mu_s` as for `segment_mean`.
+
+    Args:
+      data: a real array `[N, ...]`; integers and booleans count as floats.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      weights: non-negative numbers `[N]` or of the shape of `data`; None means 1. An element of weight 0 takes no part,
+        even if it is NaN; a negative weight is NaN.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices, and each gets all of them.
+
+    Returns:
+      The variances `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are computed in float32 and
+      rounded once. A large offset costs no digits, and equal elements have a variance of exactly 0. A NaN shows in its
+      own segment alone. The gradient with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> x, ids = jnp.array([1.0, 20002.0, 20004.0, jnp.nan]), jnp.array([0, 2, 2, -1])
+      >>> print(masksafe.segment_var(x, ids, 3))
+      [0. 0. 1.]
+
+    References:
+      `jraph.segment_variance <https://github.com/google-deepmind/jraph>`_.
+    """
+    data, op = as_real_array("segment_var", "data", data), "segment_var"
+    return compute(op, _var, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, weights)
+
+
+@public_op
+def segment_standardize(
+    data: ArrayLike,
+    segment_ids: ArrayLike,
+    num_segments: int | None = None,
+    *,
+    where: ArrayLike | None = None,
+    indices_are_sorted: bool = False,
+    epsilon: float = 1e-5,
+    axis_name: AxisName = None,
+) -> Array:
+    r"""Each unmasked element less the mean of its segment, over its standard deviation; 0 where masked.
+
+    .. math:: y_i = \frac{x_i - \mu_{\text{id}_i}}{\sqrt{\sigma^2_{\text{id}_i} + \epsilon}}
+
+    with the mean :math:`\mu` of `segment_mean` and the variance :math:`\sigma^2` of `segment_var`. With groups of
+    answers to a question as segments and rewards as data these are the advantages of GRPO.
+
+    Args:
+      data: floats `[N, ...]`; integers become floats.
+      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
+        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
+        known while tracing.
+      where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
+      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+        result is undefined.
+      epsilon: added to the variance.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        count the segments of all devices; each gets its own rows.
+
+    Returns:
+      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. A large
+      offset costs no digits, and equal elements become exactly 0. A NaN shows in its own segment alone. The gradient
+      with respect to a masked element is exactly 0.
+
+    Raises:
+      TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
+        and the ids are traced.
+      ValueError: if the shapes do not fit, or there is no axis of the name `axis_name`. While label checks are on, for
+        an id out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> rewards, ids = jnp.array([1.0, 0.0, 7.0, 9.0, jnp.nan]), jnp.array([0, 0, 1, 1, -1])
+      >>> print(masksafe.segment_standardize(rewards, ids, 2).round(3))
+      [ 1. -1. -1.  1.  0.]
+
+    References:
+      `jraph.segment_normalize <https://github.com/google-deepmind/jraph>`_; `DeepSeekMath
+      <https://arxiv.org/abs/2402.03300>`_, for groups of rewards.
+    """
+    op = "segment_standardize"
+    data = as_promoted_float_array(op, "data", data)
+    return compute(
+        op,
+        _standardize,
+        data,
+        segment_ids,
+        num_segments,
+        where,
+        indices_are_sorted,
+        axis_name,
+        is_like_data=True,
+        epsilon=as_number(op, "epsilon", epsilon),
+    )
+
+
+def _var(segments: Segments, x: Array, rows: Rows) -> Array:
+    return _variance(segments, x, rows).astype(float_dtype(x.dtype))
+
+
+def _deviations(segments: Segments, x: Array, rows: Rows) -> tuple[Array, moments.Mean, Array]:
+    """The deviation of each element from the mean of its segment, 0 where masked; that mean; and the weights."""
+    live = rows.live(segments, x.ndim)
+    centre = lax.stop_gradient(unmasked_element(segments, rows, x))
+    from_centre = selected(widened(selected(x, live)) - of_rows(rows.ids, centre), live)
+    weight = total_weights(segments, rows, x.ndim)
+    remainder = mean_of(rows, weighted_sums(segments, rows, from_centre), weight)
+    return selected(from_centre - of_rows(rows.ids, remainder), live), moments.Mean(centre, remainder), weight
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _variance(segments: Segments, x: Array, rows: Rows) -> Array:
+    deviations, mean, weight = _deviations(segments, x, rows)
+    variance = mean_of(rows, weighted_sums(segments, rows, deviations * deviations), weight)
+    return jnp.where(moments.is_rounding(variance, mean), 0, variance)
+
+
+@functools.partial(_variance.defjvp, symbolic_zeros=True)
+def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The mean moves as well, but the deviations from it have no sum."""
+    (x, rows), (d_x, d_rows) = primals, tangents
+    variance, (deviations, _, weight) = _variance(segments, x, rows), _deviations(segments, x, rows)
+    tangent = jnp.zeros_like(variance)
+    if not isinstance(d_x, SymbolicZero):
+        d_squares = 2 * deviations * widened(selected(d_x, rows.live(segments, x.ndim)))
+        tangent += mean_of(rows, weighted_sums(segments, rows, d_squares), weight)
+    if not isinstance(d_rows.weights, SymbolicZero | None):
+        excess = deviations * deviations - of_rows(rows.ids, variance)
+        tangent += mean_of(rows, sums(segments, rows, d_rows.weights * excess), weight)
+    return variance, tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
+    return _standard(segments, x, rows)[0].astype(x.dtype)
+
+
+def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """The standard elements, 0 where masked; the factor of each segment; and the numbers of its elements."""
+    deviations, _, number = _deviations(segments, x, rows)
+    factor = lax.rsqrt(_variance(segments, x, rows) + segments.epsilon)
+    return deviations * of_rows(rows.ids, factor), factor, number
+
+
+@_standardize.defjvp
+def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    y, factor, number = _standard(segments, x, rows)
+    d_x = widened(selected(tangents[0], live))
+    mean = lambda x: of_rows(rows.ids, mean_of(rows, sums(segments, rows, x), number))  # noqa: E731
+    d_y = of_rows(rows.ids, factor) * (d_x - mean(d_x) - y * mean(d_x * y))
+    return _standardize(segments, x, rows), selected(d_y, live).astype(x.dtype)

@@ -1,0 +1,217 @@
+"""Losses of the routers of mixtures of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding
+from masksafe._core.labels import nan_unless
+from masksafe._core.precision import widened
+from masksafe._core.public_op import public_op
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
+from masksafe._reductions import MaskedMean
+from masksafe._softmax import logsumexp
+from masksafe.losses import _layout
+
+
+@public_op
+def load_balancing_loss(
+    router_probs: ArrayLike,
+    expert_indices: ArrayLike,
+    *,
+    where: ArrayLike | None = None,
+    axis_name: sharding.AxisName = None,
+) -> Array:
+    r"""How unevenly a router spreads tokens over experts: 1 if evenly, the number of experts if all go to one.
+
+    .. math::
+      \ell = E \sum_{e=1}^E f_e P_e, \qquad
+      f_e = \frac{\text{assignments to } e}{\text{all assignments}}, \qquad
+      P_e = \frac{1}{n} \sum_{t : \text{where}_t} p_{t e}
+
+    over the :math:`n` unmasked tokens and their assignments. The shares :math:`f` have no gradient, the mean
+    probabilities :math:`P` have.
+
+    The loss is a product of two means. So the mean of the losses of micro-batches or of devices is not the loss: add up
+    their `RouterStatistics`, or give `axis_name`.
+
+    ================================  =================================================================
+    the number of                     is, with k experts for each token and a coefficient c
+    ================================  =================================================================
+    Switch Transformer                c times this, with k = 1
+    Mixtral (transformers)            c k times this
+    Megatron-LM                       c times this
+    maxtext                           c k times the mean of this over sequences, by `jax.vmap`
+    DeepSeek-V3, sequence-wise        c times the mean of this over sequences, by `jax.vmap`
+    ================================  =================================================================
+
+    Args:
+      router_probs: the probabilities of the experts, floats `[..., experts]`.
+      expert_indices: to which experts each token goes, integers `[..., k]`; -1 is an assignment that was dropped.
+      where: booleans `[...]` that broadcast to the tokens; False is padding, which counts in neither mean.
+      axis_name: the mesh axis, or a tuple of them, over whose devices the tokens are split, inside `jax.shard_map`.
+
+    Returns:
+      The loss, a scalar of at least float32; 0 if no token is left, or none has an assignment. It and its gradient are
+      NaN if an unmasked index is neither -1 nor that of an expert.
+
+    Raises:
+      TypeError: if `router_probs` are not floats, `expert_indices` not integers, or `where` is not boolean.
+      ValueError: if the shapes do not fit; while label checks are on, for an unmasked index out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> probs = jnp.array([[0.9, 0.1], [0.1, 0.9], [0.9, 0.1]])
+      >>> experts, mask = jnp.array([[0], [1], [0]]), jnp.array([True, True, False])
+      >>> print(masksafe.losses.load_balancing_loss(probs, experts, where=mask))
+      1.0
+      >>> print(masksafe.losses.load_balancing_loss(probs, experts).round(4))
+      1.0889
+
+    References:
+      `Switch Transformers <https://arxiv.org/abs/2101.03961>`_, equations 4 to 6; padding that is counted,
+      `NVIDIA/Megatron-LM#1984 <https://github.com/NVIDIA/Megatron-LM/issues/1984>`_.
+    """
+    statistics = _statistics("load_balancing_loss", router_probs, expert_indices, where)
+    return statistics.psum(sharding.as_axis_name("load_balancing_loss", axis_name)).loss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RouterStatistics:
+    """What `load_balancing_loss` is made of, as means that can be added up over parts before they are multiplied.
+
+    `a + b` has the tokens of both, `sum(parts)` those of all, `a.psum("data")` those of all devices, and `.loss` is the
+    loss of them together. It is a pytree.
+
+    Attributes:
+      share: the `MaskedMean` of the assignments to each expert, `[experts]`.
+      probability: the `MaskedMean` of the probabilities of each expert, `[experts]`.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> of = masksafe.losses.RouterStatistics.of
+      >>> first = of(jnp.array([[0.9, 0.1]]), jnp.array([[0]]))
+      >>> second = of(jnp.array([[0.1, 0.9]]), jnp.array([[1]]))
+      >>> print(first.loss, second.loss, (first + second).loss)
+      1.8 1.8 1.0
+    """
+
+    share: MaskedMean
+    probability: MaskedMean
+
+    @classmethod
+    def of(
+        cls, router_probs: ArrayLike, expert_indices: ArrayLike, *, where: ArrayLike | None = None
+    ) -> RouterStatistics:
+        """The statistics of the unmasked tokens; for the arguments and errors see `load_balancing_loss`."""
+        return _statistics("RouterStatistics.of", router_probs, expert_indices, where)
+
+    def __add__(self, other: RouterStatistics | int) -> RouterStatistics:
+        """The statistics of the tokens of both. Adding 0 changes nothing, so that `sum` works."""
+        if isinstance(other, RouterStatistics):
+            return RouterStatistics(self.share + other.share, self.probability + other.probability)
+        return self if isinstance(other, int) and other == 0 else NotImplemented
+
+    __radd__ = __add__
+
+    def psum(self, axis_name: sharding.AxisName) -> RouterStatistics:
+        """The statistics of the tokens of all devices of a mesh axis, or of several, inside `jax.shard_map`."""
+        return RouterStatistics(self.share.psum(axis_name), self.probability.psum(axis_name))
+
+    @property
+    def loss(self) -> Array:
+        """The load-balancing loss of the tokens; 0 of none."""
+        return _loss(self)
+
+
+@jitted()
+def _loss(statistics: RouterStatistics) -> Array:
+    products = statistics.share.value * statistics.probability.value
+    return products.shape[-1] * jnp.sum(products, -1)
+
+
+def _statistics(op: str, router_probs: Any, expert_indices: Any, where: Any) -> RouterStatistics:
+    probs = arguments.as_float_array(op, "router_probs", router_probs)
+    indices = arguments.as_index_array(op, "expert_indices", expert_indices)
+    if probs.ndim == 0 or indices.ndim != probs.ndim or indices.shape[:-1] != probs.shape[:-1]:
+        found, expected = f"shape {indices.shape}", f"shape [..., k] for router_probs [..., experts] {probs.shape}"
+        raise ValueError(arguments.message(op, "expert_indices", found, expected))
+    where = masks.as_mask_of(op, where, probs.shape[:-1], "the tokens")
+    where = None if where is None else where[..., None]
+    number = probs.shape[-1]
+    is_valid = lambda indices: (indices >= -1) & (indices < number)  # noqa: E731
+    otherwise = f"outside [0, {number}), and not -1"
+    label_checks.check_elements(op, indices, indices.shape, where, is_valid, otherwise, "expert_indices")
+    return _counted(probs, indices, where)
+
+
+@jitted()
+def _counted(probs: Array, indices: Array, where: Array | None) -> RouterStatistics:
+    number, indices = probs.shape[-1], masks.selected(indices, where, -1)
+    is_valid = jnp.all((indices >= -1) & (indices < number))
+    tokens = tuple(range(probs.ndim - 1))
+    mean = MaskedMean.of(probs, where, axis=tokens)
+    probability = MaskedMean(mean.total * nan_unless(is_valid, mean.total.dtype), mean.count)
+    return RouterStatistics(MaskedMean(_assignments(number, indices), jnp.sum(indices >= 0)), probability)
+
+
+def _assignments(number: int, indices: Array) -> Array:
+    """How many indices are that of each expert; those out of range are left out."""
+
+    def on_each(devices: sharding.Devices, indices: Array) -> Array:
+        dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
+        start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+        return devices.sum(lax.scatter_add(start, indices[..., None], ones, dimensions, mode=mode))
+
+    names = tuple(str(axis) for axis in range(indices.ndim))
+    args = (indices,), (PartitionSpec(*names),)
+    return own_shard_map.along_devices(on_each, sharding.Devices(), *args, PartitionSpec(None), names)
+
+
+@public_op
+def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike | None = None) -> Array:
+    r"""The square of the logarithm of the sum of the router's exponentials, which keeps its logits small.
+
+    .. math:: \ell = \left(\log \sum_{e : \text{where}_e} e^{x_e}\right)^2
+
+    Args:
+      router_logits: floats `[..., experts]`.
+      axis: the axis or axes of the experts.
+      where: booleans of the rank of the loss, which mask tokens, or of that of the logits, which mask experts.
+
+    Returns:
+      The losses `[...]`, of the dtype of `router_logits`, whose mean over tokens is `masksafe.mean(loss, where=where)`.
+      It is 0 where a token is masked or has no expert left, and so is its gradient.
+
+    Raises:
+      TypeError: if `router_logits` are not floats or `where` is not boolean.
+      ValueError: if `where` has another rank or does not broadcast, or `axis` is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> logits = jnp.array([[2.0, 0.0], [jnp.nan, 0.0]])
+      >>> print(masksafe.losses.router_z_loss(logits, where=jnp.array([True, False])).round(4))
+      [4.5238 0.    ]
+
+    References:
+      `ST-MoE <https://arxiv.org/abs/2202.08906>`_, equation 5, which takes the mean.
+    """
+    op = "router_z_loss"
+    logits = arguments.as_float_array(op, "router_logits", router_logits)
+    axes = arguments.canonical_axes(op, axis, logits.ndim)
+    where = _layout.as_mask_of_elements_or_rows(op, where, logits.shape, axes)
+    return _squared_logsumexp(axes, logits, where)
+
+
+@jitted(0)
+def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
+    result = logsumexp(widened(logits), axes, where=where)
+    return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)
