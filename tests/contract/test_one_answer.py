@@ -129,7 +129,7 @@ def assert_split(key, kind):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
     spec = lambda kind, a: PartitionSpec(*["rows"][: kind in ("row", "of row", "label")])  # noqa: E731
     put = lambda kind, a: jax.device_put(a, NamedSharding(mesh, spec(kind, a)))  # noqa: E731
-    cotangents = tuple(put("row" if op.has_rows else "whole", c) for c in cotangents_of(key))
+    cotangents = tuple(put("row" if c.shape[:1] == op.where.shape[:1] else "whole", c) for c in cotangents_of(key))
     with jax.set_mesh(mesh):
         args = put("row", op.where), tuple(map(put, op.kinds, op.args)), cotangents
         program = jax.jit(functools.partial(value_and_gradients, key)).lower(*args).compile()
