@@ -27,16 +27,20 @@ def log_sum_exp(z: Array, where: Array | None = None, *, axes: Axes = (-1,), by_
     """
     total = functools.partial(jnp.sum, axis=axes, keepdims=True)
     if by_arithmetic:
-        # The sums have nothing in common, not even a constant: XLA's CPU compiler would write it to memory at the size
-        # of z.
-        large = _reciprocal_of_tiniest(z.dtype)
-        others, number = total(jnp.minimum(jnp.exp(z), jnp.abs(z) * large)), total(jnp.maximum(1 - z * -large, 0))
+        others, number = map(total, exps_apart(z))
     else:
         others = total(jnp.where(z == 0, 0, masks.selected(jnp.exp(z), where)))
         number = total(masks.selected(z == 0, where, False)).astype(z.dtype)
     # None is largest in a row with nothing left, whose sum is to be 1, and among z of -inf, whose sum is to be 0.
     fewest = -1 if where is None else -unfolded.any_of(where, axes, keepdims=True).astype(z.dtype)
     return jnp.log1p(others + jnp.maximum(number - 1, fewest))
+
+
+def exps_apart(z: Array) -> tuple[Array, Array]:
+    """exp(z) but 0 where z is 0, the largest; and 1 where it is, 0 elsewhere. By arithmetic alone."""
+    # They have nothing in common, not even a constant: XLA's CPU compiler would write it to memory at the size of z.
+    large = _reciprocal_of_tiniest(z.dtype)
+    return jnp.minimum(jnp.exp(z), jnp.abs(z) * large), jnp.maximum(1 - z * -large, 0)
 
 
 def exps_of_others(z: Array, label: Array) -> Array:

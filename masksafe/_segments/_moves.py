@@ -1,7 +1,8 @@
 """The two moves of which segment ops are made: from rows to their segments, and back.
 
-XLA leaves out what a scatter would put out of range, so that a row whose id is masked needs no selection. Indices are
-not counted from the end, as `jax.numpy` does for negative ones.
+XLA leaves out what a scatter would put out of range. So what is computed of a row whose id is masked may be anything on
+the way to a segment, and is selected where it would become a result or a derivative: XLA's CPU compiler takes twice as
+long for an exponential next to a selection by rows. Negative ids are not counted from the end, as in `jax.numpy`.
 """
 
 from __future__ import annotations
@@ -62,14 +63,27 @@ def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
 
 
 def of_rows(ids: Array, values: Array) -> Array:
-    """Of each row the value of its segment; 0 for ids out of range."""
+    """Of each row the value of its segment; that of some other one for an id out of range."""
+    return _gathered(ids, values, lax.GatherScatterMode.CLIP)
+
+
+def of_rows_in_range(ids: Array, values: Array) -> Array:
+    """The same with 0 for ids out of range."""
+    return _gathered(ids, values, lax.GatherScatterMode.FILL_OR_DROP)
+
+
+def of_live_rows(rows: Rows, values: Array) -> Array:
+    """The same with 0 where masked; its transpose adds up the rows of each segment, without a selection of rows."""
+    return masks.selected(of_rows_in_range(rows.ids, values), rows.where)
+
+
+def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
     if values.shape[0] == 0:  # JAX does not index an array of nothing
         values = jnp.pad(values, [(0, 1), *[(0, 0)] * (values.ndim - 1)])
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
-    sizes, mode = (1, *values.shape[1:]), lax.GatherScatterMode.FILL_OR_DROP
-    return lax.gather(values, ids[:, None], dimensions, sizes, mode=mode, fill_value=0)
+    return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
 
 
 def unmasked_element(segments: Segments, rows: Rows, x: Array) -> Array:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core import row_sums
 from masksafe._core.arguments import as_promoted_float_array
 from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected
@@ -18,7 +19,7 @@ from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_rows, sums
+from masksafe._segments._moves import combined, of_live_rows, of_rows, sums
 
 
 @public_op
@@ -185,26 +186,39 @@ def _largest(segments: Segments, x: Array, rows: Rows) -> Array:
     return segments.devices.max(largest)
 
 
-def _below_largest(segments: Segments, x: Array, rows: Rows, largest: Array) -> Array:
-    """The difference from the largest of the segment; -inf where masked."""
-    return selected(widened(x) - of_rows(rows.ids, largest), rows.live(segments, x.ndim), -jnp.inf)
+def _less(rows: Rows, x: Array, of_segment: Array) -> Array:
+    """The difference from a number of the segment; -inf where masked, but anything in masked rows."""
+    return selected(widened(x) - of_rows(rows.ids, of_segment), rows.where, -jnp.inf)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _logsumexp(segments: Segments, x: Array, rows: Rows) -> Array:
+    return _logsumexp_with_terms(segments, x, rows)[0].astype(x.dtype)
+
+
+def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
+    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum."""
     largest = _largest(segments, x, rows)
     limit = float(jnp.finfo(largest.dtype).max)
     shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
-    total = sums(segments, rows, jnp.exp(_below_largest(segments, x, rows, shift)))
-    result = jnp.where(total == 0, -jnp.inf, shift + jnp.log(nonzero_divisor(total)))
-    return result.astype(x.dtype)
+    exps = jnp.exp(_less(rows, x, shift))
+    total = sums(segments, rows, exps)
+    return jnp.where(total == 0, -jnp.inf, shift + jnp.log(nonzero_divisor(total))), exps, total
+
+
+@_logsumexp.defjvp
+def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    result, exps, total = _logsumexp_with_terms(segments, x, rows)
+    moved = sums(segments, rows, exps * widened(selected(tangents[0], live)))
+    return result.astype(x.dtype), (moved / nonzero_divisor(total)).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
-    exps = jnp.exp(_below_largest(segments, x, rows, _largest(segments, x, rows)))
+    exps = jnp.exp(_less(rows, x, _largest(segments, x, rows)))
     total = nonzero_divisor(sums(segments, rows, exps))
-    probs = selected(exps / of_rows(rows.ids, total), rows.live(segments, x.ndim))
-    return probs.astype(x.dtype)
+    return selected(exps / of_rows(rows.ids, total), rows.live(segments, x.ndim)).astype(x.dtype)
 
 
 @_softmax.defjvp
@@ -212,15 +226,17 @@ def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> t
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
     probs = _softmax(segments, x, rows)
     moved = widened(probs) * widened(selected(tangents[0], live))
-    d_probs = moved - widened(probs) * of_rows(rows.ids, sums(segments, rows, moved))
-    return probs, selected(d_probs, live).astype(x.dtype)
+    d_probs = selected(moved, live) - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
+    return probs, d_probs.astype(x.dtype)
 
 
 def _log_softmax_by_rules(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array]:
     """As below, in a form that JAX differentiates to any order."""
-    below = _below_largest(segments, x, rows, _largest(segments, x, rows))
-    log_sum = jnp.log(nonzero_divisor(sums(segments, rows, jnp.exp(below))))
-    return _less(segments, rows, below, log_sum).astype(x.dtype), log_sum
+    largest = _largest(segments, x, rows)
+    x = selected(x, rows.live(segments, x.ndim))
+    log_sum = _logsumexp(segments, widened(x), rows) - largest
+    below = _less(rows, x, largest)
+    return _log_probs(segments, rows, below, log_sum).astype(x.dtype), log_sum
 
 
 @with_derivatives_of(_log_softmax_by_rules)
@@ -229,14 +245,13 @@ def _log_softmax_with_sum(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 
     The largest, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
     """
-    below = _below_largest(segments, x, rows, _largest(segments, x, rows))
-    others = sums(segments, rows, jnp.where(below == 0, 0, jnp.exp(below)))
-    number = sums(segments, rows, (below == 0).astype(jnp.int32)).astype(others.dtype)
+    below = _less(rows, x, _largest(segments, x, rows))
+    others, number = (sums(segments, rows, x) for x in row_sums.exps_apart(below))
     log_sum = jnp.log1p(others + jnp.maximum(number - 1, 0))
-    return _less(segments, rows, below, log_sum).astype(x.dtype), log_sum
+    return _log_probs(segments, rows, below, log_sum).astype(x.dtype), log_sum
 
 
-def _less(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
+def _log_probs(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
     return selected(below - of_rows(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
 
 
@@ -248,7 +263,7 @@ def _log_softmax_forward(segments: Segments, x: Array, rows: Rows) -> tuple[Arra
 def _log_softmax_reverse(segments: Segments, residuals: Any, d_log_probs: Array) -> tuple[Array, None]:
     log_probs, log_sum, rows = residuals
     live, dtype = rows.live(segments, log_probs.ndim), log_probs.dtype
-    wide, d_wide = widened(log_probs), widened(selected(d_log_probs, live))
+    wide, d_wide = widened(log_probs), widened(selected(d_log_probs, rows.where))
     total = of_rows(rows.ids, sums(segments, rows, d_wide))
     # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
     is_largest = log_probs == of_rows(rows.ids, -log_sum).astype(dtype)

@@ -7,14 +7,14 @@ to a common offset, and a segment of equal elements has a variance of exactly 0.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import moments
+from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_number, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
@@ -22,7 +22,15 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import mean_of, of_rows, sums, total_weights, unmasked_element, weighted_sums
+from masksafe._segments._moves import (
+    mean_of,
+    of_live_rows,
+    of_rows,
+    sums,
+    total_weights,
+    unmasked_element,
+    weighted_sums,
+)
 
 
 @public_op
@@ -153,28 +161,44 @@ def _var(segments: Segments, x: Array, rows: Rows) -> Array:
     return _variance(segments, x, rows).astype(float_dtype(x.dtype))
 
 
-def _deviations(segments: Segments, x: Array, rows: Rows) -> tuple[Array, moments.Mean, Array]:
-    """The deviation of each element from the mean of its segment, 0 where masked; that mean; and the weights."""
-    live = rows.live(segments, x.ndim)
+class _Moments(NamedTuple):
+    """Of each segment."""
+
+    mean: moments.Mean
+    variance: Array
+    weight: Array
+
+
+def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
     centre = lax.stop_gradient(unmasked_element(segments, rows, x))
-    from_centre = selected(widened(selected(x, live)) - of_rows(rows.ids, centre), live)
     weight = total_weights(segments, rows, x.ndim)
-    remainder = mean_of(rows, weighted_sums(segments, rows, from_centre), weight)
-    return selected(from_centre - of_rows(rows.ids, remainder), live), moments.Mean(centre, remainder), weight
+    from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
+    mean = moments.Mean(centre, mean_of(rows, weighted_sums(segments, rows, from_centre), weight))
+    variance = mean_of(rows, weighted_sums(segments, rows, jnp.square(_deviations(x, rows, mean))), weight)
+    return _Moments(mean, jnp.where(moments.is_rounding(variance, mean), 0, variance), weight)
+
+
+def _deviations(x: Array, rows: Rows, mean: moments.Mean) -> Array:
+    """The deviation of each element from the mean of its segment; anything in masked rows."""
+    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
+
+
+def _deviations_again(x: Array, rows: Rows, mean: moments.Mean) -> Array:
+    """The same by other numbers: of equal ones XLA would keep what it brings to the rows, at the size of the data."""
+    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows(rows.ids, -mean.remainder), rows.where)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _variance(segments: Segments, x: Array, rows: Rows) -> Array:
-    deviations, mean, weight = _deviations(segments, x, rows)
-    variance = mean_of(rows, weighted_sums(segments, rows, deviations * deviations), weight)
-    return jnp.where(moments.is_rounding(variance, mean), 0, variance)
+    return _moments(segments, x, rows).variance
 
 
 @functools.partial(_variance.defjvp, symbolic_zeros=True)
 def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The mean moves as well, but the deviations from it have no sum."""
     (x, rows), (d_x, d_rows) = primals, tangents
-    variance, (deviations, _, weight) = _variance(segments, x, rows), _deviations(segments, x, rows)
+    mean, variance, weight = _moments(segments, x, rows)
+    deviations = _deviations_again(x, rows, mean)
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
         d_squares = 2 * deviations * widened(selected(d_x, rows.live(segments, x.ndim)))
@@ -191,17 +215,20 @@ def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
 
 
 def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
-    """The standard elements, 0 where masked; the factor of each segment; and the numbers of its elements."""
-    deviations, _, number = _deviations(segments, x, rows)
-    factor = lax.rsqrt(_variance(segments, x, rows) + segments.epsilon)
-    return deviations * of_rows(rows.ids, factor), factor, number
+    """The standard elements, the factor of each segment, and the number of its elements."""
+    mean, variance, number = _moments(segments, x, rows)
+    factor = lax.rsqrt(variance + segments.epsilon)
+    standard = selected(_deviations_again(x, rows, mean) * of_rows(rows.ids, factor), rows.live(segments, x.ndim))
+    return standard, factor, number
 
 
 @_standardize.defjvp
 def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
     y, factor, number = _standard(segments, x, rows)
+    y = platforms.unfused(y)
     d_x = widened(selected(tangents[0], live))
-    mean = lambda x: of_rows(rows.ids, mean_of(rows, sums(segments, rows, x), number))  # noqa: E731
-    d_y = of_rows(rows.ids, factor) * (d_x - mean(d_x) - y * mean(d_x * y))
-    return _standardize(segments, x, rows), selected(d_y, live).astype(x.dtype)
+    # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
+    moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
+    d_y = selected(of_rows(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
+    return y.astype(x.dtype), d_y.astype(x.dtype)
