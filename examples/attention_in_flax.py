@@ -84,7 +84,7 @@ def show_gradients(x: jax.Array) -> None:
 
 def main() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 4, 8))
-    is_word = jnp.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)
+    is_word = masksafe.length_mask(jnp.array([3, 0]), 4)
     context = jnp.where(is_word[..., None], jax.random.normal(jax.random.key(1), (2, 4, 8)), 0)
     mask = is_word[:, None, None, :]
     if importlib.util.find_spec("flax") is None:

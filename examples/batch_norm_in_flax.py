@@ -75,7 +75,7 @@ def equinox_layer(**arguments: Any) -> Any:
 
 def make_batch() -> tuple[jax.Array, jax.Array]:
     """Sequences `[16, 6, features]`, each with a mean of its own, and where they are not padding."""
-    is_live = jnp.arange(6) < LENGTHS[:, None]
+    is_live = masksafe.length_mask(LENGTHS, 6)
     noise = jax.random.normal(jax.random.key(0), (16, 6, FEATURES))
     return jnp.where(is_live[..., None], noise + jnp.arange(16)[:, None, None], jnp.nan), is_live[..., None]
 

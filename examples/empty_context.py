@@ -32,7 +32,7 @@ Attention = Callable[..., jax.Array]
 def make_inputs(padding: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries [samples, queries, 1, width], keys and values whose padding holds the given number."""
     query, key, value = jax.random.normal(jax.random.key(0), (3, len(LENGTHS), KEYS, 1, WIDTH))
-    is_padding = (jnp.arange(KEYS) >= LENGTHS[:, None])[..., None, None]
+    is_padding = ~masksafe.length_mask(LENGTHS, KEYS)[..., None, None]
     return query, jnp.where(is_padding, padding, key), jnp.where(is_padding, padding, value)
 
 
@@ -48,7 +48,7 @@ def largest_move(attention: Attention, padding: float) -> tuple[list[float], flo
     """How far each sample's output moves when its padding changes from 0, and the largest gradient of the padding."""
     before, after = make_inputs(0.0), make_inputs(padding)
     moved = jnp.abs(attend(attention, *after) - attend(attention, *before)).max(axis=(1, 2, 3))
-    padding_gradients = jnp.stack(gradients(attention, *after)[1:])[:, jnp.arange(KEYS) >= LENGTHS[:, None]]
+    padding_gradients = jnp.stack(gradients(attention, *after)[1:])[:, ~masksafe.length_mask(LENGTHS, KEYS)]
     return moved.tolist(), float(jnp.abs(padding_gradients).max())
 
 

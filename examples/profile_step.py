@@ -56,7 +56,7 @@ def make_arguments(batch: int = 8, time: int = 512, classes: int = 4096) -> tupl
     d = HEADS * WIDTH
     params = {name: jax.random.normal(next(keys), (d, HEADS, WIDTH)) / d**0.5 for name in ("query", "key", "value")}
     params["out"] = jax.random.normal(next(keys), (d, classes)) / d**0.5
-    live = jnp.arange(time) < jnp.linspace(time / 4, time, batch)[:, None]
+    live = masksafe.length_mask(jnp.linspace(time // 4, time, batch, dtype=jnp.int32), time)
     labels = jax.random.randint(next(keys), (batch, time), 0, classes)
     return params, jax.random.normal(next(keys), (batch, time, d)), labels, live
 

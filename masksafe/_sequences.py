@@ -77,8 +77,9 @@ def _next_tokens(
 ) -> tuple[Array, Array]:
     def on_each(devices: sharding.Devices, *here: Any) -> tuple[Array, Array]:
         (tokens, ids, where), (labels, ids_there, where_there) = here, _moved(steps, devices, here)
-        time = tokens.shape[-1]
-        exists = jnp.arange(time) < time * devices.size - steps - (devices.first(time) or 0)
+        time, first = tokens.shape[-1], devices.first(tokens.shape[-1])
+        index = jnp.arange(time) + (0 if first is None else first)
+        exists = index < time * devices.size - steps
         mask = jnp.broadcast_to(exists, tokens.shape)
         if ids is not None:
             mask &= ids == ids_there

@@ -112,7 +112,7 @@ def value_and_grad_of_mean(
       ...     mask = labels != -100
       ...     return masksafe.MaskedMean.of(per_token(features @ params, labels, where=mask), mask)
       >>> features, params = jax.random.normal(jax.random.key(0), (6, 4, 3)), jnp.ones((3, 5))
-      >>> labels = jnp.where(jnp.arange(4) < jnp.array([4, 1, 0, 2, 3, 0])[:, None], 2, -100)
+      >>> labels = jnp.where(masksafe.length_mask(jnp.array([4, 1, 0, 2, 3, 0]), 4), 2, -100)
       >>> in_parts = jax.jit(masksafe.value_and_grad_of_mean(loss, microbatches=3))
       >>> value, gradient = in_parts(params, features, labels)
       >>> expected = jax.grad(lambda params: loss(params, features, labels).value)(params)

@@ -1,0 +1,189 @@
+"""The recipes of the guide: draws from what a mask leaves, and metrics that add up over batches."""
+
+import doctest
+import functools
+import itertools
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import masksafe
+
+GUIDE = Path(__file__).parents[1] / "docs/guides/recipes.md"
+GARBAGE = [0.0, 1e30, np.inf, -np.inf, np.nan]
+BINS, ROWS = 10, 64
+
+
+def functions_of_the_guide():
+    names = {}
+    for example in doctest.DocTestParser().get_examples(GUIDE.read_text("utf8")):
+        if example.source.startswith(("import ", "def ")):
+            exec(example.source, names)
+    return types.SimpleNamespace(**names)
+
+
+recipes = functions_of_the_guide()
+
+
+# Sampling.
+
+
+@pytest.fixture(scope="module")
+def categorical():
+    """Logits `[4, 6]` and what is left of each row: all, some, one, nothing."""
+    where = np.array([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0], [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 0]], bool)
+    return np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32), where
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def draws(key, logits, where, number):
+    return recipes.sample(key, jnp.broadcast_to(logits, (number, *logits.shape)), where)
+
+
+def test_draws_are_as_frequent_as_the_softmax_says(categorical):
+    logits, where = categorical
+    number = 20000
+    drawn = np.asarray(draws(jax.random.key(0), jnp.where(where, logits, jnp.nan), where, number))
+    expected = number * np.asarray(masksafe.softmax(logits, where=where), np.float64)
+    for row in range(3):
+        counts = np.bincount(drawn[:, row], minlength=6)
+        assert counts[~where[row]].sum() == 0
+        left = where[row]
+        # A chi-square of 5 degrees of freedom at most; 1 in 10000 keys would exceed it.
+        assert ((counts - expected[row])[left] ** 2 / expected[row][left]).sum() < 26
+
+
+def test_garbage_changes_no_draw(categorical):
+    logits, where = categorical
+    drawn = [draws(jax.random.key(1), np.where(where, logits, x).astype(np.float32), where, 100) for x in GARBAGE]
+    for other in drawn[1:]:
+        np.testing.assert_array_equal(other, drawn[0])
+
+
+def test_a_row_with_nothing_left_has_no_draw(categorical):
+    logits, where = categorical
+    assert (draws(jax.random.key(2), logits, where, 100)[:, 3] == -1).all()
+    assert jax.random.categorical(jax.random.key(2), jnp.full(6, -jnp.inf)) == 0  # what it would be by itself
+    no_draw = masksafe.losses.log_probs(logits[3] * np.nan, jnp.array(-1), where=where[3])
+    assert no_draw == 0
+
+
+def test_an_unmasked_nan_stays_in_sight():
+    logits, where = jnp.array([1.0, jnp.nan, 2.0, 3.0]), jnp.array([True, True, True, False])
+    for mask in (where, recipes.top_k(logits, where, 1), recipes.nucleus(logits, where, 0.5)):
+        drawn = recipes.sample(jax.random.key(3), logits, mask)
+        assert jnp.isnan(masksafe.losses.log_probs(logits, drawn, where=mask))
+
+
+def most_probable(logits, where, is_enough):
+    """The shortest list of the most probable classes that is enough, and what ties with the last of them."""
+    kept = np.zeros(len(logits), bool)
+    probs = np.where(where, np.exp(logits.astype(np.float64)), 0)
+    probs = probs / max(probs.sum(), 1e-300)
+    for least in sorted(set(probs[where]), reverse=True):
+        if not is_enough(kept, probs):
+            kept |= where & (probs >= least)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("recipe", "argument", "is_enough"),
+    [
+        ("top_k", 2, lambda kept, probs: kept.sum() >= 2),
+        ("nucleus", 0.55, lambda kept, probs: probs[kept].sum() >= 0.55),
+    ],
+)
+def test_the_most_probable_classes_are_kept(recipe, argument, is_enough, categorical):
+    logits, where = categorical
+    tied = np.array([[0.5, 1, 1, 1, 0, 0.25]], np.float32)  # no two of the three come first
+    logits, where = np.concatenate([logits, tied, tied]), np.concatenate([where, where[:1], ~where[1:2]])
+    expected = [most_probable(*row, is_enough) for row in zip(logits, where, strict=True)]
+    run = jax.jit(getattr(recipes, recipe), static_argnums=2)
+    for garbage in GARBAGE:
+        kept = run(np.where(where, logits, garbage).astype(np.float32), where, argument)
+        np.testing.assert_array_equal(kept, expected)
+
+
+# Metrics.
+
+
+@pytest.fixture(scope="module")
+def evaluation():
+    """Logits `[797, 10]` in float64 of a linear classifier of digits, and labels."""
+    images, labels = load_digits(return_X_y=True)
+    images = images / 16
+    centres = np.stack([images[:1000][labels[:1000] == digit].mean(0) for digit in range(10)])
+    return 2 * (images[1000:] @ centres.T - (centres**2).sum(1) / 2), labels[1000:]
+
+
+def exact_report(logits, labels):
+    """In float64, of data without padding."""
+    exps = np.exp(logits - logits.max(1, keepdims=True))
+    probs = exps / exps.sum(1, keepdims=True)
+    is_right = probs.argmax(1) == labels
+    top_3 = np.argsort(-probs, axis=1, kind="stable")[:, :3]
+    bin_of = np.minimum((probs.max(1) * BINS).astype(int), BINS - 1)
+    gaps = [np.sum((is_right - probs.max(1))[bin_of == i]) for i in range(BINS)]
+    return {
+        "accuracy": is_right.mean(),
+        "top-3 accuracy": (top_3 == labels[:, None]).any(1).mean(),
+        "perplexity": np.exp(-np.log(probs[np.arange(len(labels)), labels]).mean()),
+        "calibration error": np.abs(gaps).sum() / len(labels),
+    }
+
+
+def uneven_batches(logits, labels, garbage):
+    """Batches of as many rows, of which 0 to all are data, the rest garbage with labels of -100."""
+    sizes = itertools.cycle([40, 1, 0, ROWS, 23])
+    start = 0
+    while start < len(labels):
+        part = slice(start, start + next(sizes))
+        behind = ROWS - len(labels[part])
+        yield (
+            np.pad(logits[part].astype(np.float32), ((0, behind), (0, 0)), constant_values=garbage),
+            np.pad(labels[part], (0, behind), constant_values=-100),
+        )
+        start = part.stop
+
+
+metrics = jax.jit(lambda logits, labels: recipes.metrics(logits, labels, BINS))
+
+
+@pytest.mark.parametrize("garbage", [0.0, np.inf, np.nan])
+def test_metrics_of_padded_batches_are_those_of_the_data(garbage, evaluation):
+    means = recipes.total([metrics(*batch) for batch in uneven_batches(*evaluation, garbage)])
+    assert means["loss"].count == means["accuracy by bin"].count.sum() == len(evaluation[1])
+    found, expected = recipes.report(means), exact_report(*evaluation)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_an_empty_batch_changes_no_bit(evaluation):
+    data, *_ = uneven_batches(*evaluation, np.nan)
+    nothing = np.full_like(data[0], np.nan), np.full_like(data[1], -100)
+    of_data, of_nothing = metrics(*data), metrics(*nothing)
+    both = recipes.total([of_nothing, of_data])
+    for name, mean in recipes.total([of_data]).items():
+        np.testing.assert_array_equal(both[name].value, mean.value, err_msg=name)
+        assert not jnp.any(of_nothing[name].count), name
+
+
+def test_metrics_of_sequences_are_those_of_their_tokens(evaluation):
+    (logits, labels), *_ = uneven_batches(*evaluation, np.nan)
+    of_rows, of_sequences = metrics(logits, labels), metrics(logits.reshape(4, 16, 10), labels.reshape(4, 16))
+    for name, mean in of_rows.items():
+        np.testing.assert_allclose(of_sequences[name].value, mean.value, rtol=1e-6, err_msg=name)
+
+
+def test_an_unmasked_nan_shows_in_losses_and_calibration(evaluation):
+    (logits, labels), *_ = uneven_batches(*evaluation, 0.0)
+    logits[0, 0] = np.nan
+    found = recipes.report(metrics(logits, labels))
+    assert jnp.isnan(found["perplexity"])
+    assert jnp.isnan(found["calibration error"])
