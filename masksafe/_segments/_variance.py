@@ -161,10 +161,17 @@ def _var(segments: Segments, x: Array, rows: Rows) -> Array:
     return _variance(segments, x, rows).astype(float_dtype(x.dtype))
 
 
+class _Mean(NamedTuple):
+    """Of each segment, in two parts: one of its elements, and the mean of the deviations from it."""
+
+    centre: Array
+    remainder: Array
+
+
 class _Moments(NamedTuple):
     """Of each segment."""
 
-    mean: moments.Mean
+    mean: _Mean
     variance: Array
     weight: Array
 
@@ -173,17 +180,17 @@ def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
     centre = lax.stop_gradient(unmasked_element(segments, rows, x))
     weight = total_weights(segments, rows, x.ndim)
     from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
-    mean = moments.Mean(centre, mean_of(rows, weighted_sums(segments, rows, from_centre), weight))
+    mean = _Mean(centre, mean_of(rows, weighted_sums(segments, rows, from_centre), weight))
     variance = mean_of(rows, weighted_sums(segments, rows, jnp.square(_deviations(x, rows, mean))), weight)
-    return _Moments(mean, jnp.where(moments.is_rounding(variance, mean), 0, variance), weight)
+    return _Moments(mean, jnp.where(moments.is_rounding(variance, moments.Mean(*mean)), 0, variance), weight)
 
 
-def _deviations(x: Array, rows: Rows, mean: moments.Mean) -> Array:
+def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
     return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
 
 
-def _deviations_again(x: Array, rows: Rows, mean: moments.Mean) -> Array:
+def _deviations_again(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The same by other numbers: of equal ones XLA would keep what it brings to the rows, at the size of the data."""
     return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows(rows.ids, -mean.remainder), rows.where)
 
