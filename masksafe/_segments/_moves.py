@@ -57,9 +57,8 @@ def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
     """The weighted sum over the sum of the weights; 0 of nothing."""
     divide = jnp.divide if rows.weights is None else scaling.quotient
     average = divide(total, nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype))
-    return (
-        average if rows.weights is None else jnp.where(weight == 0, 0, average)
-    )  # with a gradient of 0 by the weights
+    # Of no weight: with a gradient of 0 by the weights.
+    return average if rows.weights is None else jnp.where(weight == 0, 0, average)
 
 
 def of_rows(ids: Array, values: Array) -> Array:
@@ -67,14 +66,9 @@ def of_rows(ids: Array, values: Array) -> Array:
     return _gathered(ids, values, lax.GatherScatterMode.CLIP)
 
 
-def of_rows_in_range(ids: Array, values: Array) -> Array:
-    """The same with 0 for ids out of range."""
-    return _gathered(ids, values, lax.GatherScatterMode.FILL_OR_DROP)
-
-
 def of_live_rows(rows: Rows, values: Array) -> Array:
     """The same with 0 where masked; its transpose adds up the rows of each segment, without a selection of rows."""
-    return masks.selected(of_rows_in_range(rows.ids, values), rows.where)
+    return masks.selected(_gathered(rows.ids, values, lax.GatherScatterMode.FILL_OR_DROP), rows.where)
 
 
 def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:

@@ -1,0 +1,289 @@
+"""Segments: what they have of their own beside the contract. Ids, masks of rows, digits, devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+
+N, S, COLUMNS = 24, 5, 3
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(N, COLUMNS)).astype(np.float32)
+IDS = RNG.choice([0, 1, 2, 4], N).astype(np.int32)  # 3 is empty
+ROWS = RNG.random(N) < 0.7
+REDUCTIONS = "sum", "mean", "var", "max", "min", "logsumexp"
+OF_ROWS = "softmax", "log_softmax", "standardize"
+OPS = *REDUCTIONS, *OF_ROWS
+NOTHING = {"max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
+MASKED = {"log_softmax": -np.inf}
+
+each_op = pytest.mark.parametrize("name", OPS)
+
+
+def segment(name):
+    return getattr(masksafe, f"segment_{name}")
+
+
+def finite(out):
+    return masksafe.mask_where(jnp.isinf(out), out, 0)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "number", "options"))
+def step(name, x, ids, where=None, number=S, options=()):
+    """The result, and the gradient of some function of what is finite of it."""
+
+    def loss(x):
+        out = segment(name)(x, ids, number, where=where, **dict(options))
+        return jnp.sum(jnp.sin(finite(out))), out
+
+    (_, out), gradient = jax.value_and_grad(loss, has_aux=True)(x)
+    return out, gradient
+
+
+def assert_same(actual, expected, **tolerance):
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
+
+
+def by_rows(name, x, ids, number=S):
+    """The same by the op for rows, of each segment by itself."""
+    of_segment = {s: x[ids == s] for s in range(number)}
+    op = getattr(masksafe, name)
+    if name in REDUCTIONS:
+        return np.stack([op(x, axis=0) for x in of_segment.values()])
+    out = np.full(x.shape, MASKED.get(name, 0), np.float32)
+    for s, rows in of_segment.items():
+        if len(rows):
+            out[ids == s] = op(rows, axis=0)
+    return out
+
+
+@each_op
+def test_the_op_for_rows_of_each_segment(name):
+    for shape in ((N,), (N, COLUMNS), (N, 2, 2)):
+        x = RNG.normal(size=shape).astype(np.float32)
+        np.testing.assert_allclose(segment(name)(x, IDS, S), by_rows(name, x, IDS), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "min"])
+def test_jax_ops(name):
+    peer = getattr(jax.ops, f"segment_{name}")
+    for x in (X, X[:, 0], np.arange(N, dtype=np.int32), np.arange(N, dtype=np.uint8), X > 0):
+        if name == "sum":
+            np.testing.assert_allclose(masksafe.segment_sum(x, IDS, S), peer(x.astype(jnp.sum(x).dtype), IDS, S))
+        else:
+            out = segment(name)(x, IDS, S)
+            assert out.dtype == x.dtype
+            np.testing.assert_array_equal(out, peer(x, IDS, S))
+
+
+@each_op
+def test_an_id_out_of_range_is_masked_as_a_row_is(name):
+    garbage = np.where(ROWS[:, None], X, np.nan)
+    expected = step(name, X, IDS, ROWS)
+    ids = IDS.astype(np.int64)
+    ids[~ROWS] = np.resize([-1, S, -5, S + 7, 2**31 - 1, 2**32], np.sum(~ROWS))
+    for x, some_ids, where in ((garbage, ids, None), (garbage, IDS, ROWS), (X, ids, ROWS), (X, IDS, ROWS[:, None])):
+        assert_same(step(name, x, jnp.clip(some_ids, -9, S + 9).astype(jnp.int32), where), expected, atol=0, rtol=0)
+    np.testing.assert_array_equal(segment(name)(garbage, ids, S), expected[0])  # NumPy's 64 bits do not wrap
+
+
+@each_op
+def test_sorted_ids(name):
+    order = np.argsort(IDS, kind="stable")
+    x, ids, rows = X[order], IDS[order], ROWS[order]
+    ids[:2], ids[-2:], x[:2], x[-2:] = -1, S, np.nan, np.inf
+    options = (("indices_are_sorted", True),)
+    assert_same(step(name, x, ids, rows, options=options), step(name, x, ids, rows))
+    assert_same(step(name, x, ids, options=options), step(name, x, ids))
+
+
+@each_op
+def test_a_nan_stays_in_its_segment(name):
+    dirty = np.array(X)
+    at = np.flatnonzero(IDS == 2)[0]
+    dirty[at, 1] = np.nan
+    clean, (out, gradient) = step(name, X, IDS), step(name, dirty, IDS)
+    there = np.arange(S) == 2 if name in REDUCTIONS else IDS == 2
+    assert np.isnan(out[there, 1]).all()
+    assert np.isnan(gradient[IDS == 2, 1]).any()
+    for dirty_array, clean_array, rows in ((out, clean[0], there), (gradient, clean[1], IDS == 2)):
+        others = np.ones(clean_array.shape, bool)
+        others[rows, 1] = False
+        np.testing.assert_array_equal(np.asarray(dirty_array)[others], np.asarray(clean_array)[others])
+
+
+def test_the_number_of_segments_is_that_of_unmasked_ids():
+    ids = np.array([0, 3, 9, -1])
+    assert masksafe.segment_sum(np.ones(4), ids).shape == (10,)
+    assert masksafe.segment_sum(np.ones(4), ids, where=ids < 9).shape == (4,)
+    of_elements = np.array([[1, 0], [0, 1], [0, 0], [1, 1]], bool)
+    assert masksafe.segment_sum(np.ones((4, 2)), ids, where=of_elements).shape == (4, 2)
+    with pytest.raises(TypeError, match=r"^segment_sum: num_segments: got None, where segment_ids is a traced array; "):
+        jax.jit(masksafe.segment_sum)(np.ones(4), ids)
+
+
+@each_op
+def test_no_rows_and_no_segments(name):
+    for x, number in ((X[:0], S), (X, 0), (X[:0], 0)):
+        for where in (None, np.ones(x.shape, bool)):
+            out, gradient = step(name, x, np.zeros(len(x), np.int32), where, number=number)
+            expected = np.full((number, COLUMNS), NOTHING.get(name, 0)) if name in REDUCTIONS else None
+            np.testing.assert_array_equal(out, np.full(x.shape, MASKED.get(name, 0)) if expected is None else expected)
+            np.testing.assert_array_equal(gradient, np.zeros_like(x))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4])
+def test_an_offset_costs_no_digits(offset):
+    x = np.float32(RNG.normal(size=4096) + offset * (1 + np.arange(4096) % 3))
+    ids = np.arange(4096) % 3
+    expected = np.array([np.var(np.float64(x[ids == s])) for s in range(3)])
+    np.testing.assert_allclose(masksafe.segment_var(x, ids, 3), expected, rtol=2e-6)
+    standard = masksafe.segment_standardize(x, ids, 3)
+    means = np.array([np.mean(np.float64(x[ids == s])) for s in range(3)])
+    np.testing.assert_allclose(standard, (x - means[ids]) / np.sqrt(expected[ids] + 1e-5), rtol=2e-5, atol=2e-6)
+
+
+def test_equal_elements_have_no_variance():
+    x, ids = np.float32([0.1] * 7 + [1e4 + 0.3] * 7 + [3e38] * 7), np.repeat(np.arange(3), 7)
+    np.testing.assert_array_equal(masksafe.segment_var(x, ids, 3), 0)
+    np.testing.assert_array_equal(masksafe.segment_standardize(x, ids, 3), 0)
+
+
+def test_the_logarithm_of_a_probability_close_to_1_keeps_its_digits():
+    x, ids = np.float32([15, 0, 0, 40, 0, 7, 7]), np.array([0, 0, 0, 1, 1, 2, 2])
+    out, gradient = jax.jit(jax.vjp, static_argnums=0)(lambda x: masksafe.segment_log_softmax(x, ids, 3), x)
+    np.testing.assert_allclose(out[0], -np.log1p(2 * np.exp(-15.0)), rtol=1e-6)
+    np.testing.assert_allclose(out[3], -np.exp(-40.0), rtol=1e-6)
+    np.testing.assert_allclose(out[5:], -np.log(2.0), rtol=1e-6)
+    (d_x,) = gradient(np.float32([1, 0, 0, 1, 0, 0, 0]))
+    np.testing.assert_allclose(d_x[0], 2 * np.exp(-15.0), rtol=1e-5)
+    np.testing.assert_allclose(d_x[3], np.exp(-40.0), rtol=1e-5)
+
+
+def test_16_bits_are_summed_in_float32():
+    x, ids = jnp.full(4096, 0.125, jnp.bfloat16), jnp.zeros(4096, jnp.int32)
+    np.testing.assert_array_equal(masksafe.segment_sum(x, ids, 1), 512)
+    np.testing.assert_array_equal(masksafe.segment_mean(x, ids, 1), 0.125)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "var"])
+def test_weights(name):
+    weights = RNG.uniform(0.5, 2, N).astype(np.float32)
+    weights[IDS == 4] = 0
+    x = np.array(X)
+    x[np.flatnonzero(IDS == 4)[0]] = np.nan  # of no weight
+    op = functools.partial(segment(name), segment_ids=IDS, num_segments=S)
+    of_rows, of_elements = (
+        jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(op(x, weights=w))), (0, 1)))(x, w)
+        for w in (weights, np.broadcast_to(weights[:, None], x.shape))
+    )
+    assert_same(jax.tree.leaves((of_rows[0], of_rows[1][0])), jax.tree.leaves((of_elements[0], of_elements[1][0])))
+    np.testing.assert_allclose(of_rows[1][1], of_elements[1][1].sum(1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(op(x, weights=weights)[3:], 0)
+    weights[0] = -1
+    assert np.isnan(op(x, weights=weights)[IDS[0]]).all()
+    assert not np.isnan(np.delete(op(x, weights=weights), IDS[0], 0)).any()
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extrema_by_order(name, choose):
+    """Elsewhere than on a CPU extrema are those of integers, to which a NaN of either sign is the last."""
+    choose(form="elsewhere")
+    x = np.float32([-0.0, 0.0, np.nan, 1, -np.nan, 2, -np.inf, np.inf, -3e38, 1e-45, -7, -8])
+    ids = np.repeat(np.arange(6), 2)
+    expected = (np.maximum if name == "max" else np.minimum)(x[::2], x[1::2])
+    for dtype in ("float32", "bfloat16", "float16"):
+        out = jax.jit(segment(name), static_argnums=2)(jnp.asarray(x, dtype), ids, 7)
+        of_nothing = -np.inf if name == "max" else np.inf
+        np.testing.assert_array_equal(out, np.append(expected, of_nothing).astype(out.dtype))
+
+
+# Ids that are wrong.
+
+
+def test_checks_report_ids_that_stand_for_no_padding():
+    ids = np.array([0, -1, S, S + 1, -2])
+    with masksafe.label_checks("raise"):
+        masksafe.segment_sum(np.ones(5), ids, S, where=np.arange(5) < 3)
+        text = rf"^segment_sum: 2 of 5 segment_ids are outside \[0, {S}\), and neither -1 nor {S}; first at \(3,\): 6"
+        with pytest.raises(ValueError, match=text):
+            masksafe.segment_sum(np.ones(5), ids, S)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="2 of 5 segment_ids"):
+            jax.block_until_ready(jax.jit(masksafe.segment_sum, static_argnums=2)(np.ones(5), ids, S))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "call"),
+    [
+        (TypeError, "segment_ids: got dtype float32", {"segment_ids": np.zeros(N, np.float32)}),
+        (ValueError, r"segment_ids: got shape \(3,\); expected shape \(24,\)", {"segment_ids": IDS[:3]}),
+        (TypeError, "num_segments: got type float", {"num_segments": 2.5}),
+        (ValueError, "num_segments: got value -1", {"num_segments": -1}),
+        (ValueError, r"where: got shape \(3,\); expected shape \(24,\), for rows, or", {"where": ROWS[:3]}),
+        (ValueError, r"data: got shape \(\)", {"data": 1.0}),
+        (ValueError, "axis_name: got value 'x'", {"axis_name": "x"}),
+    ],
+)
+def test_refusals(kind, text, call):
+    with pytest.raises(kind, match=f"^segment_mean: {text}"):
+        masksafe.segment_mean(**{"data": X, "segment_ids": IDS, "num_segments": S} | call)
+
+
+# Several devices. The first of four has nothing left.
+
+FOUR = np.arange(N) // (N // 4)
+HERE = ROWS & (FOUR > 0)
+
+
+@each_op
+def test_rows_over_devices(name):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    rows = P("x")
+
+    def on_each(x, ids, where):
+        def loss(x):
+            out = segment(name)(x, ids, S, where=where, axis_name="x")
+            here = jnp.sum(jnp.sin(finite(out)))
+            return here if name in REDUCTIONS else jax.lax.psum(here, "x"), out
+
+        (_, out), gradient = jax.value_and_grad(loss, has_aux=True)(x)
+        return out, gradient
+
+    of_results = (P() if name in REDUCTIONS else rows), rows
+    mapped = jax.shard_map(on_each, mesh=mesh, in_specs=(rows, rows, rows), out_specs=of_results)
+    assert_same(jax.jit(mapped)(X, IDS, HERE), step(name, X, IDS, HERE))
+
+
+@each_op
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P(("y", "x"))], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.forms
+def test_data_split_over_a_mesh(name, spec, kind):
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
+    x = np.concatenate([X, X[:, :1]], 1)
+    with jax.set_mesh(mesh):
+        put = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, P(*spec)))  # noqa: E731
+        ids, where = put(IDS, *spec[:1]), put(HERE, *spec[:1])
+        program = step.lower(name, put(x, *spec), ids, where).compile()
+        results = program(put(x, *spec), ids, where)
+    assert "all-gather" not in program.as_text()
+    assert_same(results, step(name, x, IDS, HERE))
+
+
+@each_op
+def test_batched_rows(name):
+    xs, ids, where = np.stack([X, -X]), np.stack([IDS, IDS[::-1]]), np.stack([ROWS, ROWS[::-1]])
+    results = jax.jit(jax.vmap(functools.partial(step, name)))(xs, ids, where)
+    for i in range(2):
+        assert_same((r[i] for r in results), step(name, xs[i], ids[i], where[i]))
+
+
+def test_what_is_constant_is_not_counted_while_compiling():
+    program = jax.make_jaxpr(lambda x: masksafe.segment_mean(x, IDS, S, where=ROWS))(X)
+    assert "optimization_barrier" in str(program)
