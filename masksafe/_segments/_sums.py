@@ -115,7 +115,7 @@ def segment_mean(
       [1. 0. 3.]
 
     References:
-      `jraph.segment_mean <https://github.com/google-deepmind/jraph>`_, which it replaces.
+      `jraph.segment_mean <https://github.com/google-deepmind/jraph>`_.
     """
     data, op = as_array("segment_mean", "data", data), "segment_mean"
     return compute(op, _mean, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, weights)

@@ -45,7 +45,7 @@ def load_balancing_loss(
     the number of                     is, with k experts for each token and a coefficient c
     ================================  =================================================================
     Switch Transformer                c times this, with k = 1
-    Mixtral (transformers)            c k times this
+    Mixtral (transformers)            c k times this, of the tokens of all layers
     Megatron-LM                       c times this
     maxtext                           c k times the mean of this over sequences, by `jax.vmap`
     DeepSeek-V3, sequence-wise        c times the mean of this over sequences, by `jax.vmap`

@@ -96,6 +96,14 @@ def test_factor_that_leads_to_the_number_of(peer):
     chex.assert_trees_all_close(ours, theirs, rtol=1e-5)
 
 
+def test_mean_over_sequences_of_which_some_are_padding():
+    of_sequences = jax.vmap(load_balancing_loss)(PROBS, INDICES, where=MASK)
+    alone = [LOSS(PROBS[b], INDICES[b], MASK[b])[0] for b in range(BATCH)]
+    np.testing.assert_allclose(of_sequences, alone, rtol=1e-6)
+    mean = masksafe.mean(of_sequences, where=MASK.any(1))
+    np.testing.assert_allclose(mean, np.sum(alone) / MASK.any(1).sum(), rtol=1e-6)
+
+
 def test_is_1_if_balanced_and_the_number_of_experts_if_all_go_to_one():
     even = np.full((EXPERTS, EXPERTS), 1 / EXPERTS, np.float32)
     assert load_balancing_loss(even, np.arange(EXPERTS)[:, None]) == pytest.approx(1)
