@@ -247,19 +247,17 @@ def _segment_cases() -> list[Case]:
     x, ids = np.array([1, 2, 4, 0], np.float32), np.array([0, 2, 2, -1])
     of_2 = _softmax(x[1:3])
     expected = {
-        "segment_sum": [1, 0, 6],
-        "segment_mean": [1, 0, 3],
-        "segment_var": [0, 0, 1],
-        "segment_max": [1, -np.inf, 4],
-        "segment_softmax": [1, *of_2, 0],
+        "segment_sum": np.array([1, 0, 6]),
+        "segment_mean": np.array([1, 0, 3]),
+        "segment_var": np.array([0, 0, 1]),
+        "segment_max": np.array([1, -np.inf, 4]),
+        "segment_softmax": np.array([1, *of_2, 0]),
     }
-    hidden, ones = {"data": ids == -1}, {"data": np.ones(4096, np.float16), "segment_ids": np.zeros(4096, int)}
+    what, hidden = "garbage in padding of id -1", {"data": ids == -1}
+    ones, zeros = np.ones(4096, np.float16), np.zeros(4096, int)
     return [
-        *(
-            _edge(op, "garbage in padding of id -1", np.float64(y), hidden, data=x, segment_ids=ids)
-            for op, y in expected.items()
-        ),
-        _edge("segment_sum", "4096 ones in float16", np.float64([4096, 0, 0]), **ones),
+        *(_edge(op, what, y, hidden, data=x, segment_ids=ids) for op, y in expected.items()),
+        _edge("segment_sum", "4096 ones in float16", np.array([4096, 0, 0]), data=ones, segment_ids=zeros),
     ]
 
 
