@@ -8,6 +8,8 @@ import numpy as np
 Inputs = dict[str, Any]
 Ops = dict[str, Callable[..., Any]]  # by name, each a function of the inputs of its cases
 
+SEGMENTS = 3  # in the cases of segment ops, for which it is static
+
 
 class Case(NamedTuple):
     """A call of an op."""

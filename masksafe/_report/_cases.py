@@ -18,6 +18,7 @@ def all_cases() -> list[Case]:
         *_other_loss_cases(),
         *_attention_cases(),
         *_normalization_cases(),
+        *_segment_cases(),
         *_empty_cases(),
     ]
 
@@ -49,6 +50,7 @@ _ELEMENTS[np.arange(_ROWS), _LABELS] = True
 _SOME_ROWS = np.array([True, False, True, True])
 _ELEMENTS[1] = False
 _BITS = (_RNG.random((_ROWS, _CLASSES)) < 0.5).astype(np.float32)
+_EXPERTS = np.array([[0, 3], [1, 2], [4, 0], [3, 1]])  # of each token
 
 
 # Garbage under the mask, for every op.
@@ -70,6 +72,8 @@ def _garbage_cases() -> list[Case]:
     pixels = np.broadcast_to(np.array([True, True, False])[:, None], (2, 3, 1))
     truth = np.eye(4, dtype=np.float32)[_RNG.integers(4, size=(2, 3))]
     images = {"predictions": _floats(2, 3, 4), "targets": truth}
+    segments = "segment_sum segment_mean segment_var segment_max segment_min segment_logsumexp segment_softmax"
+    segments += " segment_log_softmax segment_standardize"
     multiclass = "multiclass_hinge_loss multiclass_perceptron_loss multiclass_sparsemax_loss"
     return [
         *cases("squared_error l2_loss huber_loss log_cosh", pair),
@@ -96,6 +100,9 @@ def _garbage_cases() -> list[Case]:
         *cases("ntxent", {"embeddings": _X}, _SOME_ROWS, labels=np.array([0, 1, 0, 1])),
         *cases("logsumexp softmax log_softmax layer_norm rms_norm standardize", {"x": _X}),
         *cases("batch_norm group_norm l2_normalize sum mean var max min", {"x": _X}),
+        *cases(segments, {"data": _X, "segment_ids": np.array([0, 2, 2, 0])}, _SOME_ROWS),
+        *cases("load_balancing_loss", {"router_probs": _P, "expert_indices": _EXPERTS}, _SOME_ROWS),
+        *cases("router_z_loss", {"router_logits": _X}, _SOME_ROWS),
     ]
 
 
@@ -180,11 +187,15 @@ def _other_loss_cases() -> list[Case]:
     frames = np.array([[False] * 3, [False, True, True]])
     ctc = {"logit_paddings": frames, "labels": np.array([[2], [1]]), "label_paddings": np.zeros((2, 1), bool)}
     logits = np.zeros((2, 3, 4), np.float32)
+    dropped = np.where(np.arange(2) == 1, -1, _EXPERTS)
+    shares = np.bincount(dropped[:, 0], minlength=_CLASSES) / _ROWS
+    balance = np.asarray(_CLASSES * np.sum(shares * np.float64(_P).mean(0)))
     paths = -np.log([6 / 4**3, 1 / 4])  # the share of the alignments that give the label
     padded = {"logits": np.broadcast_to(frames[..., None], logits.shape)}
     return [
         _edge("cosine_similarity", "a vector of zeros", np.zeros(1), predictions=zeros, targets=ones),
         _edge("ctc_loss", "garbage in padded frames", paths, padded, logits=logits, **ctc),
+        _edge("load_balancing_loss", "dropped assignments", balance, router_probs=_P, expert_indices=dropped),
     ]
 
 
@@ -229,6 +240,25 @@ def _normalization_cases() -> list[Case]:
 def _standardized(x: np.ndarray, axis: int, epsilon: float) -> np.ndarray:
     wide = np.float64(x)
     return np.asarray((wide - wide.mean(axis, keepdims=True)) / np.sqrt(wide.var(axis, keepdims=True) + epsilon))
+
+
+def _segment_cases() -> list[Case]:
+    """Rows of padding with the id -1, and no row of the segment 1."""
+    x, ids = np.array([1, 2, 4, 0], np.float32), np.array([0, 2, 2, -1])
+    of_2 = _softmax(x[1:3])
+    expected = {
+        "segment_sum": np.array([1, 0, 6]),
+        "segment_mean": np.array([1, 0, 3]),
+        "segment_var": np.array([0, 0, 1]),
+        "segment_max": np.array([1, -np.inf, 4]),
+        "segment_softmax": np.array([1, *of_2, 0]),
+    }
+    what, hidden = "garbage in padding of id -1", {"data": ids == -1}
+    ones, zeros = np.ones(4096, np.float16), np.zeros(4096, int)
+    return [
+        *(_edge(op, what, y, hidden, data=x, segment_ids=ids) for op, y in expected.items()),
+        _edge("segment_sum", "4096 ones in float16", np.array([4096, 0, 0]), data=ones, segment_ids=zeros),
+    ]
 
 
 def _empty_cases() -> list[Case]:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import masksafe
-from masksafe._report._case import Case, Inputs, Ops
+from masksafe._report._case import SEGMENTS, Case, Inputs, Ops
 from masksafe._report._verdict import Result, Run
 
-PEERS = ("optax", "jax.nn", "flax", "equinox", "torch")
+PEERS = ("optax", "jax.nn", "flax", "equinox", "jraph", "torch")
 
 
 def is_installed(library: str) -> bool:
@@ -41,6 +41,7 @@ def _ops(library: str) -> Ops:
         "jax.nn": _jax_ops,
         "flax": _flax_ops,
         "equinox": _equinox_ops,
+        "jraph": _jraph_ops,
         "torch": _torch_ops,
     }
     return tables[library]()
@@ -75,7 +76,9 @@ def _masksafe_ops() -> Ops:
     ops["batch_norm"] = lambda x, where=None: masksafe.batch_norm(x, where=where)[0]
     ops["group_norm"] = functools.partial(masksafe.group_norm, num_groups=1)
     reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
-    return ops | {name: _along_rows(getattr(masksafe, name)) for name in reductions}
+    ops |= {name: _along_rows(getattr(masksafe, name)) for name in reductions}
+    segment_ops = [name for name in dir(masksafe) if name.startswith("segment_")]
+    return ops | {name: functools.partial(getattr(masksafe, name), num_segments=SEGMENTS) for name in segment_ops}
 
 
 def _jax_ops() -> Ops:
@@ -89,11 +92,24 @@ def _jax_ops() -> Ops:
         "max": functools.partial(jnp.max, initial=-jnp.inf),
         "min": functools.partial(jnp.min, initial=jnp.inf),
     }
-    return ops | {name: _along_rows(fn) for name, fn in reductions.items()}
+    segment_ops = {name: _in_segments(getattr(jax.ops, name)) for name in ("segment_sum", "segment_max", "segment_min")}
+    return ops | segment_ops | {name: _along_rows(fn) for name, fn in reductions.items()}
 
 
 def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda x, where: fn(x, axis=-1, where=where)
+
+
+def _in_segments(fn: Callable[..., Any], is_like_data: bool = False) -> Callable[..., Any]:
+    """An op that takes no mask. Masked rows get a segment of their own, as padding of graphs has."""
+
+    def call(data: Any, segment_ids: Any, where: Any = None) -> Any:
+        if where is None:
+            return fn(data, segment_ids, SEGMENTS)
+        out = fn(data, jnp.where(where, segment_ids, SEGMENTS), SEGMENTS + 1)
+        return jnp.where(where[:, None], out, 0) if is_like_data else out[:SEGMENTS]
+
+    return call
 
 
 # The peers.
@@ -158,6 +174,16 @@ def _equinox_ops() -> Ops:
         return layer(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
 
     return {"layer_norm": _selected(layer_norm), "dot_product_attention": attention}
+
+
+def _jraph_ops() -> Ops:
+    import jraph
+
+    names = {"sum": "sum", "mean": "mean", "variance": "var", "max": "max", "min": "min"}
+    ops = {f"segment_{ours}": _in_segments(getattr(jraph, f"segment_{theirs}")) for theirs, ours in names.items()}
+    ops["segment_softmax"] = _in_segments(jraph.segment_softmax, is_like_data=True)
+    ops["segment_standardize"] = _in_segments(jraph.segment_normalize, is_like_data=True)
+    return ops
 
 
 def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:

@@ -45,7 +45,7 @@ def load_balancing_loss(
     the number of                     is, with k experts for each token and a coefficient c
     ================================  =================================================================
     Switch Transformer                c times this, with k = 1
-    Mixtral (transformers)            c k times this
+    Mixtral (transformers)            c k times this, of the tokens of all layers
     Megatron-LM                       c times this
     maxtext                           c k times the mean of this over sequences, by `jax.vmap`
     DeepSeek-V3, sequence-wise        c times the mean of this over sequences, by `jax.vmap`
@@ -88,7 +88,7 @@ class RouterStatistics:
     """What `load_balancing_loss` is made of, as means that can be added up over parts before they are multiplied.
 
     `a + b` has the tokens of both, `sum(parts)` those of all, `a.psum("data")` those of all devices, and `.loss` is the
-    loss of them together. It is a pytree.
+    loss of them together. It is a pytree. In `aux` of `value_and_grad_of_mean` it is that of the whole batch.
 
     Attributes:
       share: the `MaskedMean` of the assignments to each expert, `[experts]`.
@@ -159,7 +159,8 @@ def _counted(probs: Array, indices: Array, where: Array | None) -> RouterStatist
     tokens = tuple(range(probs.ndim - 1))
     mean = MaskedMean.of(probs, where, axis=tokens)
     probability = MaskedMean(mean.total * nan_unless(is_valid, mean.total.dtype), mean.count)
-    return RouterStatistics(MaskedMean(_assignments(number, indices), jnp.sum(indices >= 0)), probability)
+    count = jnp.broadcast_to(jnp.sum(indices >= 0), (number,))  # one for each total, as `MaskedMean.of` has them
+    return RouterStatistics(MaskedMean(_assignments(number, indices), count), probability)
 
 
 def _assignments(number: int, indices: Array) -> Array:
@@ -213,5 +214,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 
 @jitted(0)
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
+    if any(logits.shape[a] == 0 for a in axes):  # no experts are none left
+        where = jnp.zeros(logits.shape, bool)
     result = logsumexp(widened(logits), axes, where=where)
     return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)
