@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, unfolded
+from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, switches, unfolded
 from masksafe._core.typing import Array, jitted
 
 
@@ -60,32 +60,42 @@ def compute(
     if ids.shape != data.shape[:1]:
         found, expected = f"shape {ids.shape}", f"shape {data.shape[:1]}, the first axis of data {data.shape}"
         raise ValueError(arguments.message(op, "segment_ids", found, expected))
-    where = None if where is None else _at_rank_of(op, "where", masks.as_mask(op, "where", where), data)
+    if where is not None:
+        where = _fitting(op, "where", masks.as_mask(op, "where", where), data)
     if weights is not None:
-        weights = _at_rank_of(op, "weights", arguments.as_real_array(op, "weights", weights), data)
-    of_rows = None if where is None else unfolded.any_of(where, tuple(range(1, where.ndim)))
-    number = _as_number(op, num_segments, ids, of_rows)
-    _check_ids(op, ids, of_rows, number)
+        weights = _fitting(op, "weights", arguments.as_real_array(op, "weights", weights), data)
+    number = _as_number(op, num_segments, ids, where)
+    _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     segments = Segments(op, number, arguments.as_bool(op, "indices_are_sorted", indices_are_sorted), devices, epsilon)
+    if number == 0:  # JAX does not index an array of nothing
+        of_one = segments._replace(number=1), formula, is_like_data, data, jnp.full_like(ids, -1)
+        return _on_devices(*of_one, where, weights)[: None if is_like_data else 0]
     return _on_devices(segments, formula, is_like_data, data, ids, where, weights)
 
 
-def _at_rank_of(op: str, argument: str, value: Array, data: Array) -> Array:
-    """An array of rows or of elements, `[N, ...]` at the rank of the data."""
+def _fitting(op: str, argument: str, value: Array, data: Array) -> Array:
+    """The argument, of rows or of elements."""
     if value.ndim == data.ndim:
         arguments.check_broadcasts_to(op, argument, value.shape, data.shape, "data")
-        return jnp.broadcast_to(value, (*data.shape[:1], *value.shape[1:]))
-    if value.shape != data.shape[:1]:
+    elif value.shape != data.shape[:1]:
         expected = f"shape {data.shape[:1]}, for rows, or one that broadcasts to {data.shape}, the shape of data"
         raise ValueError(arguments.message(op, argument, f"shape {value.shape}", expected))
-    return value.reshape(-1, *[1] * (data.ndim - 1))
+    return value
+
+
+def _at_rank(value: Array | None, data: Array) -> Array | None:
+    """An array of rows or of elements, `[N, ...]` at the rank of the data."""
+    if value is None:
+        return None
+    sizes = value.shape[1:] if value.ndim == data.ndim else (1,) * (data.ndim - 1)
+    return jnp.broadcast_to(value.reshape(-1, *sizes), (*data.shape[:1], *sizes))
 
 
 def _as_number(op: str, num_segments: Any, ids: Array, where: Array | None) -> int:
     if num_segments is not None:
         return arguments.as_size(op, "num_segments", num_segments, 0)
-    live = masks.selected(ids, where, -1)
+    live = masks.selected(ids, _of_rows(where), -1)
     if isinstance(live, jax.core.Tracer):
         found, hint = "None, where segment_ids is a traced array", "Pass the number of segments."
         raise TypeError(arguments.message(op, "num_segments", found, "an int", hint))
@@ -94,9 +104,16 @@ def _as_number(op: str, num_segments: Any, ids: Array, where: Array | None) -> i
 
 def _check_ids(op: str, ids: Array, where: Array | None, number: int) -> None:
     """Reports ids out of range, but for those that stand for padding: -1, and the number of segments."""
+    if switches.label_check_mode() == "off":  # eagerly the mask of rows takes its time
+        return
     is_valid = lambda ids: (ids >= -1) & (ids <= number)  # noqa: E731
     otherwise = f"outside [0, {number}), and neither -1 nor {number}"
-    label_checks.check_elements(op, ids, ids.shape, where, is_valid, otherwise, "segment_ids")
+    label_checks.check_elements(op, ids, ids.shape, _of_rows(where), is_valid, otherwise, "segment_ids")
+
+
+def _of_rows(where: Array | None) -> Array | None:
+    """Which rows have an unmasked element."""
+    return None if where is None else unfolded.any_of(where, tuple(range(1, where.ndim)))
 
 
 @jitted(0, 1, 2)
@@ -115,6 +132,7 @@ def _on_devices(
         here = segments._replace(devices=devices)
         return formula(here, data, _rows(here, data, *others))
 
+    where, weights = _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
     names, args = PartitionSpec("rows", *columns), (data, ids, where, weights)
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
