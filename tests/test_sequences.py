@@ -1,0 +1,146 @@
+"""Labels and masks of sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import masksafe
+
+RNG = np.random.default_rng(0)
+B, T = 2, 16
+TOKENS = RNG.integers(1, 100, (B, T))
+IDS = np.sort(RNG.integers(0, 4, (B, T)), 1)
+WHERE = np.arange(T) < np.array([[13], [0]])
+
+
+def by_hand(tokens, ids, where, steps):
+    """Token by token."""
+    labels, mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
+    for b, t in np.ndindex(tokens.shape):
+        if t + steps < tokens.shape[1] and ids[b, t] == ids[b, t + steps] and where[b, t] and where[b, t + steps]:
+            labels[b, t], mask[b, t] = tokens[b, t + steps], True
+    return labels, mask
+
+
+def assert_same(results, expected):
+    for actual, array in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(actual, array)
+
+
+@pytest.mark.parametrize("steps", [1, 3, T - 1, T, T + 5])
+def test_the_token_some_steps_further_on(steps):
+    everywhere, one = np.ones((B, T), bool), np.zeros((B, T), int)
+    for ids, where in ((None, None), (IDS, None), (None, WHERE), (IDS, WHERE), (IDS[:1], WHERE[1:]), (IDS[0], None)):
+        expected_ids = np.broadcast_to(one if ids is None else ids, (B, T))
+        expected_where = np.broadcast_to(everywhere if where is None else where, (B, T))
+        results = masksafe.next_tokens(TOKENS, ids, steps=steps, where=where)
+        assert_same(results, by_hand(TOKENS, expected_ids, expected_where, steps))
+
+
+def test_garbage_in_padding_changes_nothing():
+    garbage = np.where(WHERE, TOKENS, -(2**31))
+    expected = masksafe.next_tokens(TOKENS, IDS, where=WHERE)
+    assert_same(masksafe.next_tokens(garbage, np.where(WHERE, IDS, 2**31 - 1), where=WHERE), expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32"])
+def test_labels_have_the_dtype_of_tokens(dtype):
+    largest = np.array([1, 0, np.iinfo(dtype).max], dtype)
+    labels, mask = masksafe.next_tokens(largest)
+    assert labels.dtype == dtype
+    np.testing.assert_array_equal(labels, [0, np.iinfo(dtype).max, 0])
+    np.testing.assert_array_equal(mask, [True, True, False])
+
+
+@pytest.mark.parametrize("steps", [1, 4, 6, 9, 40])
+def test_time_over_devices(steps):
+    mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,))
+    split = P(None, "time")
+
+    def on_each(tokens, ids, where):
+        return masksafe.next_tokens(tokens, ids, steps=steps, where=where, axis_name="time")
+
+    mapped = jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=(split,) * 3, out_specs=(split, split)))
+    for dtype in ("int32", "uint32"):
+        tokens = (TOKENS + (2**31 if dtype == "uint32" else 0)).astype(dtype)
+        assert_same(mapped(tokens, IDS, WHERE), by_hand(tokens, IDS, WHERE, steps))
+
+
+def test_one_exchange_of_the_first_tokens_of_the_next_device():
+    mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,))
+    split = P(None, "time")
+    step = functools.partial(masksafe.next_tokens, axis_name="time")
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(split, split), out_specs=(split, split))
+    text = jax.jit(mapped).lower(TOKENS, IDS).as_text()
+    (exchange,) = [line for line in text.splitlines() if "collective_permute" in line]
+    assert f"tensor<2x{B}x1xi32>" in exchange
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "y"), P("x", "y")], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_tokens_split_over_a_mesh(spec, kind):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        tokens, ids, where = (jax.device_put(a, NamedSharding(mesh, spec)) for a in (TOKENS, IDS, WHERE))
+        step = jax.jit(lambda *args: masksafe.next_tokens(*args[:2], steps=2, where=args[2]))
+        program = step.lower(tokens, ids, where).compile()
+        results = program(tokens, ids, where)
+        whole = step(tokens, ids[:1] if spec[0] is None else ids, where)
+    assert "all-gather" not in program.as_text()
+    assert_same(results, by_hand(TOKENS, IDS, WHERE, 2))
+    assert whole[0].shape == (B, T)
+
+
+def test_in_a_vmap():
+    results = jax.vmap(masksafe.next_tokens)(TOKENS, IDS)
+    assert_same(results, masksafe.next_tokens(TOKENS, IDS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "call"),
+    [
+        (TypeError, "tokens: got dtype float32", {"tokens": np.zeros((B, T), np.float32)}),
+        (ValueError, r"tokens: got shape \(\)", {"tokens": 1}),
+        (TypeError, "segment_ids: got dtype float32", {"segment_ids": np.zeros((B, T), np.float32)}),
+        (ValueError, r"segment_ids: got shape \(3,\)", {"segment_ids": np.zeros(3, int)}),
+        (TypeError, "where: got dtype", {"where": WHERE.astype(int)}),
+        (ValueError, r"where: got shape \(3,\)", {"where": np.ones(3, bool)}),
+        (ValueError, "steps: got value 0; expected an int of at least 1", {"steps": 0}),
+        (TypeError, "steps: got type float", {"steps": 1.5}),
+        (ValueError, "axis_name: got value 'x'", {"axis_name": "x"}),
+    ],
+)
+def test_refusals(kind, text, call):
+    with pytest.raises(kind, match=f"^next_tokens: {text}"):
+        masksafe.next_tokens(**{"tokens": TOKENS} | call)
+
+
+# Lengths.
+
+
+def test_a_mask_of_lengths():
+    lengths = np.array([[0, 3], [5, 9]], np.uint8)
+    expected = np.arange(300) < lengths[..., None]
+    np.testing.assert_array_equal(masksafe.length_mask(lengths, 300), expected)
+    np.testing.assert_array_equal(jax.jit(masksafe.length_mask, static_argnums=1)(lengths, 300), expected)
+    np.testing.assert_array_equal(masksafe.length_mask(np.array([-1, 2**33]), 2), [[False, False], [True, True]])
+    assert masksafe.length_mask(2, 3).shape == (3,)
+
+
+def test_lengths_that_are_wrong():
+    with pytest.raises(TypeError, match=r"^length_mask: lengths: got dtype float32"):
+        masksafe.length_mask(jnp.zeros(2), 3)
+    with pytest.raises(ValueError, match=r"^length_mask: size: got value -1"):
+        masksafe.length_mask(np.array([1]), -1)
+    with pytest.raises(TypeError, match=r"^length_mask: size: got a traced array"):
+        jax.jit(masksafe.length_mask)(np.array([1]), 3)
+    with (
+        masksafe.label_checks("raise"),
+        pytest.raises(ValueError, match=r"^length_mask: 1 of 2 lengths are outside \[0, 3\]; first at \(1,\): 4"),
+    ):
+        masksafe.length_mask(np.array([3, 4]), 3)
