@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, scaling, unfolded
+from masksafe._core import masks, platforms, scaling, unfolded
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import nonzero_divisor, weighted
 from masksafe._core.typing import Array
@@ -77,6 +77,7 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
+    values = platforms.unfused(values)  # or XLA would compute each again for every row of its segment
     return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
 
 
