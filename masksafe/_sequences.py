@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding
@@ -115,11 +114,7 @@ def _later(x: Array, steps: int) -> Array:
 def _moved_over_devices(steps: int, devices: sharding.Devices, x: Array) -> Array:
     whole, rest = divmod(steps, x.shape[-1])
 
-    def from_device_ahead(distance: int, x: Array) -> Array:
-        pairs = [(device, device - distance) for device in range(distance, devices.size)]
-        return lax.ppermute(x, devices.axis_name, pairs) if distance else x
-
-    parts = from_device_ahead(whole, x[..., rest:]), from_device_ahead(whole + 1, x[..., :rest])
+    parts = devices.from_before(x[..., rest:], -whole), devices.from_before(x[..., :rest], -whole - 1)
     return jnp.concatenate(parts, -1) if rest else parts[0]
 
 

@@ -71,6 +71,15 @@ def test_time_over_devices(steps):
         assert_same(mapped(tokens, IDS, WHERE), by_hand(tokens, IDS, WHERE, steps))
 
 
+def test_time_over_two_axes_of_a_mesh():
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    for names in (("x", "y"), ("y", "x")):
+        split = P(None, names)
+        step = functools.partial(masksafe.next_tokens, steps=3, axis_name=names)
+        mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(split, split), out_specs=(split, split)))
+        assert_same(mapped(TOKENS, IDS), by_hand(TOKENS, IDS, np.ones((B, T), bool), 3))
+
+
 def test_one_exchange_of_the_first_tokens_of_the_next_device():
     mesh = jax.make_mesh((4,), ("time",), axis_types=(AxisType.Auto,))
     split = P(None, "time")

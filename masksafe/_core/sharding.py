@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -233,6 +234,25 @@ class Devices(NamedTuple):
         parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
         placed = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
         return jnp.reshape(lax.psum(placed, of_mesh), (-1, *x.shape))
+
+    def from_before(self, tree: Tree, places: int = 1) -> Tree:
+        """The arrays that the device so many places before this one has, in a ring of all."""
+        if places % self.size == 0:
+            return tree
+        names, number = self._in_order_of_mesh
+        way = [(number[n], number[(n + places) % self.size]) for n in range(self.size)]
+        return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
+
+    @property
+    def _in_order_of_mesh(self) -> tuple[Any, list[int]]:
+        """The names in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
+        if isinstance(self.axis_name, str):
+            return self.axis_name, list(range(self.size))
+        given = self.axis_name or ()
+        of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in given]
+        names = [*of_mesh, *(name for name in given if name not in of_mesh)]  # the others are of `jax.vmap`
+        numbers = np.arange(self.size).reshape([lax.axis_size(name) for name in names])
+        return tuple(names), numbers.transpose([names.index(name) for name in given]).ravel().tolist()
 
     @property
     def _of_mesh_and_vmap(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

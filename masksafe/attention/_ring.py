@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from masksafe._core.precision import wide_dtype
@@ -97,13 +96,14 @@ def run_reverse(
     ring = plan.ring
     if ring is None:
         return inner(plan, queries, inputs)
+    devices = Devices(ring.axis_name)
     queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
     inputs = Inputs(q, k, v, adjustments, inputs.pairs)
 
     def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
         plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
         if not (isinstance(step, int) and step == 0):
-            sums = sums._replace(key=_sent(ring, sums.key), value=_sent(ring, sums.value))
+            sums = sums._replace(key=devices.from_before(sums.key), value=devices.from_before(sums.value))
 
         def add(sums: Gradients) -> Gradients:
             d = inner(plan_of_step, queries, seen)
@@ -116,7 +116,7 @@ def run_reverse(
     nothing = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), Gradients(q, k, v, adjustments))
     sums = _go_round(ring, visit, inputs, vary_with(nothing, q))
     way_home = -(ring.first + ring.steps - 1)
-    d_k, d_v = (_sent(ring, x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
+    d_k, d_v = (devices.from_before(x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
     return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
 
 
@@ -126,38 +126,20 @@ def run_reverse(
 def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], inputs: Inputs, state: _State) -> _State:
     """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
     of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
-    moving = _Moving(inputs.k, inputs.v, *Devices(ring.axis_name).varying(of_keys))
+    devices = Devices(ring.axis_name)
+    moving = _Moving(inputs.k, inputs.v, *devices.varying(of_keys))
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry
-        return (_sent(ring, moving), visit(n, moving, state)), None
+        return (devices.from_before(moving), visit(n, moving, state)), None
 
-    carry, last = (_sent(ring, moving, ring.first), state), ring.steps - 1
+    carry, last = (devices.from_before(moving, ring.first), state), ring.steps - 1
     if ring.steps <= _FEW_STEPS:
         for n in range(last):
             carry, _ = step(carry, n)
     else:
         carry, _ = lax.scan(step, carry, jnp.arange(last, dtype=jnp.int32))
     return visit(last, *carry)
-
-
-def _sent(ring: Ring, tree: Any, places: int = 1) -> Any:
-    """The arrays that the device so many places before this one has."""
-    if places % ring.size == 0:
-        return tree
-    names, number = _in_order_of_mesh(ring)
-    way = [(number[n], number[(n + places) % ring.size]) for n in range(ring.size)]
-    return lax.ppermute(tree, names, way)
-
-
-def _in_order_of_mesh(ring: Ring) -> tuple[Any, list[int]]:
-    """The names of the axes in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
-    if isinstance(ring.axis_name, str):
-        return ring.axis_name, list(range(ring.size))
-    of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in ring.axis_name]
-    names = [*of_mesh, *(name for name in ring.axis_name if name not in of_mesh)]  # the others are of `jax.vmap`
-    numbers = np.arange(ring.size).reshape([lax.axis_size(name) for name in names])
-    return tuple(names), numbers.transpose([names.index(name) for name in ring.axis_name]).ravel().tolist()
 
 
 def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: Inputs) -> _State:
