@@ -1,5 +1,6 @@
 """The losses of optax under the same names and signatures, with masks that remove elements exactly; and a few more."""
 
+from masksafe.losses._contrastive import info_nce_loss, sigmoid_contrastive_loss
 from masksafe.losses._cross_entropy import (
     safe_softmax_cross_entropy,
     softmax_cross_entropy,
@@ -46,6 +47,7 @@ __all__ = [
     "generalized_kl_divergence",
     "hinge_loss",
     "huber_loss",
+    "info_nce_loss",
     "kl_divergence",
     "kl_divergence_with_log_targets",
     "l2_loss",
@@ -68,6 +70,7 @@ __all__ = [
     "router_z_loss",
     "safe_softmax_cross_entropy",
     "sigmoid_binary_cross_entropy",
+    "sigmoid_contrastive_loss",
     "sigmoid_focal_loss",
     "smooth_labels",
     "softmax_cross_entropy",

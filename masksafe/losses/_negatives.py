@@ -1,0 +1,279 @@
+r"""Sums over the negatives of a batch of pairs, without the matrix of all pairs in memory.
+
+The logits of row :math:`i` and column :math:`j` are :math:`z_{ij} = s \, x_i \cdot y_j + b`, and a pair is a negative if
+both are unmasked and their keys differ. Rows are taken in blocks, each with all columns: a block of logits is computed,
+reduced along both axes, and dropped. The reverse pass computes it again,
+
+.. math::
+  \bar z_{ij} = e^{z_{ij} - r_i} \bar r_i + e^{z_{ij} - c_j} \bar c_j, \qquad
+  \bar x_i = s \sum_j \bar z_{ij} y_j, \qquad
+  \bar y_j = s \sum_i \bar z_{ij} x_i
+
+for the logarithms of the sums of exponentials of rows, :math:`r`, and of columns, :math:`c`; with both in one block, the
+two directions share the products of matrices. Over devices the columns go round in a ring, and what is summed over rows
+goes with them and comes home in the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import platforms, precision, sharding
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import selected
+from masksafe._core.row_moments import nonzero_divisor
+from masksafe._core.typing import Array, Tree
+from masksafe.losses._rows._sources import matmul
+
+Reduction = Literal["logsumexp", "softplus"]
+
+
+class Config(NamedTuple):
+    """It is static."""
+
+    reduction: Reduction  # of the logits of a row: the logarithm of the sum of exponentials, or the sum of softplus
+    of_columns: bool  # whether columns are reduced as well; logarithms only
+    block_size: int | None  # rows of a block
+    devices: sharding.Devices
+
+
+class Side(NamedTuple):
+    """The rows, or the columns, of the matrix of pairs."""
+
+    vectors: Array  # [N, D], 0 where masked
+    keys: Array  # [N]
+    live: Array | None  # [N]
+
+
+class Scaling(NamedTuple):
+    scale: Array
+    bias: Array | None
+
+
+class Sums(NamedTuple):
+    """Of each row, and of each column."""
+
+    rows: Array
+    columns: Array | None
+
+
+# One block: all columns of some rows.
+
+
+def _logits(scaling: Scaling, rows: Side, columns: Side) -> tuple[Array, Array]:
+    """The logits of a block, -inf but for negatives; and which pairs these are."""
+    z = matmul(rows.vectors, columns.vectors, 1, 1)
+    z = z * scaling.scale.astype(z.dtype)
+    z = z if scaling.bias is None else z + scaling.bias.astype(z.dtype)
+    negative = rows.keys[:, None] != columns.keys[None]
+    if rows.live is not None:
+        negative &= rows.live[:, None]
+    if columns.live is not None:
+        negative &= columns.live[None]
+    return jnp.where(negative, z, -jnp.inf), negative
+
+
+class _Exponentials(NamedTuple):
+    """A sum of exponentials that may grow: of their differences from the largest logit, and that."""
+
+    largest: Array
+    total: Array
+
+    @classmethod
+    def nothing(cls, like: Array, dtype: Any) -> _Exponentials:
+        return cls(jnp.full_like(like, -jnp.inf, dtype), jnp.zeros_like(like, dtype))
+
+    def plus(self, z: Array, axis: int) -> _Exponentials:
+        largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis)))
+        shift = _finite(largest)
+        total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
+        return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
+
+    @property
+    def logarithm(self) -> Array:
+        return jnp.where(self.total == 0, -jnp.inf, _finite(self.largest) + jnp.log(nonzero_divisor(self.total)))
+
+
+def _finite(largest: Array) -> Array:
+    """A shift for exponentials, of nothing too: the difference of infinities would be NaN."""
+    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
+
+
+def _added(config: Config, z: Array, rows: Any, columns: Any) -> tuple[Any, Any]:
+    """The sums of the rows of a block and of all columns, with those of one more block."""
+    if config.reduction == "softplus":
+        return rows + jnp.sum(jax.nn.softplus(z), 1), None
+    return rows.plus(z, 1), columns.plus(z, 0) if config.of_columns else None
+
+
+def _d_logits(config: Config, z: Array, negative: Array, rows: Any, columns: Any) -> Array:
+    """The cotangents of a block's logits, from the sums and their cotangents."""
+    sums, d_sums = rows
+    if config.reduction == "softplus":
+        return jnp.where(negative, jax.nn.sigmoid(z) * d_sums[:, None], 0)
+    d_z = jnp.exp(z - _finite(sums)[:, None]) * d_sums[:, None]
+    if config.of_columns:
+        sums, d_sums = columns
+        d_z += jnp.exp(z - _finite(sums)) * d_sums
+    return jnp.where(negative, d_z, 0)
+
+
+# All rows of this device with the columns of one.
+
+
+def _in_blocks(
+    config: Config, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Tree
+) -> tuple[Any, Any]:
+    """`fn(carry, (rows, of_rows))` for each block; its second results are of rows."""
+    size, number = config.block_size, rows.keys.shape[0]
+    if size is None or not isinstance(number, int) or size >= number:
+        return fn(carry, (rows, of_rows))
+    blocks = -(-number // size)
+    live = jnp.ones(number, bool) if rows.live is None else rows.live  # the last block is filled with dead rows
+
+    def cut(x: Array) -> Array:
+        padded = jnp.pad(x, [(0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)])
+        return padded.reshape(blocks, size, *x.shape[1:])
+
+    carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], results)
+
+
+def _forward_part(config: Config, scaling: Scaling, x: Side, y: Side, sums: tuple[Any, Any]) -> tuple[Any, Any]:
+    def block(columns: Any, part: tuple[Side, Any]) -> tuple[Any, Any]:
+        z, _ = _logits(scaling, part[0], y)
+        of_rows, of_columns = _added(config, z, part[1], columns)
+        return of_columns, of_rows
+
+    of_rows, of_columns = sums
+    of_columns, of_rows = _in_blocks(config, block, of_columns, x, of_rows)
+    return of_rows, of_columns
+
+
+class _Gradients(NamedTuple):
+    """By the vectors of rows, and of columns, without the scale; and of each row the sum of the cotangents."""
+
+    rows: Array
+    columns: Array
+    bias: Array
+
+
+def _reverse_part(
+    config: Config, scaling: Scaling, x: Side, y: Side, of_rows: Any, of_columns: Any, sums: _Gradients
+) -> _Gradients:
+    def block(d_columns: Array, part: tuple[Side, Any]) -> tuple[Array, Any]:
+        rows, (of_rows, d_rows, d_bias) = part
+        z, negative = _logits(scaling, rows, y)
+        d_z = _d_logits(config, z, negative, of_rows, of_columns)
+        narrow = d_z.astype(y.vectors.dtype)
+        d_columns += matmul(narrow, rows.vectors, 0, 0)
+        return d_columns, (d_rows + matmul(narrow, y.vectors, 1, 0), d_bias + jnp.sum(d_z, 1))
+
+    d_columns, (d_rows, d_bias) = _in_blocks(config, block, sums.columns, x, (of_rows, sums.rows, sums.bias))
+    return _Gradients(d_rows, d_columns, d_bias)
+
+
+# The columns of all devices.
+
+
+def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[Any, Any]], y: Any, sums: Any) -> Any:
+    """The sums at home, after `visit(y, of_rows, of_columns)` with the columns `y` of each device."""
+    of_rows, of_columns = sums
+    if not devices.are_many:
+        return visit(y, of_rows, of_columns)
+
+    def step(carry: Any, _: Any) -> tuple[Any, None]:
+        y, of_rows, of_columns = carry
+        of_rows, of_columns = visit(y, of_rows, of_columns)
+        return (*devices.from_before((y,)), of_rows, devices.from_before(of_columns)), None
+
+    (y, of_rows, of_columns), _ = lax.scan(step, (y, of_rows, of_columns), length=devices.size - 1)
+    of_rows, of_columns = visit(y, of_rows, of_columns)
+    return of_rows, devices.from_before(of_columns)
+
+
+def _on_platform(fn: Callable[..., Tree], config: Config, *args: Any) -> Tree:
+    """`fn(config, *args)` with the block size that the platform wants, unless the user has chosen one."""
+    rows, columns = (side.keys.shape[0] for side in args[1:3])
+    if config.block_size is not None or not sharding.may_loop(args) or rows == 0:
+        return fn(config, *args)
+    of, sizes = platforms.choices(), []
+    for elements in (of.pair_block_elements, of.pair_block_elements_elsewhere):
+        sizes.append(min(rows, max(of.fewest_rows_of_pairs, elements // max(1, columns))))
+    on_cpu, elsewhere = (functools.partial(fn, config._replace(block_size=size)) for size in sizes)
+    return on_cpu(*args) if sizes[0] == sizes[1] else platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+
+
+def _evaluate(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
+    return _on_platform(_sums, config, scaling, x, y)
+
+
+def _sums(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
+    dtype = precision.wide_dtype(x.vectors.dtype)
+    nothing = [jnp.zeros(side.keys.shape, dtype) for side in (x, y)]
+    if config.reduction == "logsumexp":
+        of_rows, of_columns = (_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing)
+        sums = of_rows, of_columns if config.of_columns else None
+    else:
+        sums = nothing[0], None
+    sums = sharding.vary_with(sums, (scaling, x, y))
+    y = sharding.vary_with(y, (x, y)) if config.devices.are_many else y
+
+    def visit(y: Side, of_rows: Any, of_columns: Any) -> tuple[Any, Any]:
+        return _forward_part(config, scaling, x, y, (of_rows, of_columns))
+
+    of_rows, of_columns = _go_round(config.devices, visit, y, sums)
+    if config.reduction == "softplus":
+        return Sums(of_rows, None)
+    return Sums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
+
+
+def _forward(config: Config, scaling: Scaling, x: Side, y: Side) -> tuple[Sums, Any]:
+    sums = _evaluate(config, scaling, x, y)
+    return sums, (scaling, x, y, sums)
+
+
+def _reverse(config: Config, residuals: Any, d_sums: Sums) -> tuple[Scaling, Side, Side]:
+    return _on_platform(_cotangents, config, *residuals, d_sums)
+
+
+def _cotangents(
+    config: Config, scaling: Scaling, x: Side, y: Side, sums: Sums, d_sums: Sums
+) -> tuple[Scaling, Side, Side]:
+    nothing = lambda side: jnp.zeros_like(side.vectors, precision.wide_dtype(side.vectors.dtype))  # noqa: E731
+    d_rows, d_columns = nothing(x), nothing(y)
+    start = (
+        sharding.vary_with((d_rows, d_rows[:, 0]), (scaling, x, y, d_sums)),
+        sharding.vary_with(d_columns, (x, d_sums)),
+    )
+    # A row with no negative has no derivative, whatever its cotangent.
+    of_rows, of_columns = (
+        None if s is None else (s, jnp.where(s == -jnp.inf, 0, d)) for s, d in zip(sums, d_sums, strict=True)
+    )
+
+    def visit(moving: Any, of_x: Any, d_columns: Any) -> tuple[Any, Any]:
+        y, of_columns = moving
+        d = _reverse_part(config, scaling, x, y, of_rows, of_columns, _Gradients(of_x[0], d_columns, of_x[1]))
+        return (d.rows, d.bias), d.columns
+
+    (d_rows, d_bias), d_columns = _go_round(config.devices, visit, (y, of_columns), start)
+    d_scale = jnp.sum(x.vectors.astype(d_rows.dtype) * d_rows)
+    d_scaling = Scaling(
+        d_scale.astype(scaling.scale.dtype),
+        None if scaling.bias is None else jnp.sum(d_bias).astype(scaling.bias.dtype),
+    )
+    scale = scaling.scale.astype(d_rows.dtype)
+    d_x, d_y = ((scale * d).astype(x.vectors.dtype) for d in (d_rows, d_columns))
+    return d_scaling, Side(d_x, None, None), Side(d_y, None, None)  # type: ignore[arg-type]
+
+
+@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
+def over_negatives(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
+    """The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`."""
+    return _evaluate(config, scaling, x, y)
