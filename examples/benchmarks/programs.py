@@ -152,7 +152,7 @@ class Program:
 
     @functools.cached_property
     def scatters(self) -> int:
-        """The number of scatters, in kernels and outside of them; on a GPU each of their elements is an atomic update."""
+        """The number of scatters, in kernels and outside of them; a GPU makes an atomic update of each element."""
         instructions = (i for computation in hlo.parse(self.text).values() for i in computation.values())
         return sum(instruction.op == "scatter" for instruction in instructions)
 
