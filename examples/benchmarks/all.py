@@ -16,6 +16,8 @@ import linear_kl_divergence
 import linear_log_probs
 import losses
 import normalization
+import routers
+import segments
 import softmax
 from command import main
 
@@ -27,7 +29,9 @@ MODULES = [
     attention,
     normalization,
     softmax,
+    segments,
     losses,
+    routers,
     label_checks,
     decoder,
     accumulation,

@@ -31,6 +31,8 @@ import linear_kl_divergence
 import linear_log_probs
 import losses
 import normalization
+import routers
+import segments
 import softmax
 from command import DOCS, PAGE
 from hlo import UNKNOWN_TRIPS
@@ -58,7 +60,7 @@ import masksafe
 
 DTYPES = ("float32", "bfloat16")
 NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
-PEERS = ("optax", "flax", "jax.nn", "JAX")  # torch and tokamax have compilers of their own
+PEERS = ("optax", "flax", "jax.nn", "JAX", segments.PEER)  # torch and tokamax have compilers of their own
 TARGET_OF_PAGE = "h100"
 TARGET_OF_SIZES = "cpu"
 # How often loops run whose length depends on values. cuDNN's results need no repair; with 40 % of 4096 tokens the first
@@ -220,6 +222,10 @@ def of_more() -> Iterator[Case]:
         yield from in_dtypes((name,), masks, (8192, 2048), prepare_more)
 
 
+def large(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case.size == "large"]
+
+
 def benchmarks() -> dict[str, list[Case]]:
     """The cases of every benchmark by its name."""
     norms = lambda work, mask, dtype, shape: normalization.prepare(work, mask, dtype, shape, -1)  # noqa: E731
@@ -241,6 +247,9 @@ def benchmarks() -> dict[str, list[Case]]:
             *in_dtypes(("batch norm", "group norm"), ("none", "rows"), (32, 32, 32, 64), norms),
         ],
         "softmax": list(in_dtypes(tuple(softmax.PEERS), ("none", "elements"), (8192, 2048), softmax.prepare)),
+        # Without those whose ids are sorted, of which XLA makes the same.
+        "segments": [case for case in large(segments.CASES) if case.mask in ("none", "rows")],
+        "routers": large(routers.CASES),
         "more": list(of_more()),
         "losses": list(of_losses()),
     }

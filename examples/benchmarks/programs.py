@@ -150,6 +150,12 @@ class Program:
     def launches(self) -> int:
         return hlo.launches_of(self._kernels)
 
+    @functools.cached_property
+    def scatters(self) -> int:
+        """The number of scatters, in kernels and outside of them; a GPU makes an atomic update of each element."""
+        instructions = (i for computation in hlo.parse(self.text).values() for i in computation.values())
+        return sum(instruction.op == "scatter" for instruction in instructions)
+
     @property
     def exchanges(self) -> list[tuple[str, str, int]]:
         """Kind, type of result and number of the exchanges between devices."""

@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import linear_cross_entropy
 import losses
 import normalization
+import routers
+import segments
 import softmax
 from command import DOCS, measure_all, parse
 from measure import VALUE, Benchmark, Case, Row, Work, by_x, eager_too, random_bits
@@ -39,6 +41,8 @@ SHAPES: dict[str, Shape] = {
 DTYPES = {"float32": tuple(SHAPES), "bfloat16": ("large",), "float16": ("large",)}
 MASKED, VMAPPED, AVERAGED = ("in cache", "large"), "in cache", "large"
 UNMASKED = 0.7
+ROWS_OF_SEGMENT = 8  # on average
+EXPERTS_OF_TOKEN = 2
 # The losses that have no mask of the shape of the loss, or none at all.
 WITHOUT_MASK = (
     *("ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "smooth_labels", "ranking_softmax_loss"),
@@ -90,6 +94,16 @@ def softmax_or_sum(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     return softmax.prepare(name, mask, dtype, shape)
 
 
+def segment(name: str, mask: str, dtype: str, shape: Shape) -> Work:
+    return segments.prepare(name, mask, dtype, shape, shape[0] // ROWS_OF_SEGMENT)
+
+
+def router(name: str, mask: str, dtype: str, shape: Shape) -> Work:
+    """Rows are tokens, and classes experts."""
+    tokens, experts = shape
+    return routers.prepare(name, mask, dtype, (tokens, experts, EXPERTS_OF_TOKEN))
+
+
 def softmax_cross_entropy(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     return without_torch(cross_entropy.prepare(name, mask, dtype, shape))
 
@@ -99,6 +113,10 @@ def makers() -> dict[tuple[str, str], Maker]:
     of: dict[tuple[str, str], Maker] = {}
     for name in softmax.PEERS:
         of[name, "elements"] = functools.partial(softmax_or_sum, name)
+    for name in segments.FORMULAS:
+        of[name, "rows"] = functools.partial(segment, name)
+    for name in routers.PEERS:
+        of[name, routers.MASKS[-1]] = functools.partial(router, name)
     for name in ("layer norm", "RMS norm"):
         of[name, "elements"] = functools.partial(norm, name)
     for name in cross_entropy.LOSSES:

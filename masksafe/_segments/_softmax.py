@@ -15,7 +15,6 @@ from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
@@ -191,19 +190,30 @@ def _less(rows: Rows, x: Array, of_segment: Array) -> Array:
     return selected(widened(x) - of_rows(rows.ids, of_segment), rows.where, -jnp.inf)
 
 
+def _at_least_one(total: Array) -> Array:
+    """A sum of exponentials, of which the largest is 1, or 1 in place of that of nothing.
+
+    It is not compared with 0: XLA for GPUs would keep the zeros from which the sums start, to read them once more.
+    """
+    return jnp.where(total < 1, 1, total)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _logsumexp(segments: Segments, x: Array, rows: Rows) -> Array:
     return _logsumexp_with_terms(segments, x, rows)[0].astype(x.dtype)
 
 
 def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
-    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum."""
+    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum.
+
+    The sum of nothing is 1, so that its logarithm and what is divided by it are 0.
+    """
     largest = _largest(segments, x, rows)
     limit = float(jnp.finfo(largest.dtype).max)
     shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
     exps = jnp.exp(_less(rows, x, shift))
-    total = sums(segments, rows, exps)
-    return jnp.where(total == 0, -jnp.inf, shift + jnp.log(nonzero_divisor(total))), exps, total
+    total = _at_least_one(sums(segments, rows, exps))
+    return largest + jnp.log(total), exps, total
 
 
 @_logsumexp.defjvp
@@ -211,13 +221,13 @@ def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) ->
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
     result, exps, total = _logsumexp_with_terms(segments, x, rows)
     moved = sums(segments, rows, exps * widened(selected(tangents[0], live)))
-    return result.astype(x.dtype), (moved / nonzero_divisor(total)).astype(x.dtype)
+    return result.astype(x.dtype), (moved / total).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
     exps = jnp.exp(_less(rows, x, _largest(segments, x, rows)))
-    total = nonzero_divisor(sums(segments, rows, exps))
+    total = _at_least_one(sums(segments, rows, exps))
     return selected(exps / of_rows(rows.ids, total), rows.live(segments, x.ndim)).astype(x.dtype)
 
 

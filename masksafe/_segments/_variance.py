@@ -224,9 +224,10 @@ def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
 def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """The standard elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, rows)
-    factor = lax.rsqrt(variance + segments.epsilon)
-    standard = selected(_deviations_again(x, rows, mean) * of_rows(rows.ids, factor), rows.live(segments, x.ndim))
-    return standard, factor, number
+    live, deviation = rows.live(segments, x.ndim), jnp.sqrt(variance + segments.epsilon)
+    # Of a quotient XLA knows that it is dear: what needs it later reads it, rather than compute it again from parts.
+    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows(rows.ids, deviation), live, 1)
+    return standard, 1 / deviation, number
 
 
 @_standardize.defjvp

@@ -11,6 +11,8 @@ import numpy as np
 import plots
 import pytest
 import results
+import routers
+import segments
 
 WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x: x}, (jnp.ones(3),))
 CASES = [measure.Case("power", "none", "float32", size, "3", lambda: WORK) for size in ("tiny", "large")]
@@ -133,6 +135,27 @@ def test_names_of_lines_leave_out_what_they_share():
     lines = [("loss", "none", "float32"), ("loss", "rows", "float32")]
     assert plots.names_of(lines) == ["no mask", "mask: rows"]
     assert plots.names_of(lines[:1]) == ["loss, none, float32"]
+
+
+def as_numpy(work):
+    """The value and the gradient of each candidate."""
+    programs = {name: measure.pulled_back(fn, work.args, 1) for name, fn in work.functions.items()}
+    return {name: jax.device_get(jax.jit(step)(*args)) for name, (step, args) in programs.items()}
+
+
+@pytest.mark.parametrize("mask", segments.MASKS)
+@pytest.mark.parametrize("name", segments.FORMULAS)
+def test_the_formulas_of_segments_compute_what_masksafe_does(name, mask):
+    value, other = as_numpy(segments.prepare(name, mask, "float32", (100, 2), 9)).values()
+    tolerance = 1e-3 if name == "segment_standardize" else 1e-5  # whose variance is at least epsilon, not larger by it
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), value, other)
+
+
+@pytest.mark.parametrize("mask", routers.MASKS)
+@pytest.mark.parametrize("name", routers.PEERS)
+def test_the_formulas_of_routers_compute_what_masksafe_does(name, mask):
+    value, other = as_numpy(routers.prepare(name, mask, "float32", (50, 6, 2))).values()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
 
 
 def test_every_benchmark_has_a_place_in_the_page_and_tiny_cases():

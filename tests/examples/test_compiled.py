@@ -14,6 +14,17 @@ import results
 from programs import TARGETS, compile_for
 
 PAGE = "# Page\n<!-- table: compiled -->\nold\n<!-- end -->\n"
+SCATTERS = """
+%fused (p.0: f32[4], p.1: s32[8,1], p.2: f32[8]) -> f32[4] {
+  %exp = f32[8]{0} exponential(%p.2)
+  ROOT %scatter.1 = f32[4]{0} scatter(%p.0, %p.1, %exp), to_apply=%add
+}
+
+ENTRY %main (x: f32[4], ids: s32[8,1], y: f32[8]) -> f32[4] {
+  %scatter_fusion = f32[4]{0} fusion(%x, %ids, %y), kind=kInput, calls=%fused
+  ROOT %scatter.2 = f32[4]{0} scatter(%scatter_fusion, %ids, %y), to_apply=%add
+}
+"""
 ROW = compiled.Compiled(
     "powers", "power", "none", "float32", "3", "value", "masksafe", 3000, 2, 2**20, "h100", "2026-11-01", "jax 1"
 )
@@ -59,6 +70,10 @@ def test_a_program_has_kernels_of_which_it_is_the_sum():
     assert program.bytes_moved == sum(moved for *_, moved in program.kernels()) > 2048
     assert program.launches == len(list(program.kernels()))
     assert program.collectives == {}
+
+
+def test_scatters_are_counted_inside_of_kernels_too():
+    assert programs.Program(SCATTERS, 0).scatters == 2
 
 
 def test_programs_can_be_kept(tmp_path, monkeypatch):
