@@ -127,7 +127,8 @@ def _of_rows(config: Config, batch: _Batch) -> Array:
     x, y, scale, bias, where, ids = batch
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
-    keys = jnp.arange(number) + (config.devices.first(number) if config.devices.are_many else 0) if ids is None else ids
+    first = config.devices.first(number)
+    keys = ids if ids is not None else jnp.arange(number) + (0 if first is None else first)
     sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
     of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)
     if config.reduction == "softplus":

@@ -1,17 +1,17 @@
 r"""Sums over the negatives of a batch of pairs, without the matrix of all pairs in memory.
 
-The logits of row :math:`i` and column :math:`j` are :math:`z_{ij} = s \, x_i \cdot y_j + b`, and a pair is a negative if
-both are unmasked and their keys differ. Rows are taken in blocks, each with all columns: a block of logits is computed,
-reduced along both axes, and dropped. The reverse pass computes it again,
+The logits of row :math:`i` and column :math:`j` are :math:`z_{ij} = s \, x_i \cdot y_j + b`, and a pair is a negative
+if both are unmasked and their keys differ. Rows are taken in blocks, each with all columns: a block of logits is
+computed, reduced along both axes, and dropped. The reverse pass computes it again,
 
 .. math::
   \bar z_{ij} = e^{z_{ij} - r_i} \bar r_i + e^{z_{ij} - c_j} \bar c_j, \qquad
   \bar x_i = s \sum_j \bar z_{ij} y_j, \qquad
   \bar y_j = s \sum_i \bar z_{ij} x_i
 
-for the logarithms of the sums of exponentials of rows, :math:`r`, and of columns, :math:`c`; with both in one block, the
-two directions share the products of matrices. Over devices the columns go round in a ring, and what is summed over rows
-goes with them and comes home in the end.
+for the logarithms of the sums of exponentials of rows, :math:`r`, and of columns, :math:`c`. The two directions share
+the products of matrices. Over devices the columns go round in a ring, and what is summed over rows goes with them and
+comes home in the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from jax import lax
 
 from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.masks import selected
 from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.typing import Array, Tree
 from masksafe.losses._rows._sources import matmul
@@ -85,12 +84,8 @@ class _Exponentials(NamedTuple):
     largest: Array
     total: Array
 
-    @classmethod
-    def nothing(cls, like: Array, dtype: Any) -> _Exponentials:
-        return cls(jnp.full_like(like, -jnp.inf, dtype), jnp.zeros_like(like, dtype))
-
     def plus(self, z: Array, axis: int) -> _Exponentials:
-        largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis)))
+        largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis, initial=-jnp.inf)))
         shift = _finite(largest)
         total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
         return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
@@ -120,18 +115,18 @@ def _d_logits(config: Config, z: Array, negative: Array, rows: Any, columns: Any
     d_z = jnp.exp(z - _finite(sums)[:, None]) * d_sums[:, None]
     if config.of_columns:
         sums, d_sums = columns
-        d_z += jnp.exp(z - _finite(sums)) * d_sums
+        d_z += jnp.exp(z - _finite(sums)[None]) * d_sums[None]
     return jnp.where(negative, d_z, 0)
 
 
 # All rows of this device with the columns of one.
 
 
-def _in_blocks(
-    config: Config, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Tree
+def in_blocks(
+    size: int | None, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Any
 ) -> tuple[Any, Any]:
-    """`fn(carry, (rows, of_rows))` for each block; its second results are of rows."""
-    size, number = config.block_size, rows.keys.shape[0]
+    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows."""
+    number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return fn(carry, (rows, of_rows))
     blocks = -(-number // size)
@@ -152,7 +147,7 @@ def _forward_part(config: Config, scaling: Scaling, x: Side, y: Side, sums: tupl
         return of_columns, of_rows
 
     of_rows, of_columns = sums
-    of_columns, of_rows = _in_blocks(config, block, of_columns, x, of_rows)
+    of_columns, of_rows = in_blocks(config.block_size, block, of_columns, x, of_rows)
     return of_rows, of_columns
 
 
@@ -175,7 +170,7 @@ def _reverse_part(
         d_columns += matmul(narrow, rows.vectors, 0, 0)
         return d_columns, (d_rows + matmul(narrow, y.vectors, 1, 0), d_bias + jnp.sum(d_z, 1))
 
-    d_columns, (d_rows, d_bias) = _in_blocks(config, block, sums.columns, x, (of_rows, sums.rows, sums.bias))
+    d_columns, (d_rows, d_bias) = in_blocks(config.block_size, block, sums.columns, x, (of_rows, sums.rows, sums.bias))
     return _Gradients(d_rows, d_columns, d_bias)
 
 
@@ -198,31 +193,33 @@ def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[
     return of_rows, devices.from_before(of_columns)
 
 
-def _on_platform(fn: Callable[..., Tree], config: Config, *args: Any) -> Tree:
-    """`fn(config, *args)` with the block size that the platform wants, unless the user has chosen one."""
-    rows, columns = (side.keys.shape[0] for side in args[1:3])
-    if config.block_size is not None or not sharding.may_loop(args) or rows == 0:
-        return fn(config, *args)
-    of, sizes = platforms.choices(), []
-    for elements in (of.pair_block_elements, of.pair_block_elements_elsewhere):
-        sizes.append(min(rows, max(of.fewest_rows_of_pairs, elements // max(1, columns))))
-    on_cpu, elsewhere = (functools.partial(fn, config._replace(block_size=size)) for size in sizes)
-    return on_cpu(*args) if sizes[0] == sizes[1] else platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
+def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args: Any) -> Tree:
+    """`fn(size, *args)` with the rows of a block, of as many pairs each, that the platform wants, unless one is given.
+
+    A loop may not go through the rows everywhere: then all are one block.
+    """
+    if not sharding.may_loop(args):
+        return fn(None, *args)
+    if size is not None:
+        return fn(size, *args)
+    of = platforms.choices()
+    sizes = (of.pair_block_elements, of.pair_block_elements_elsewhere)
+    on_cpu, elsewhere = (functools.partial(fn, max(of.fewest_rows_of_pairs, n // max(1, pairs))) for n in sizes)
+    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
 
 
 def _evaluate(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
-    return _on_platform(_sums, config, scaling, x, y)
+    return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
 
 
-def _sums(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
-    dtype = precision.wide_dtype(x.vectors.dtype)
-    nothing = [jnp.zeros(side.keys.shape, dtype) for side in (x, y)]
+def _sums(config: Config, size: int | None, scaling: Scaling, x: Side, y: Side) -> Sums:
+    config = config._replace(block_size=size)
+    nothing = [jnp.zeros(side.keys.shape, precision.wide_dtype(x.vectors.dtype)) for side in (x, y)]
+    start: Any = nothing
     if config.reduction == "logsumexp":
-        of_rows, of_columns = (_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing)
-        sums = of_rows, of_columns if config.of_columns else None
-    else:
-        sums = nothing[0], None
-    sums = sharding.vary_with(sums, (scaling, x, y))
+        start = [_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing]
+    of_rows, of_columns = sharding.vary_with(start, (scaling, x, y))
+    sums = of_rows, of_columns if config.of_columns else None
     y = sharding.vary_with(y, (x, y)) if config.devices.are_many else y
 
     def visit(y: Side, of_rows: Any, of_columns: Any) -> tuple[Any, Any]:
@@ -240,12 +237,14 @@ def _forward(config: Config, scaling: Scaling, x: Side, y: Side) -> tuple[Sums, 
 
 
 def _reverse(config: Config, residuals: Any, d_sums: Sums) -> tuple[Scaling, Side, Side]:
-    return _on_platform(_cotangents, config, *residuals, d_sums)
+    columns = residuals[2].keys.shape[0]
+    return with_block_size(functools.partial(_cotangents, config), config.block_size, columns, *residuals, d_sums)
 
 
 def _cotangents(
-    config: Config, scaling: Scaling, x: Side, y: Side, sums: Sums, d_sums: Sums
+    config: Config, size: int | None, scaling: Scaling, x: Side, y: Side, sums: Sums, d_sums: Sums
 ) -> tuple[Scaling, Side, Side]:
+    config = config._replace(block_size=size)
     nothing = lambda side: jnp.zeros_like(side.vectors, precision.wide_dtype(side.vectors.dtype))  # noqa: E731
     d_rows, d_columns = nothing(x), nothing(y)
     start = (
@@ -254,7 +253,8 @@ def _cotangents(
     )
     # A row with no negative has no derivative, whatever its cotangent.
     of_rows, of_columns = (
-        None if s is None else (s, jnp.where(s == -jnp.inf, 0, d)) for s, d in zip(sums, d_sums, strict=True)
+        None if s is None or d is None else (s, jnp.where(s == -jnp.inf, 0, d))
+        for s, d in zip(sums, d_sums, strict=True)
     )
 
     def visit(moving: Any, of_x: Any, d_columns: Any) -> tuple[Any, Any]:

@@ -13,10 +13,10 @@ from masksafe._core.arguments import as_float_array, as_real_array, broadcast_sh
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes
-from masksafe._reductions import mean
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
+from masksafe.losses._negatives import Side, in_blocks, with_block_size
 from masksafe.losses._regression import unit_vector
 
 
@@ -76,17 +76,34 @@ def ntxent(
     batch = jax.typeof(z).sharding.spec[0] if sharding.is_sharded(z) else None
     row_label, every_label = _reshard_first_axis(labels, batch), _reshard_first_axis(labels, None)
     live_rows, every_live_row = (_reshard_first_axis(find_live_rows(mask, (1,)), axes) for axes in (batch, None))
-    same = row_label[:, None] == every_label[None]
-    if live_rows is None or every_live_row is None:
-        both = jnp.ones_like(same)
-    else:
-        both = live_rows[:, None] & every_live_row[None]
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
-    x = jnp.matmul(units, every_unit.T, precision=jax.lax.Precision.HIGHEST) / temperature
-    others = logsumexp(x, -1, keepdims=True, where=both & ~same)  # -inf if there are none
-    pairs = both & same & ~jnp.eye(z.shape[0], dtype=bool)
-    return mean(jax.nn.softplus(others - x), where=pairs).astype(dtype)
+    rows, columns = Side(units, row_label, live_rows), Side(every_unit, every_label, every_live_row)
+    total, number = with_block_size(_sum_over_pairs, None, z.shape[0], rows, columns, temperature)
+    return (total / jnp.maximum(number, 1).astype(total.dtype)).astype(dtype)
+
+
+def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
+    """The sum of the losses of all pairs of samples with the same label, and their number."""
+
+    @jax.checkpoint  # the logits of a block are computed again for its gradient
+    def block(sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
+        (units, label, live), index = part
+        x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
+        same = label[:, None] == columns.keys[None]
+        both = jnp.ones_like(same)
+        both = both if live is None else both & live[:, None]
+        both = both if columns.live is None else both & columns.live[None]
+        others = logsumexp(x, -1, keepdims=True, where=both & ~same)  # -inf if there are none
+        pairs = both & same & (index[:, None] != jnp.arange(columns.keys.shape[0])[None])
+        total, number = sums
+        losses = selected(jax.nn.softplus(selected(others - x, pairs)), pairs)
+        return (total + jnp.sum(losses), number + jnp.sum(pairs)), None
+
+    nothing = sharding.vary_with((jnp.zeros((), rows.vectors.dtype), jnp.zeros((), int)), (rows, columns, temperature))
+    index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
+    sums: tuple[Array, Array] = in_blocks(size, block, nothing, rows, index)[0]
+    return sums
 
 
 def _reshard_first_axis(x: Any, batch: Any) -> Any:

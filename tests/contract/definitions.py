@@ -173,6 +173,29 @@ def ctc(logits, label):
     return -logsumexp(np.array([sum(log_p[range(frames), path]) for path in paths])) if paths else 1e5
 
 
+def _pairs_of_batch(where, x, y, scale, ids):
+    """The logits of what is left, which pairs are negatives, and an array for the losses of all rows."""
+    ids = np.arange(len(x)) if ids is None else ids
+    left = np.flatnonzero(where)
+    return scale * x[left] @ y[left].T, ids[left][:, None] != ids[left], left, np.zeros(len(x))
+
+
+def info_nce(where, x, y, scale, ids=None, symmetric=True):
+    z, negative, left, out = _pairs_of_batch(where, x, y, scale, ids)
+    for k, i in enumerate(left):
+        others = negative[k] | (np.arange(len(left)) == k)
+        of_row, of_column = (logsumexp(v[others]) - z[k, k] for v in (z[k], z[:, k]))
+        out[i] = (of_row + of_column) / 2 if symmetric else of_row
+    return (out,)
+
+
+def sigmoid_contrastive(where, x, y, scale, bias, ids=None):
+    z, negative, left, out = _pairs_of_batch(where, x, y, scale, ids)
+    for k, i in enumerate(left):
+        out[i] = np.logaddexp(0, -z[k, k] - bias[0]) + np.sum(np.logaddexp(0, z[k] + bias[0])[negative[k]])
+    return (out,)
+
+
 # Segmentation: of the pixels [pixels, classes] that are left of a sample.
 
 

@@ -100,6 +100,7 @@ FRAMES, SOME_FRAMES = floats(3, 4, 3), np.array([[1, 1, 1, 1], [0, 0, 0, 0], [1,
 TEXTS = np.array([[1, 2], [2, 1], [2, 2]], np.int32)
 # Rows of segments: of the second only what is masked is left, the others are empty. Experts of tokens; -1 is dropped.
 SEGMENT_IDS, SEGMENTS_OF_ROWS = np.array([0, 1, 2, 0, 2, 0], np.int32), 5
+PAIR_IDS = np.array([0, 1, 0, 2, 1, 3], np.int32)
 EXPERTS = np.array([[0, 1], [2, 3], [3, -1], [1, 0], [0, 2], [2, 1]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
 
@@ -170,6 +171,27 @@ def _of_labels(name: str, formula: Callable[..., Any], where: np.ndarray = ELEME
 
 def _of_tokens(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
     return _by_row(op, formula, args, kinds, SOME_ROWS, has_axis=False, **others)
+
+
+def _of_pairs(
+    name: str, formula: Callable[..., Any], ids: np.ndarray | None = None, tier: str = "default", **options: Any
+) -> Op:
+    """A loss of the rows of two batches; its numbers are arguments of the program, and the last one are the ids."""
+    numbers = tuple(np.float32([options[number]]) for number in ("scale", "bias") if number in options)
+    static = {key: value for key, value in options.items() if key not in ("scale", "bias")}
+    static_options = {"reduction": "none", "block_size": 4, **static}
+    of_ids: tuple[np.ndarray, ...] = () if ids is None else (ids,)
+
+    def call(w: Any, x: Any, y: Any, *others: Any) -> Any:
+        named = {name: number[0] for name, number in zip(("scale", "bias"), others[: len(numbers)], strict=False)}
+        some_ids = None if ids is None else others[-1]
+        return getattr(losses, name)(x, y, where=w, ids=some_ids, **named, **static_options)
+
+    def definition(w: np.ndarray, *args: np.ndarray) -> Any:
+        return formula(w, *args[: 2 + len(numbers)], ids=None if ids is None else args[-1], **static)
+
+    kinds = ("row", "row", *["whole"] * len(numbers), *["label"] * len(of_ids))
+    return Op(call, (X, Y, *numbers, *of_ids), kinds, SOME_ROWS, definition, has_rows=False, tier=tier)
 
 
 def _of_segments(
@@ -387,6 +409,12 @@ OPS = {
         SOME_ROWS,
         lambda w, z: (of.nt_xent(z[w], np.flatnonzero(w) % 2),),
         has_rows=False,
+    ),
+    "info_nce_loss": _of_pairs("info_nce_loss", of.info_nce, scale=3.0),
+    "info_nce_loss, ids": _of_pairs("info_nce_loss", of.info_nce, PAIR_IDS, scale=3.0, symmetric=False, tier="forms"),
+    "sigmoid_contrastive_loss": _of_pairs("sigmoid_contrastive_loss", of.sigmoid_contrastive, scale=3.0, bias=-1.0),
+    "sigmoid_contrastive_loss, ids": _of_pairs(
+        "sigmoid_contrastive_loss", of.sigmoid_contrastive, PAIR_IDS, scale=3.0, bias=-1.0, tier="forms"
     ),
     "binary_dice_loss": _by_row(losses.binary_dice_loss, of.binary_dice, (X, BITS), has_axis=False),
     "dice_loss": Op(

@@ -23,7 +23,7 @@ def of_definition(op, args):
 
 # These return float32 by design: losses and log-probabilities of labels, and statistics.
 WIDE = {name for name in dir(masksafe.losses) if name.startswith(("linear_", "multiclass_", "ctc_"))}
-WIDE |= {"log_probs", "load_balancing_loss", "MaskedMean"}
+WIDE |= {"log_probs", "load_balancing_loss", "info_nce_loss", "sigmoid_contrastive_loss", "MaskedMean"}
 WIDE -= {"multiclass_generalized_dice_loss"}
 WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
