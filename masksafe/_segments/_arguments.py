@@ -130,7 +130,8 @@ def _on_devices(
 
     def result(devices: sharding.Devices, data: Array, *others: Any) -> Array:
         here = segments._replace(devices=devices)
-        return formula(here, data, _rows(here, data, *others))
+        rows = _rows(here, data, *others)
+        return formula(here, _with_derivative_of(rows.live(here, data.ndim), data), rows)
 
     where, weights = _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
@@ -138,6 +139,17 @@ def _on_devices(
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
     return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
+
+
+@jax.custom_jvp
+def _with_derivative_of(live: Array, data: Array) -> Array:
+    """The data; of its derivatives, of any order, those of the live elements alone."""
+    return data
+
+
+@_with_derivative_of.defjvp
+def _derivative_of_live(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
+    return _with_derivative_of(*primals), masks.selected(tangents[1], primals[0])
 
 
 def _rows(segments: Segments, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Rows:

@@ -208,9 +208,9 @@ def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x, rows = primals
     result, exps, total = _logsumexp_with_terms(segments, x, rows)
-    moved = sums(segments, rows, exps * widened(selected(tangents[0], live)))
+    moved = sums(segments, rows, selected(exps, rows.live(segments, x.ndim)) * widened(tangents[0]))
     return result.astype(x.dtype), (moved / nonzero_divisor(total)).astype(x.dtype)
 
 
@@ -223,10 +223,10 @@ def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
 
 @_softmax.defjvp
 def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x, rows = primals
     probs = _softmax(segments, x, rows)
-    moved = widened(probs) * widened(selected(tangents[0], live))
-    d_probs = selected(moved, live) - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
+    moved = widened(probs) * widened(tangents[0])
+    d_probs = moved - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
     return probs, d_probs.astype(x.dtype)
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import moments, platforms
-from masksafe._core.arguments import as_number, as_promoted_float_array, as_real_array
+from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
@@ -116,7 +116,7 @@ def segment_standardize(
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
       indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
         result is undefined.
-      epsilon: added to the variance.
+      epsilon: added to the variance; 0 or more.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.
 
@@ -153,7 +153,7 @@ def segment_standardize(
         indices_are_sorted,
         axis_name,
         is_like_data=True,
-        epsilon=as_number(op, "epsilon", epsilon),
+        epsilon=as_epsilon(op, epsilon),
     )
 
 
@@ -205,10 +205,10 @@ def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> 
     """The mean moves as well, but the deviations from it have no sum."""
     (x, rows), (d_x, d_rows) = primals, tangents
     mean, variance, weight = _moments(segments, x, rows)
-    deviations = _deviations_again(x, rows, mean)
+    deviations = selected(_deviations_again(x, rows, mean), rows.live(segments, x.ndim))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        d_squares = 2 * deviations * widened(selected(d_x, rows.live(segments, x.ndim)))
+        d_squares = 2 * deviations * widened(d_x)
         tangent += mean_of(rows, weighted_sums(segments, rows, d_squares), weight)
     if not isinstance(d_rows.weights, SymbolicZero | None):
         excess = deviations * deviations - of_rows(rows.ids, variance)
@@ -224,9 +224,15 @@ def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
 def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """The standard elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, rows)
-    factor = lax.rsqrt(variance + segments.epsilon)
+    factor = _reciprocal_root(variance + segments.epsilon)
     standard = selected(_deviations_again(x, rows, mean) * of_rows(rows.ids, factor), rows.live(segments, x.ndim))
     return standard, factor, number
+
+
+def _reciprocal_root(variance: Array) -> Array:
+    """1 / sqrt(variance), and a constant 0 where it is 0."""
+    is_zero = variance == 0
+    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
 @_standardize.defjvp
@@ -234,7 +240,7 @@ def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> 
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
     y, factor, number = _standard(segments, x, rows)
     y = platforms.unfused(y)
-    d_x = widened(selected(tangents[0], live))
+    d_x = widened(tangents[0])
     # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
     moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
     d_y = selected(of_rows(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
