@@ -140,12 +140,12 @@ def as_size(op: str, argument: str, value: Any, least: int) -> int:
     """`value` as an int of at least `least`, known at trace time; or a symbolic size of `jax.export`."""
     check_is_known(op, argument, value, "an int")
     try:
-        size = value if export.is_symbolic_dim(value) else operator.index(value)
+        size: Any = value if export.is_symbolic_dim(value) else operator.index(value)
     except TypeError as error:
         raise TypeError(message(op, argument, _describe_type(value), "an int")) from error
     if size < least:
         raise ValueError(message(op, argument, f"value {size}", f"an int of at least {least}"))
-    return size
+    return size  # type: ignore[no-any-return]
 
 
 def as_bool(op: str, argument: str, value: Any) -> bool:

@@ -224,15 +224,15 @@ def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
 def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """The standard elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, rows)
-    factor = _reciprocal_root(variance + segments.epsilon)
+    factor = 1 / _root(variance + segments.epsilon)
     standard = selected(_deviations_again(x, rows, mean) * of_rows(rows.ids, factor), rows.live(segments, x.ndim))
     return standard, factor, number
 
 
-def _reciprocal_root(variance: Array) -> Array:
-    """1 / sqrt(variance), and a constant 0 where it is 0."""
+def _root(variance: Array) -> Array:
+    """The root; a constant infinity for that of 0, so that 0 divided by it is 0, and has a derivative of 0."""
     is_zero = variance == 0
-    return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
+    return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, variance)))
 
 
 @_standardize.defjvp
