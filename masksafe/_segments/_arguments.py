@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -131,8 +130,7 @@ def _on_devices(
 
     def result(devices: sharding.Devices, data: Array, *others: Any) -> Array:
         here = segments._replace(devices=devices)
-        rows = _rows(here, data, *others)
-        return formula(here, _with_live_derivatives(here, data, rows._replace(weights=None)), rows)
+        return formula(here, data, _rows(here, data, *others))
 
     where, weights = _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
@@ -140,19 +138,6 @@ def _on_devices(
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
     return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _with_live_derivatives(segments: Segments, data: Array, rows: Rows) -> Array:
-    """The data. Derivatives with respect to it, of any order, are 0 where it is masked."""
-    return data
-
-
-@_with_live_derivatives.defjvp
-def _derivative_of_live(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    data, rows = primals
-    live = rows.live(segments, data.ndim)
-    return _with_live_derivatives(segments, data, rows), masks.selected(tangents[0], live)
 
 
 def _rows(segments: Segments, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Rows:

@@ -2,12 +2,14 @@
 
 XLA leaves out what a scatter would put out of range. So what is computed of a row whose id is masked may be anything on
 the way to a segment, and is selected where it would become a result: XLA's CPU compiler takes twice as long for an
-exponential next to a selection by rows. No derivative gets through: `compute` selects that of the data, and the way
-back from a segment has none in such a row. Negative ids are not counted from the end, as in `jax.numpy`.
+exponential next to a selection by rows. No second derivative gets through either: a rule takes its data
+`with_live_derivatives`, and the way back from a segment has none in a row out of range. Negative ids are not counted
+from the end, as in `jax.numpy`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +74,18 @@ def of_rows(ids: Array, values: Array) -> Array:
 @of_rows.defjvp
 def _derivative_of_rows(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
     return of_rows(*primals), _gathered(primals[0], tangents[1], lax.GatherScatterMode.FILL_OR_DROP)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def with_live_derivatives(segments: Segments, x: Array, rows: Rows) -> Array:
+    """The data, for a rule: derivatives of the rule with respect to them, of any order, are 0 where masked."""
+    return x
+
+
+@with_live_derivatives.defjvp
+def _live_derivatives(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, rows = primals
+    return with_live_derivatives(segments, x, rows), masks.selected(tangents[0], rows.live(segments, x.ndim))
 
 
 def of_live_rows(rows: Rows, values: Array) -> Array:

@@ -19,7 +19,7 @@ from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_live_rows, of_rows, sums
+from masksafe._segments._moves import combined, of_live_rows, of_rows, sums, with_live_derivatives
 
 
 @public_op
@@ -208,9 +208,10 @@ def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    x, rows = primals
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x = with_live_derivatives(segments, x, rows)
     result, exps, total = _logsumexp_with_terms(segments, x, rows)
-    moved = sums(segments, rows, selected(exps, rows.live(segments, x.ndim)) * widened(tangents[0]))
+    moved = sums(segments, rows, selected(exps, live) * widened(tangents[0]))
     return result.astype(x.dtype), (moved / nonzero_divisor(total)).astype(x.dtype)
 
 
@@ -223,10 +224,10 @@ def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
 
 @_softmax.defjvp
 def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    x, rows = primals
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
     probs = _softmax(segments, x, rows)
-    moved = widened(probs) * widened(tangents[0])
-    d_probs = moved - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
+    moved = widened(probs) * widened(selected(tangents[0], live))
+    d_probs = selected(moved, live) - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
     return probs, d_probs.astype(x.dtype)
 
 

@@ -30,6 +30,7 @@ from masksafe._segments._moves import (
     total_weights,
     unmasked_element,
     weighted_sums,
+    with_live_derivatives,
 )
 
 
@@ -204,6 +205,7 @@ def _variance(segments: Segments, x: Array, rows: Rows) -> Array:
 def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The mean moves as well, but the deviations from it have no sum."""
     (x, rows), (d_x, d_rows) = primals, tangents
+    x = with_live_derivatives(segments, x, rows)
     mean, variance, weight = _moments(segments, x, rows)
     deviations = selected(_deviations_again(x, rows, mean), rows.live(segments, x.ndim))
     tangent = jnp.zeros_like(variance)
@@ -238,9 +240,10 @@ def _root(variance: Array) -> Array:
 @_standardize.defjvp
 def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x = with_live_derivatives(segments, x, rows)
     y, factor, number = _standard(segments, x, rows)
     y = platforms.unfused(y)
-    d_x = widened(tangents[0])
+    d_x = widened(selected(tangents[0], live))
     # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
     moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
     d_y = selected(of_rows(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
