@@ -224,7 +224,7 @@ def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_fi
     np.testing.assert_array_equal(clean[ids < 0], 0)
 
 
-@pytest.mark.parametrize("name", ["var", "logsumexp"])
+@pytest.mark.parametrize("name", ["logsumexp", "softmax", "standardize"])
 def test_garbage_is_no_alarm_of_debug_nans(name):
     x = jnp.asarray(np.where(ROWS[:, None], X, np.float32(np.nan)))
     with jax.debug_nans(True):
@@ -237,6 +237,13 @@ def test_equal_extrema_of_16_bits_share_in_float32(name):
     with jax.numpy_dtype_promotion("strict"):
         extremum = lambda x: segment(name)(x, np.zeros(3000, int), 1)  # noqa: E731
         assert jax.jvp(extremum, (x,), (x,))[1] == 1
+
+
+def test_the_gradient_by_narrower_weights_is_of_their_dtype():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        x, weights = jnp.array([1.0, 2.0, 4.0], jnp.float64), jnp.ones(3, jnp.float32)
+        of_weights = jax.grad(lambda w: jnp.sum(masksafe.segment_var(x, np.zeros(3, int), 1, weights=w)))(weights)
+    assert of_weights.dtype == jnp.float32
 
 
 def test_a_variance_that_overflows_is_infinite():
