@@ -65,6 +65,11 @@ def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
     return average if rows.weights is None else jnp.where(weight == 0, 0, average)
 
 
+def of_rows_once(ids: Array, values: Array) -> Array:
+    """`of_rows` of values that are dear: XLA would compute them again for every row of the segment."""
+    return of_rows(ids, platforms.unfused(values))
+
+
 @jax.custom_jvp
 def of_rows(ids: Array, values: Array) -> Array:
     """Of each row the value of its segment; that of some other one, but as a constant, for an id out of range."""
@@ -99,23 +104,24 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
-    values = platforms.unfused(values)  # or XLA would compute each again for every row of its segment
     return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
 
 
 def unmasked_element(segments: Segments, rows: Rows, x: Array) -> Array:
-    """An unmasked element of each segment, in the wide dtype, and the average of these over devices; 0 of nothing."""
+    """An unmasked element of each segment, in the wide dtype, and the average of these over devices.
+
+    Of nothing it may be anything: no row is there to be compared with it.
+    """
     number = jnp.arange(rows.ids.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     live = rows.live(segments, x.ndim)
     last = combined(lax.scatter_max, segments, rows.ids, jnp.where(live, number, -1), -1)
     if all(n == 1 for n in last.shape[1:]):
-        found = of_rows(last.reshape(-1), x)
+        found = widened(of_rows(last.reshape(-1), x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
-        found = jnp.take_along_axis(x, jnp.maximum(last, 0), 0)
-    found = widened(masks.selected(found, last >= 0))
+        found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
     if not segments.devices.are_many:
         return found
     has_one = (last >= 0).astype(found.dtype)
     share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
-    return segments.devices.sum(found * share)
+    return segments.devices.sum(masks.selected(found, last >= 0) * share)

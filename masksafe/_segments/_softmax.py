@@ -18,7 +18,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_live_rows, of_rows, sums, with_live_derivatives
+from masksafe._segments._moves import combined, of_live_rows, of_rows, of_rows_once, sums, with_live_derivatives
 
 
 @public_op
@@ -263,7 +263,7 @@ def _log_softmax_with_sum(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 
 
 def _log_probs(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
-    return selected(below - of_rows(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
+    return selected(below - of_rows_once(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
 
 
 def _log_softmax_forward(segments: Segments, x: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:

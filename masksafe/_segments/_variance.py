@@ -26,6 +26,7 @@ from masksafe._segments._moves import (
     mean_of,
     of_live_rows,
     of_rows,
+    of_rows_once,
     sums,
     total_weights,
     unmasked_element,
@@ -188,12 +189,12 @@ def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
 
 def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
+    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows_once(rows.ids, mean.remainder), rows.where)
 
 
 def _deviations_again(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The same by other numbers: of equal ones XLA would keep what it brings to the rows, at the size of the data."""
-    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows(rows.ids, -mean.remainder), rows.where)
+    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows_once(rows.ids, -mean.remainder), rows.where)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -228,7 +229,7 @@ def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, A
     mean, variance, number = _moments(segments, x, rows)
     live, deviation = rows.live(segments, x.ndim), _root(variance + segments.epsilon)
     # Of a quotient XLA knows that it is dear: what needs it later reads it, rather than compute it again from parts.
-    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows(rows.ids, deviation), live, 1)
+    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
     return standard, 1 / deviation, number
 
 
@@ -247,5 +248,5 @@ def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> 
     d_x = widened(selected(tangents[0], live))
     # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
     moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
-    d_y = selected(of_rows(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
+    d_y = selected(of_rows_once(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
     return y.astype(x.dtype), d_y.astype(x.dtype)
