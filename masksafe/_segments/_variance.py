@@ -208,10 +208,10 @@ def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> 
     (x, rows), (d_x, d_rows) = primals, tangents
     x = with_live_derivatives(segments, x, rows)
     mean, variance, weight = _moments(segments, x, rows)
-    deviations = _deviations_again(x, rows, mean)
+    deviations = selected(_deviations_again(x, rows, mean), rows.live(segments, x.ndim))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        d_squares = 2 * deviations * widened(selected(d_x, rows.live(segments, x.ndim)))
+        d_squares = 2 * deviations * widened(d_x)
         tangent += mean_of(rows, weighted_sums(segments, rows, d_squares), weight)
     if not isinstance(d_rows.weights, SymbolicZero | None):
         excess = deviations * deviations - of_rows(rows.ids, variance)
