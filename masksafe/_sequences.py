@@ -107,8 +107,8 @@ def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ..
 
 
 def _later(x: Array, steps: int) -> Array:
-    behind = min(steps, x.shape[-1])
-    return jnp.pad(x[..., behind:], [*[(0, 0)] * (x.ndim - 1), (0, behind)])
+    padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, steps)])
+    return padded[..., steps:]  # of any size, also a symbolic one below `steps`
 
 
 def _moved_over_devices(steps: int, devices: sharding.Devices, x: Array) -> Array:

@@ -129,6 +129,15 @@ def test_refusals(kind, text, call):
         masksafe.next_tokens(**{"tokens": TOKENS} | call)
 
 
+def test_symbolic_sizes():
+    (time,) = jax.export.symbolic_shape("time")
+    tokens = jax.ShapeDtypeStruct((time,), jnp.int32)
+    both = jax.jit(lambda x: (masksafe.next_tokens(x, steps=2)[0], masksafe.length_mask(np.array([1]), x.shape[0])))
+    labels, mask = jax.export.export(both)(tokens).call(np.array([4, 5, 6], np.int32))
+    np.testing.assert_array_equal(labels, [6, 0, 0])
+    np.testing.assert_array_equal(mask, [[True, False, False]])
+
+
 # Lengths.
 
 

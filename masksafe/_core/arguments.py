@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from masksafe._core.typing import Array, Axis
 
@@ -98,7 +99,7 @@ def as_label_array(op: str, argument: str, value: Any) -> Array:
 
 
 def as_index_array(op: str, argument: str, value: Any, hint: str = "") -> Array:
-    """`value` as an array of integers of at least 32 bits, none of which has wrapped round.
+    """`value` as an array of signed integers of at least 32 bits, none of which has wrapped round.
 
     With 64-bit types disabled, JAX keeps the low half of a 64-bit integer, which would turn the label 2**32 into 0.
     NumPy labels are therefore clipped to the 32-bit range first: an out-of-range label stays out of range.
@@ -109,8 +110,11 @@ def as_index_array(op: str, argument: str, value: Any, hint: str = "") -> Array:
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
-    # A narrower dtype may be unable to hold the number of classes, with which labels are compared.
-    return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
+    # Signed, since they are compared with -1; and a narrower dtype may be unable to hold the number of classes.
+    signed = jnp.dtype(jnp.int64 if array.dtype.itemsize == 8 else jnp.int32)
+    if jnp.issubdtype(array.dtype, jnp.unsignedinteger) and array.dtype.itemsize == signed.itemsize:
+        array = jnp.minimum(array, jnp.asarray(jnp.iinfo(signed).max, array.dtype))
+    return array if array.dtype == signed else array.astype(signed)
 
 
 def as_number(op: str, argument: str, value: Any) -> float:
@@ -124,16 +128,24 @@ def as_number(op: str, argument: str, value: Any) -> float:
         raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
 
 
+def as_epsilon(op: str, epsilon: Any) -> float:
+    """A number that is known at trace time, 0 or more."""
+    number = as_number(op, "epsilon", epsilon)
+    if not number >= 0:
+        raise ValueError(message(op, "epsilon", f"value {number}", "0 or more"))
+    return number
+
+
 def as_size(op: str, argument: str, value: Any, least: int) -> int:
-    """`value` as an int of at least `least`, known at trace time."""
+    """`value` as an int of at least `least`, known at trace time; or a symbolic size of `jax.export`."""
     check_is_known(op, argument, value, "an int")
     try:
-        size = operator.index(value)
+        size: Any = value if export.is_symbolic_dim(value) else operator.index(value)
     except TypeError as error:
         raise TypeError(message(op, argument, _describe_type(value), "an int")) from error
     if size < least:
         raise ValueError(message(op, argument, f"value {size}", f"an int of at least {least}"))
-    return size
+    return size  # type: ignore[no-any-return]
 
 
 def as_bool(op: str, argument: str, value: Any) -> bool:

@@ -101,7 +101,8 @@ def is_rounding(variance: Array, mean: Mean) -> Array:
     The bound is far below the variance of a row in which one element differs by a single rounding step.
     """
     last = mean.centre if mean.remainder is None else mean.remainder
-    return variance <= jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
+    bound = jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
+    return (variance <= bound) & (variance < jnp.inf)  # both may overflow
 
 
 def variance(correction: float, mean: Mean, square_sum: Array, n: Array | float, divide: Divide = jnp.divide) -> Array:

@@ -174,6 +174,6 @@ def _derivative(segments: Segments, primals: Any, tangents: Any) -> tuple[Array,
     of_row = of_rows(rows.ids, extremum)
     takes_part = live & ((x == of_row) | jnp.isnan(of_row))
     number = sums(segments, rows, takes_part.astype(jnp.int32))
-    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
     moved = sums(segments, rows, widened(masks.selected(tangents[0], takes_part)))
+    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
     return extremum, (moved * share).astype(x.dtype)

@@ -1,15 +1,19 @@
 """The two moves of which segment ops are made: from rows to their segments, and back.
 
 XLA leaves out what a scatter would put out of range. So what is computed of a row whose id is masked may be anything on
-the way to a segment, and is selected where it would become a result or a derivative: XLA's CPU compiler takes twice as
-long for an exponential next to a selection by rows. Negative ids are not counted from the end, as in `jax.numpy`.
+the way to a segment, and is selected where it would become a result: XLA's CPU compiler takes twice as long for an
+exponential next to a selection by rows. No second derivative gets through either: a rule takes its data
+`with_live_derivatives`, and the way back from a segment has none in a row out of range. Negative ids are not counted
+from the end, as in `jax.numpy`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -61,9 +65,32 @@ def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
     return average if rows.weights is None else jnp.where(weight == 0, 0, average)
 
 
+def of_rows_once(ids: Array, values: Array) -> Array:
+    """`of_rows` of values that are dear: XLA would compute them again for every row of the segment."""
+    return of_rows(ids, platforms.unfused(values))
+
+
+@jax.custom_jvp
 def of_rows(ids: Array, values: Array) -> Array:
-    """Of each row the value of its segment; that of some other one for an id out of range."""
+    """Of each row the value of its segment; that of some other one, but as a constant, for an id out of range."""
     return _gathered(ids, values, lax.GatherScatterMode.CLIP)
+
+
+@of_rows.defjvp
+def _derivative_of_rows(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
+    return of_rows(*primals), _gathered(primals[0], tangents[1], lax.GatherScatterMode.FILL_OR_DROP)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def with_live_derivatives(segments: Segments, x: Array, rows: Rows) -> Array:
+    """The data, for a rule: derivatives of the rule with respect to them, of any order, are 0 where masked."""
+    return x
+
+
+@with_live_derivatives.defjvp
+def _live_derivatives(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    x, rows = primals
+    return with_live_derivatives(segments, x, rows), masks.selected(tangents[0], rows.live(segments, x.ndim))
 
 
 def of_live_rows(rows: Rows, values: Array) -> Array:
@@ -77,23 +104,24 @@ def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:
     dimensions = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(1, values.ndim)), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
-    values = platforms.unfused(values)  # or XLA would compute each again for every row of its segment
     return lax.gather(values, ids[:, None], dimensions, (1, *values.shape[1:]), mode=mode, fill_value=0)
 
 
 def unmasked_element(segments: Segments, rows: Rows, x: Array) -> Array:
-    """An unmasked element of each segment, in the wide dtype, and the average of these over devices; 0 of nothing."""
+    """An unmasked element of each segment, in the wide dtype, and the average of these over devices.
+
+    Of nothing it may be anything: no row is there to be compared with it.
+    """
     number = jnp.arange(rows.ids.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     live = rows.live(segments, x.ndim)
     last = combined(lax.scatter_max, segments, rows.ids, jnp.where(live, number, -1), -1)
     if all(n == 1 for n in last.shape[1:]):
-        found = of_rows(last.reshape(-1), x)
+        found = widened(of_rows(last.reshape(-1), x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
-        found = jnp.take_along_axis(x, jnp.maximum(last, 0), 0)
-    found = widened(masks.selected(found, last >= 0))
+        found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
     if not segments.devices.are_many:
         return found
     has_one = (last >= 0).astype(found.dtype)
     share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
-    return segments.devices.sum(found * share)
+    return segments.devices.sum(masks.selected(found, last >= 0) * share)

@@ -18,7 +18,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_live_rows, of_rows, sums
+from masksafe._segments._moves import combined, of_live_rows, of_rows, of_rows_once, sums, with_live_derivatives
 
 
 @public_op
@@ -219,8 +219,9 @@ def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 @_logsumexp.defjvp
 def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x = with_live_derivatives(segments, x, rows)
     result, exps, total = _logsumexp_with_terms(segments, x, rows)
-    moved = sums(segments, rows, exps * widened(selected(tangents[0], live)))
+    moved = sums(segments, rows, selected(exps, live) * widened(tangents[0]))
     return result.astype(x.dtype), (moved / total).astype(x.dtype)
 
 
@@ -262,7 +263,7 @@ def _log_softmax_with_sum(segments: Segments, x: Array, rows: Rows) -> tuple[Arr
 
 
 def _log_probs(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
-    return selected(below - of_rows(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
+    return selected(below - of_rows_once(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
 
 
 def _log_softmax_forward(segments: Segments, x: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:

@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import moments, platforms
-from masksafe._core.arguments import as_number, as_promoted_float_array, as_real_array
+from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
@@ -26,10 +26,12 @@ from masksafe._segments._moves import (
     mean_of,
     of_live_rows,
     of_rows,
+    of_rows_once,
     sums,
     total_weights,
     unmasked_element,
     weighted_sums,
+    with_live_derivatives,
 )
 
 
@@ -116,7 +118,7 @@ def segment_standardize(
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
       indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
         result is undefined.
-      epsilon: added to the variance.
+      epsilon: added to the variance; 0 or more.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.
 
@@ -153,7 +155,7 @@ def segment_standardize(
         indices_are_sorted,
         axis_name,
         is_like_data=True,
-        epsilon=as_number(op, "epsilon", epsilon),
+        epsilon=as_epsilon(op, epsilon),
     )
 
 
@@ -187,12 +189,12 @@ def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
 
 def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
+    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows_once(rows.ids, mean.remainder), rows.where)
 
 
 def _deviations_again(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The same by other numbers: of equal ones XLA would keep what it brings to the rows, at the size of the data."""
-    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows(rows.ids, -mean.remainder), rows.where)
+    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows_once(rows.ids, -mean.remainder), rows.where)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -204,15 +206,16 @@ def _variance(segments: Segments, x: Array, rows: Rows) -> Array:
 def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The mean moves as well, but the deviations from it have no sum."""
     (x, rows), (d_x, d_rows) = primals, tangents
+    x = with_live_derivatives(segments, x, rows)
     mean, variance, weight = _moments(segments, x, rows)
-    deviations = _deviations_again(x, rows, mean)
+    deviations = selected(_deviations_again(x, rows, mean), rows.live(segments, x.ndim))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        d_squares = 2 * deviations * widened(selected(d_x, rows.live(segments, x.ndim)))
+        d_squares = 2 * deviations * widened(d_x)
         tangent += mean_of(rows, weighted_sums(segments, rows, d_squares), weight)
     if not isinstance(d_rows.weights, SymbolicZero | None):
         excess = deviations * deviations - of_rows(rows.ids, variance)
-        tangent += mean_of(rows, sums(segments, rows, d_rows.weights * excess), weight)
+        tangent += mean_of(rows, sums(segments, rows, d_rows.weights.astype(excess.dtype) * excess), weight)
     return variance, tangent
 
 
@@ -224,19 +227,26 @@ def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
 def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
     """The standard elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, rows)
-    live, deviation = rows.live(segments, x.ndim), jnp.sqrt(variance + segments.epsilon)
+    live, deviation = rows.live(segments, x.ndim), _root(variance + segments.epsilon)
     # Of a quotient XLA knows that it is dear: what needs it later reads it, rather than compute it again from parts.
-    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows(rows.ids, deviation), live, 1)
+    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
     return standard, 1 / deviation, number
+
+
+def _root(variance: Array) -> Array:
+    """The root; a constant infinity for that of 0, so that 0 divided by it is 0, and has a derivative of 0."""
+    is_zero = variance == 0
+    return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, variance)))
 
 
 @_standardize.defjvp
 def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
     (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    x = with_live_derivatives(segments, x, rows)
     y, factor, number = _standard(segments, x, rows)
     y = platforms.unfused(y)
     d_x = widened(selected(tangents[0], live))
     # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
     moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
-    d_y = selected(of_rows(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
+    d_y = selected(of_rows_once(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
     return y.astype(x.dtype), d_y.astype(x.dtype)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding
+from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, unfolded
 from masksafe._core.labels import nan_unless
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
+from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions import MaskedMean
 from masksafe._softmax import logsumexp
@@ -78,8 +79,9 @@ def load_balancing_loss(
       `Switch Transformers <https://arxiv.org/abs/2101.03961>`_, equations 4 to 6; padding that is counted,
       `NVIDIA/Megatron-LM#1984 <https://github.com/NVIDIA/Megatron-LM/issues/1984>`_.
     """
-    statistics = _statistics("load_balancing_loss", router_probs, expert_indices, where)
-    return statistics.psum(sharding.as_axis_name("load_balancing_loss", axis_name)).loss
+    op = "load_balancing_loss"
+    devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
+    return _loss_of_tokens(devices, *_read(op, router_probs, expert_indices, where))
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +113,10 @@ class RouterStatistics:
         cls, router_probs: ArrayLike, expert_indices: ArrayLike, *, where: ArrayLike | None = None
     ) -> RouterStatistics:
         """The statistics of the unmasked tokens; for the arguments and errors see `load_balancing_loss`."""
-        return _statistics("RouterStatistics.of", router_probs, expert_indices, where)
+        sums = _sums(*_read("RouterStatistics.of", router_probs, expert_indices, where))
+        # A count for each total, as `MaskedMean.of` has them.
+        counts = (jnp.broadcast_to(n, sums.chosen.shape) for n in (sums.choices, sums.tokens))
+        return cls(*map(MaskedMean, (sums.chosen, sums.probability), counts))
 
     def __add__(self, other: RouterStatistics | int) -> RouterStatistics:
         """The statistics of the tokens of both. Adding 0 changes nothing, so that `sum` works."""
@@ -133,11 +138,15 @@ class RouterStatistics:
 
 @jitted()
 def _loss(statistics: RouterStatistics) -> Array:
-    products = statistics.share.value * statistics.probability.value
-    return products.shape[-1] * jnp.sum(products, -1)
+    return _of_means(statistics.share.value, statistics.probability.value)
 
 
-def _statistics(op: str, router_probs: Any, expert_indices: Any, where: Any) -> RouterStatistics:
+def _of_means(share: Array, probability: Array) -> Array:
+    return share.shape[-1] * jnp.sum(share * probability, -1)
+
+
+def _read(op: str, router_probs: Any, expert_indices: Any, where: Any) -> tuple[Array, Array, Array | None]:
+    """Probabilities `[..., experts]`, indices `[..., k]`, and a mask that broadcasts to both."""
     probs = arguments.as_float_array(op, "router_probs", router_probs)
     indices = arguments.as_index_array(op, "expert_indices", expert_indices)
     if probs.ndim == 0 or indices.ndim != probs.ndim or indices.shape[:-1] != probs.shape[:-1]:
@@ -149,21 +158,37 @@ def _statistics(op: str, router_probs: Any, expert_indices: Any, where: Any) -> 
     is_valid = lambda indices: (indices >= -1) & (indices < number)  # noqa: E731
     otherwise = f"outside [0, {number}), and not -1"
     label_checks.check_elements(op, indices, indices.shape, where, is_valid, otherwise, "expert_indices")
-    return _counted(probs, indices, where)
+    return probs, indices, where
+
+
+class _Sums(NamedTuple):
+    """Over the unmasked tokens."""
+
+    chosen: Array  # [experts]: how often each was
+    choices: Array  # how many there are
+    probability: Array  # [experts]: that of each
+    tokens: Array  # how many there are
+
+
+@jitted(0)
+def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, where: Array | None) -> Array:
+    chosen, choices, probability, tokens = (
+        devices.sum(x).astype(wide_dtype(probs.dtype)) for x in _sums(probs, indices, where)
+    )
+    return _of_means(chosen / nonzero_divisor(choices), probability / nonzero_divisor(tokens))
 
 
 @jitted()
-def _counted(probs: Array, indices: Array, where: Array | None) -> RouterStatistics:
+def _sums(probs: Array, indices: Array, where: Array | None) -> _Sums:
     number, indices = probs.shape[-1], masks.selected(indices, where, -1)
     is_valid = jnp.all((indices >= -1) & (indices < number))
-    tokens = tuple(range(probs.ndim - 1))
-    mean = MaskedMean.of(probs, where, axis=tokens)
-    probability = MaskedMean(mean.total * nan_unless(is_valid, mean.total.dtype), mean.count)
-    count = jnp.broadcast_to(jnp.sum(indices >= 0), (number,))  # one for each total, as `MaskedMean.of` has them
-    return RouterStatistics(MaskedMean(_assignments(number, indices), count), probability)
+    tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
+    probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
+    probability = probability * nan_unless(is_valid, probability.dtype)
+    return _Sums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
 
 
-def _assignments(number: int, indices: Array) -> Array:
+def _chosen(number: int, indices: Array) -> Array:
     """How many indices are that of each expert; those out of range are left out."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:

@@ -35,7 +35,7 @@ class Inputs(NamedTuple):
 
 def read_arguments(op: str, x: Array, axes: Axes, **given: Unpack[Arguments]) -> tuple[float | None, Inputs]:
     """The epsilon, if the program has to know it, and the arrays. Scale and bias have the shape of some axes of `x`."""
-    epsilon = as_epsilon(op, given["epsilon"])
+    epsilon = arguments.as_epsilon(op, given["epsilon"])
     static, array = (epsilon, None) if epsilon < _TINIEST else arguments.as_static_or_array(epsilon, x)
     return static, Inputs(
         x,
@@ -45,14 +45,6 @@ def read_arguments(op: str, x: Array, axes: Axes, **given: Unpack[Arguments]) ->
         along_axes(op, "bias", given.get("bias"), x, axes),
         array,
     )
-
-
-def as_epsilon(op: str, epsilon: Any) -> float:
-    """A number that is known at trace time, 0 or more."""
-    number = arguments.as_number(op, "epsilon", epsilon)
-    if not number >= 0:
-        raise ValueError(arguments.message(op, "epsilon", f"value {number}", "0 or more"))
-    return number
 
 
 def along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes: Axes) -> Array | None:

@@ -15,7 +15,6 @@ from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.normalization._arguments import as_epsilon
 
 _OP = "l2_normalize"
 
@@ -58,7 +57,7 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
     """
     x = arguments.as_float_array(_OP, "x", x)
     axes = row_blocks.axes_of_row(arguments.canonical_axes(_OP, axis, x.ndim), x.ndim)
-    return _normalize(_Config(axes, as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
+    return _normalize(_Config(axes, arguments.as_epsilon(_OP, epsilon)), x, as_mask_of(_OP, where, x.shape))
 
 
 class _Config(NamedTuple):

@@ -17,7 +17,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Rows, nonzero_divisor, row_moments
 from masksafe._core.sharding import AxisName, Devices, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe.normalization._arguments import Arguments, Inputs, as_epsilon, read_arguments
+from masksafe.normalization._arguments import Arguments, Inputs, read_arguments
 from masksafe.normalization._rows import Config, normalize_rows
 from masksafe.normalization._statistics import at_ordinary_scale, normalize
 
@@ -245,7 +245,7 @@ def _normalize(
 
 def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
     if isinstance(epsilon, numbers.Real):
-        as_epsilon(op, epsilon)
+        arguments.as_epsilon(op, epsilon)
     array = arguments.as_array(op, "epsilon", epsilon)
     if array.size != 1 or array.ndim:
         raise ValueError(arguments.message(op, "epsilon", f"shape {array.shape}", "a scalar"))

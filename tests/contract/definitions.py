@@ -421,35 +421,39 @@ def merge(where, outs, lses):
 # Derivatives of a definition, by differences.
 
 
-def derivatives(op, cotangents, directions, step=1e-3):
-    """By each of the floats: the gradients of the outputs' sum with cotangents, and their slopes along directions.
+BEND = 0.1  # of the function of the outputs whose second derivatives are taken
 
-    An element of each row is moved at once, where outputs belong to rows: no other row has a part in them.
+
+def derivatives(op, cotangents, directions, step=1e-3):
+    """By each of the floats: the gradients of the outputs' sum with cotangents, and the slopes of others.
+
+    These are the gradients of the sum of y + BEND y^2 / 2 for outputs y, with the cotangents; the slopes are along
+    the directions. An element of each row is moved at once, where outputs belong to rows: no other row has a part in
+    them.
     """
     args = [a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args]
 
     def totals(along, number, index, distance):
-        """Of each row, or of everything."""
+        """Of each row, or of everything: the two sums."""
         moved = list(args)
         for i, v in zip(op.floats, directions, strict=True):
             moved[i] = args[i] + along * step * v
         moved[number] = np.array(moved[number])
         moved[number][index] += distance * step
-        terms = [
-            np.where(np.isfinite(x), x, 0) * c for x, c in zip(op.definition(op.where, *moved), cotangents, strict=True)
-        ]
+        outputs = [np.where(np.isfinite(x), x, 0) for x in op.definition(op.where, *moved)]
+        terms = [np.stack([x * c, (x + BEND * x * x / 2) * c]) for x, c in zip(outputs, cotangents, strict=True)]
         if index[0] == slice(None):
-            return sum(x.reshape(len(x), -1).sum(1) for x in terms)
-        return sum(x.sum() for x in terms)
+            return sum(x.reshape(*x.shape[:2], -1).sum(2) for x in terms)
+        return sum(x.reshape(2, -1).sum(1) for x in terms)
 
-    gradients = {along: [np.zeros(args[i].shape) for i in op.floats] for along in (-1, 1)}
+    gradients = {along: [np.zeros((2, *args[i].shape)) for i in op.floats] for along in (-1, 1)}
     for along, of_floats in gradients.items():
         for gradient, number in zip(of_floats, op.floats, strict=True):
             by_row = op.has_rows and op.kinds[number] in ("row", "of row")
-            indices = np.ndindex(gradient.shape[1:]) if by_row else np.ndindex(gradient.shape)
+            indices = np.ndindex(gradient.shape[2:]) if by_row else np.ndindex(gradient.shape[1:])
             for index in indices:
                 index = (slice(None), *index) if by_row else index
                 above, below = (totals(along, number, index, distance) for distance in (1, -1))
-                gradient[index] = (above - below) / (2 * step)
+                gradient[(slice(None), *index)] = (above - below) / (2 * step)
     pairs = list(zip(gradients[-1], gradients[1], strict=True))
-    return [(a + b) / 2 for a, b in pairs], [(b - a) / (2 * step) for a, b in pairs]
+    return [(a[0] + b[0]) / 2 for a, b in pairs], [(b[1] - a[1]) / (2 * step) for a, b in pairs]

@@ -36,6 +36,13 @@ def whole():
     return LOSS(PROBS, INDICES, MASK)
 
 
+def test_unsigned_indices():
+    probs, indices = PROBS[0], INDICES[0].astype(np.uint32)
+    for where in None, MASK[3]:
+        expected = load_balancing_loss(probs, INDICES[0], where=where)
+        np.testing.assert_array_equal(load_balancing_loss(probs, indices, where=where), expected)
+
+
 # The numbers of others, from their definitions, with one-hot arrays of tokens x k x experts.
 
 

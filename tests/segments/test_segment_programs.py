@@ -10,7 +10,7 @@ import masksafe
 
 OPS = ("sum", "mean", "var", "max", "min", "logsumexp", "softmax", "log_softmax", "standardize")
 ROWS, WIDTH, SEGMENTS = 100_000, 64, 10_000
-MOST_COPIES = 1.25  # of the data; jraph's formulas need up to 3.6
+MOST_COPIES = 1.5  # of the data, of which what is kept of segments is a tenth each; jraph's formulas need up to 3.6
 
 
 @pytest.fixture(autouse=True)

@@ -206,6 +206,77 @@ def test_extrema_by_order(name, choose):
         np.testing.assert_array_equal(np.float32(out), expected_here)
 
 
+@each_op
+@pytest.mark.parametrize("nothing_in_first", [False, True])
+def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_first):
+    """Of a function that is not linear in the result, so that the result has derivatives within a derivative."""
+    ids = np.where(ROWS & (IDS > 0 if nothing_in_first else True), IDS, -1)
+
+    @jax.jit
+    def second(x):
+        loss = lambda x: jnp.sum(jnp.sin(finite(segment(name)(x, ids, S))))  # noqa: E731
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) * np.cos(X)))(x)
+
+    clean = second(X)
+    assert np.isfinite(clean).all()
+    for garbage in np.nan, np.inf, 3e38:
+        np.testing.assert_array_equal(second(np.where(ids[:, None] < 0, np.float32(garbage), X)), clean)
+    np.testing.assert_array_equal(clean[ids < 0], 0)
+
+
+@each_op
+def test_garbage_is_no_alarm_of_debug_nans(name):
+    x = jnp.asarray(np.where(ROWS[:, None], X, np.float32(np.nan)))
+    with jax.debug_nans(True):
+        jax.grad(lambda x: jnp.sum(finite(segment(name)(x, np.where(ROWS, IDS, -1), S))))(x)
+
+
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_equal_extrema_of_16_bits_share_in_float32(name):
+    x = jnp.ones(3000, jnp.float16)
+    with jax.numpy_dtype_promotion("strict"):
+        extremum = lambda x: segment(name)(x, np.zeros(3000, int), 1)  # noqa: E731
+        assert jax.jvp(extremum, (x,), (x,))[1] == 1
+
+
+def test_the_gradient_by_narrower_weights_is_of_their_dtype():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        x, weights = jnp.array([1.0, 2.0, 4.0], jnp.float64), jnp.ones(3, jnp.float32)
+        of_weights = jax.grad(lambda w: jnp.sum(masksafe.segment_var(x, np.zeros(3, int), 1, weights=w)))(weights)
+    assert of_weights.dtype == jnp.float32
+
+
+def test_a_variance_that_overflows_is_infinite():
+    np.testing.assert_array_equal(masksafe.segment_var(np.float32([1e38, -1e38, 1]), [0, 0, 1], 2), [np.inf, 0])
+
+
+def test_equal_elements_are_0_without_epsilon():
+    standardize = lambda x: masksafe.segment_standardize(x, [0, 0, 1], 2, epsilon=0)  # noqa: E731
+    out, pull_back = jax.vjp(standardize, jnp.array([2.0, 2.0, 7.0]))
+    np.testing.assert_array_equal([out, *pull_back(jnp.ones(3))], 0)
+    with pytest.raises(ValueError, match=r"^segment_standardize: epsilon: got value -1.0; expected 0 or more"):
+        masksafe.segment_standardize(X, IDS, S, epsilon=-1)
+
+
+def test_unsigned_ids():
+    ids = np.append(IDS[1:], 2**32 - 1).astype(np.uint32)
+    x, expected = np.append(X[1:], X[:1], 0), masksafe.segment_sum(X[1:], IDS[1:], S)
+    np.testing.assert_array_equal(masksafe.segment_sum(x, ids, S), expected)
+    np.testing.assert_array_equal(masksafe.segment_sum(x, ids, where=np.arange(N) < N - 1), expected)
+    with masksafe.label_checks("raise"):
+        masksafe.segment_sum(x[:-1], ids[:-1], S)
+
+
+def test_a_symbolic_number_of_segments():
+    rows, nodes = jax.export.symbolic_shape("rows, nodes")
+    args = [jax.ShapeDtypeStruct((rows,), d) for d in (jnp.float32, jnp.int32)]
+    args.append(jax.ShapeDtypeStruct((nodes,), jnp.float32))
+    program = jax.jit(lambda x, ids, nodes: masksafe.segment_softmax(x, ids, nodes.shape[0]))
+    exported = jax.export.export(program)(*args)
+    expected = masksafe.segment_softmax(X[:, 0], IDS, S)
+    np.testing.assert_allclose(exported.call(X[:, 0], IDS, np.zeros(S, np.float32)), expected, rtol=1e-6)
+
+
 # Ids that are wrong.
 
 
