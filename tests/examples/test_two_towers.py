@@ -1,0 +1,110 @@
+"""The example of two towers: it learns, and what stands in the padding changes no bit."""
+
+import email
+import os
+
+import numpy as np
+import pytest
+import train_names
+import two_towers as example
+
+FUNCTIONS = [
+    ("Return the name of a file.", "fileName"),
+    ("Close the file.", "close"),
+    ("Close the socket.", "close"),
+    ("Internal function.", "bind_all"),
+    ("Internal function.", "unbind"),
+]
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Functions to train on, and others to find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_names.sysconfig, "get_paths", lambda: {"stdlib": os.path.dirname(email.__file__)})
+        functions = example.select_functions(train_names.read_functions())
+    pairs = example.make_pairs(functions)
+    return tuple(pairs.rows(part) for part in example.hold_out(pairs, 40, np.random.default_rng(0)))
+
+
+def batch_of(data, padding, seed=0):
+    return example.make_batch(data[0], np.arange(100), padding, np.random.default_rng(seed))
+
+
+def test_names_are_split_into_words():
+    names = ["fileName", "_bind_all2", "HTTPError", "close"]
+    assert [example.split_name(name) for name in names] == [
+        ["file", "name"],
+        ["bind", "all", "2"],
+        ["httperror"],
+        ["close"],
+    ]
+
+
+def test_functions_are_alike_by_their_name_or_their_docstring():
+    ids = example.number_alike(FUNCTIONS)
+    expected = np.array([0, 1, 1, 2, 2])
+    np.testing.assert_array_equal(ids[:, None] == ids, expected[:, None] == expected)
+
+
+def test_nothing_like_the_functions_to_find_is_trained_on(data):
+    for_training, for_tests = data
+    assert not np.isin(for_training.ids, for_tests.ids).any()
+    assert len(set(for_tests.ids)) == len(for_tests.ids) == 40
+
+
+def test_batches_have_each_function_once_in_an_epoch(data):
+    batches = list(example.draw_batches(data[0], 1, np.random.default_rng(0)))
+    np.testing.assert_array_equal(np.sort(np.concatenate(batches)), np.arange(len(data[0].ids)))
+    assert all(example.ROWS // 4 <= len(batch) <= example.ROWS for batch in batches[:-1])
+
+
+def test_padding_is_filled_and_nothing_else(data):
+    clean, filled = batch_of(data, example.ZEROS).pairs.names, batch_of(data, example.GARBAGE).pairs.names
+    is_real = np.arange(example.NAME) < clean.lengths[:, None]
+    np.testing.assert_array_equal(clean.weights > 0, is_real)
+    np.testing.assert_array_equal(filled.weights[is_real], clean.weights[is_real])
+    np.testing.assert_array_equal(filled.features[is_real], clean.features[is_real])
+    assert np.isnan(filled.weights[~is_real]).any()
+    assert not ((filled.features[~is_real] >= 0) & (filled.features[~is_real] < example.FEATURES)).any()
+    repeated = batch_of(data, example.LAST_ROW).pairs.names
+    np.testing.assert_array_equal(repeated.weights[99:], np.tile(clean.weights[99], (example.ROWS - 99, 1)))
+
+
+def test_effects_of_padding_on_the_loss():
+    paddings = example.ZEROS, example.LAST_ROW, example.GARBAGE
+    effects = {name: [example.effect(name, padding) for padding in paddings] for name in example.LOSSES}
+    same = "as without them"
+    assert effects[example.MASKSAFE] == [same] * 3
+    assert effects[example.MASKED_CLIP] == [same, same, "gradient NaN"]
+    assert [effect.partition(" ")[2] for effect in effects[example.CLIP]] == ["in place of 0.62"] * 2 + [""]
+    assert effects[example.CLIP][2] == "NaN"
+
+
+def test_garbage_changes_no_bit_of_a_training_that_learns(data):
+    clean, garbage = (example.train(name, *data, epochs=30) for name in (example.CLEAN, example.POLLUTED))
+    assert example.is_same(clean, garbage)
+    assert clean.recalls[0] < 0.1
+    assert clean.recalls[-1] > 0.2
+    assert clean.steps[-1] == len(clean.losses)
+
+
+def test_the_usual_formula_ends_at_the_first_step_with_garbage(data):
+    steps = {name: len(example.train(name, *data, epochs=1).losses) for name in example.RUNS}
+    whole, *_ = steps.values()
+    assert whole > 1
+    assert list(steps.values()) == [whole] * 4 + [1]
+
+
+def test_recall_is_the_share_whose_name_is_nearest(data, monkeypatch):
+    cosines = np.array([[0.9, 0.1, 0.2], [0.5, 0.4, 0.1], [0.9, 0.8, 0.3]])
+    monkeypatch.setattr(example, "cosines", lambda *_: cosines)
+    assert [example.recall({}, data[1], most) for most in (1, 2, 3)] == [1 / 3, 2 / 3, 1]
+
+
+def test_picture_and_costs(tmp_path, data):
+    costs = {rows: example.measure(rows, width=8, rounds=1) for rows in (16, 32)}
+    assert all(cost.seconds > 0 for of_losses in costs.values() for cost in of_losses.values())
+    records = {name: example.train(name, *data, epochs=1) for name in example.RUNS}
+    example.draw(records, costs, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
