@@ -32,6 +32,9 @@ def ntxent(
 
     over the pairs :math:`P` of different samples with the same label.
 
+    Cosines are computed in blocks of rows, and again for the gradient: those of all pairs are never in memory at once,
+    unless a mesh splits the batch outside of `jax.shard_map`.
+
     Args:
       embeddings: :math:`z`, floats `[batch, dim]`.
       labels: :math:`y` `[batch]`; samples with equal labels form pairs.
@@ -80,7 +83,7 @@ def ntxent(
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     rows, columns = Side(units, row_label, live_rows), Side(every_unit, every_label, every_live_row)
     total, number = with_block_size(_sum_over_pairs, None, z.shape[0], rows, columns, temperature)
-    return (total / jnp.maximum(number, 1).astype(total.dtype)).astype(dtype)
+    return (total / jnp.maximum(number, 1)).astype(dtype)
 
 
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
@@ -98,9 +101,11 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
         pairs = both & same & (index[:, None] != jnp.arange(columns.keys.shape[0])[None])
         total, number = sums
         losses = selected(jax.nn.softplus(selected(others - x, pairs)), pairs)
-        return (total + jnp.sum(losses), number + jnp.sum(pairs)), None
+        of_rows = jnp.sum(pairs, 1).astype(number.dtype)  # as integers the number of pairs could be too large
+        return (total + jnp.sum(losses), number + jnp.sum(of_rows)), None
 
-    nothing = sharding.vary_with((jnp.zeros((), rows.vectors.dtype), jnp.zeros((), int)), (rows, columns, temperature))
+    zero = jnp.zeros((), rows.vectors.dtype)
+    nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
     sums: tuple[Array, Array] = in_blocks(size, block, nothing, rows, index)[0]
     return sums
