@@ -82,7 +82,8 @@ def ntxent(
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     rows, columns = Side(units, row_label, live_rows), Side(every_unit, every_label, every_live_row)
-    total, number = with_block_size(_sum_over_pairs, None, z.shape[0], rows, columns, temperature)
+    # JAX's gradient of a block keeps several arrays of its pairs at once.
+    total, number = with_block_size(_sum_over_pairs, None, 4 * z.shape[0], rows, columns, temperature)
     return (total / jnp.maximum(number, 1)).astype(dtype)
 
 
