@@ -134,7 +134,10 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
 def in_blocks(
     size: int | None, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Any
 ) -> tuple[Any, Any]:
-    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows."""
+    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows.
+
+    Where JAX differentiates it, each of several blocks is computed again.
+    """
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return fn(carry, (rows, of_rows))
@@ -145,6 +148,7 @@ def in_blocks(
         padded = jnp.pad(x, [(0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)])
         return padded.reshape(blocks, size, *x.shape[1:])
 
+    fn = jax.checkpoint(fn, prevent_cse=False)
     carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], results)
 

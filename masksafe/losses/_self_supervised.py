@@ -90,7 +90,6 @@ def ntxent(
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
     """The sum of the losses of all pairs of samples with the same label, and their number."""
 
-    @jax.checkpoint  # the logits of a block are computed again for its gradient
     def block(sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
         (units, label, live), index = part
         x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
