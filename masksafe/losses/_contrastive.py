@@ -72,8 +72,8 @@ def info_nce_loss(
       reduction: "mean" over the unmasked rows, "sum", or "none".
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         are those of all devices.
-      block_size: the number of rows of a block; by default what suits the platform. On automatic axes of a mesh, and on
-        explicit ones inside `checkify`, there is one block.
+      block_size: the number of rows of a block; by default what suits the platform. On automatic axes of a mesh there
+        is one block.
 
     Returns:
       A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least
@@ -224,6 +224,9 @@ def _loss(static: _Static, batch: _Batch) -> Array:
 
 def _of_rows(config: Config, batch: _Batch) -> Array:
     """The losses `[N]`, 0 where masked."""
+    # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
+    # all rows.
+    batch = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), batch)
     x, y, scale, bias, where, ids = _in_one_dtype(batch)
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)

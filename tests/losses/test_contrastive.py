@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from programs import compile_for
@@ -423,9 +424,18 @@ def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
         assert_close(found, expected, 1e-6)
 
 
-@pytest.mark.parametrize("name", [forms("info_nce"), "one direction", forms("sigmoid")])
-def test_losses_of_rows_and_derivatives_in_a_ring(name):
+@pytest.mark.parametrize("name", ["one direction", forms("info_nce"), forms("sigmoid")])
+def test_losses_of_rows_in_a_ring(name):
     """Without ids, whose default has to count the rows of all devices."""
+    fn = loss_of(name, reduction="none", axis_name="d")
+    in_specs = P("d"), P("d"), P(), P()
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=in_specs, out_specs=P("d"))
+    assert_close(jax.jit(ring)(X, Y, SCALE, BIAS), loss_of(name, reduction="none")(X, Y, SCALE, BIAS), 1e-6)
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("name", OPS)
+def test_other_derivatives_in_a_ring(name):
     args, rows = (X, Y, SCALE, BIAS), P("d")
     fn = loss_of(name, reduction="none", axis_name="d")
     ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
@@ -434,7 +444,7 @@ def test_losses_of_rows_and_derivatives_in_a_ring(name):
     def derivatives(fn):
         loss = lambda *args: jnp.sum(weights * fn(*args))  # noqa: E731
         along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1, 2, 3))(*args), tangents))  # noqa: E731
-        return lambda *args: (fn(*args), jax.grad(along, (0, 1, 2, 3))(*args))
+        return jax.grad(along, (0, 1, 2, 3))
 
     assert_close(jax.jit(derivatives(ring))(*args), jax.jit(derivatives(loss_of(name, reduction="none")))(*args), 1e-5)
     with masksafe.forward_mode():
@@ -465,6 +475,18 @@ def test_arrays_on_a_mesh(name, split, kind):
         sides = (jax.device_put(side, NamedSharding(mesh, split)) for side in (x, y))
         of_rows = (jax.device_put(x, NamedSharding(mesh, P(split[0]))) for x in (WHERE, IDS))
         found = program(name, block_size=None)(*sides, SCALE, BIAS, *of_rows)
+    assert_close(found, expected, 1e-6)
+
+
+@first_op
+def test_checkify_of_arrays_on_a_mesh(name):
+    """It allows no `jax.shard_map` of masksafe's."""
+    expected = program(name, block_size=5)(X, Y, SCALE, BIAS, WHERE, IDS)
+    mesh = mesh_of((DEVICES,), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, y, where, ids = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (X, Y, WHERE, IDS))
+        error, found = jax.jit(checkify.checkify(with_gradients(loss_of(name))))(x, y, SCALE, BIAS, where, ids)
+    assert error.get() is None
     assert_close(found, expected, 1e-6)
 
 
