@@ -13,6 +13,7 @@ from masksafe._core.arguments import as_float_array, as_real_array, broadcast_sh
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
@@ -101,8 +102,8 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
         pairs = both & same & (index[:, None] != jnp.arange(columns.keys.shape[0])[None])
         total, number = sums
         losses = selected(jax.nn.softplus(selected(others - x, pairs)), pairs)
-        of_rows = jnp.sum(pairs, 1).astype(number.dtype)  # as integers the number of pairs could be too large
-        return (total + jnp.sum(losses), number + jnp.sum(of_rows)), None
+        of_rows = number_of(pairs, 1).astype(number.dtype)  # as integers the number of pairs could be too large
+        return (total + jnp.sum(losses), number + sum_of(of_rows)), None
 
     zero = jnp.zeros((), rows.vectors.dtype)
     nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
