@@ -8,6 +8,7 @@ python examples/benchmarks/all.py --quick            # a smoke run, into example
 
 import accumulation
 import attention
+import contrastive
 import cross_entropy
 import decoder
 import label_checks
@@ -32,6 +33,7 @@ MODULES = [
     segments,
     losses,
     routers,
+    contrastive,
     label_checks,
     decoder,
     accumulation,

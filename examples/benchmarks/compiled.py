@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import attention
+import contrastive
 import cross_entropy
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,7 @@ def benchmarks() -> dict[str, list[Case]]:
         # Without those whose ids are sorted, of which XLA makes the same.
         "segments": [case for case in large(segments.CASES) if case.mask in ("none", "rows")],
         "routers": large(routers.CASES),
+        "contrastive": large(contrastive.CASES),
         "more": list(of_more()),
         "losses": list(of_losses()),
     }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import attention
+import contrastive
 import cross_entropy
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,7 @@ MASKED, VMAPPED, AVERAGED = ("in cache", "large"), "in cache", "large"
 UNMASKED = 0.7
 ROWS_OF_SEGMENT = 8  # on average
 EXPERTS_OF_TOKEN = 2
+MOST_ROWS_OF_PAIRS = 8192
 # The losses that have no mask of the shape of the loss, or none at all.
 WITHOUT_MASK = (
     *("ctc_loss", "ctc_loss_with_forward_probs", "ntxent", "smooth_labels", "ranking_softmax_loss"),
@@ -104,6 +106,12 @@ def router(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     return routers.prepare(name, mask, dtype, (tokens, experts, EXPERTS_OF_TOKEN))
 
 
+def pairs_of_rows(name: str, mask: str, dtype: str, shape: Shape) -> Work:
+    """At most so many rows that the plain formula's matrix of pairs fits into memory."""
+    rows, width = shape
+    return contrastive.prepare(name, mask, dtype, (min(rows, MOST_ROWS_OF_PAIRS), width))
+
+
 def softmax_cross_entropy(name: str, mask: str, dtype: str, shape: Shape) -> Work:
     return without_torch(cross_entropy.prepare(name, mask, dtype, shape))
 
@@ -117,6 +125,8 @@ def makers() -> dict[tuple[str, str], Maker]:
         of[name, "rows"] = functools.partial(segment, name)
     for name in routers.PEERS:
         of[name, routers.MASKS[-1]] = functools.partial(router, name)
+    for name in contrastive.LOSSES:
+        of[name, contrastive.MASKS[-1]] = functools.partial(pairs_of_rows, name)
     for name in ("layer norm", "RMS norm"):
         of[name, "elements"] = functools.partial(norm, name)
     for name in cross_entropy.LOSSES:

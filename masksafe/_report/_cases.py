@@ -16,6 +16,7 @@ def all_cases() -> list[Case]:
         *_integer_label_cases(),
         *_soft_label_cases(),
         *_other_loss_cases(),
+        *_contrastive_cases(),
         *_attention_cases(),
         *_normalization_cases(),
         *_segment_cases(),
@@ -103,6 +104,7 @@ def _garbage_cases() -> list[Case]:
         *cases(segments, {"data": _X, "segment_ids": np.array([0, 2, 2, 0])}, _SOME_ROWS),
         *cases("load_balancing_loss", {"router_probs": _P, "expert_indices": _EXPERTS}, _SOME_ROWS),
         *cases("router_z_loss", {"router_logits": _X}, _SOME_ROWS),
+        *cases("info_nce_loss sigmoid_contrastive_loss", {"x": _X, "y": _Y}, _SOME_ROWS, scale=0.5),
     ]
 
 
@@ -196,6 +198,27 @@ def _other_loss_cases() -> list[Case]:
         _edge("cosine_similarity", "a vector of zeros", np.zeros(1), predictions=zeros, targets=ones),
         _edge("ctc_loss", "garbage in padded frames", paths, padded, logits=logits, **ctc),
         _edge("load_balancing_loss", "dropped assignments", balance, router_probs=_P, expert_indices=dropped),
+    ]
+
+
+def _contrastive_cases() -> list[Case]:
+    x, y = (side[_SOME_ROWS].astype(np.float64) for side in (_X, _Y))
+    z = x @ y.T
+    of_negatives = np.logaddexp(0, z - 1).sum() - np.logaddexp(0, np.diag(z) - 1).sum()
+    expected = {
+        "info_nce_loss": (_cross_entropy(z, np.arange(3)) + _cross_entropy(z.T, np.arange(3))).mean() / 2,
+        "sigmoid_contrastive_loss": (of_negatives + np.logaddexp(0, 1 - np.diag(z)).sum()) / 3,
+    }
+    padding = ~np.broadcast_to(_SOME_ROWS[:, None], _X.shape)
+    hidden, inputs = {"x": padding, "y": padding}, {"x": _X, "y": _Y, "where": _SOME_ROWS}
+    biases = {"info_nce_loss": {}, "sigmoid_contrastive_loss": {"bias": np.float32(-1)}}
+    pair, scale = np.eye(2, dtype=np.float32), np.float32(30)
+    return [
+        *(
+            _edge(op, "padded rows are no negatives", np.asarray(loss), hidden, **inputs, **biases[op])
+            for op, loss in expected.items()
+        ),
+        _edge("info_nce_loss", "sure pairs: logits 30, 0", np.log1p(np.exp(-30.0)), x=pair, y=pair, scale=scale),
     ]
 
 

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe._reductions import mean
-from masksafe.losses._negatives import Config, Scaling, Side, over_negatives
+from masksafe.losses._negatives import Config, Reduction, Scaling, Side, over_negatives
 from masksafe.losses._rows import _reading
 
 
@@ -47,8 +48,61 @@ def info_nce_loss(
     axis_name: sharding.AxisName = None,
     block_size: int | None = None,
 ) -> Array:
+    r"""InfoNCE, the loss of CLIP: the cross-entropy of finding the partner of each row among all rows of the batch.
+
+    .. math::
+      \ell_i = \frac{r_i + c_i}{2}, \qquad
+      r_i = -\log \frac{e^{z_{ii}}}{e^{z_{ii}} + \sum_{j \in N_i} e^{z_{ij}}}, \qquad
+      c_i = -\log \frac{e^{z_{ii}}}{e^{z_{ii}} + \sum_{j \in N_i} e^{z_{ji}}}, \qquad
+      z_{ij} = s \, x_i \cdot y_j
+
+    where the negatives :math:`N_i` of a row are the other unmasked rows whose id differs from its own.
+
+    The logits of all pairs are never in memory at once: they are computed in blocks of rows, and again for the
+    gradient. With `axis_name` each device has its own rows, and those of the other side go round the devices in a ring.
+    Embeddings are taken as they are; `masksafe.l2_normalize` gives them length 1.
+
+    Args:
+      x: embeddings, floats `[N, D]`.
+      y: those of their partners, floats `[N, D]`; row i belongs to row i of `x`.
+      scale: :math:`s`, a number or a scalar, with a gradient: one divided by the temperature.
+      where: booleans `[N]`; False masks a row of both sides, which is then neither a query nor a negative.
+      ids: integers `[N]`; rows of equal ids, such as several captions of one image, are no negatives of each other.
+      symmetric: whether both directions count. If False, :math:`\ell_i = r_i`: of each row of `x` among those of `y`.
+      reduction: "mean" over the unmasked rows, "sum", or "none".
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        are those of all devices.
+      block_size: the number of rows of a block; by default what suits the platform. On automatic axes of a mesh there
+        is one block.
+
+    Returns:
+      A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least
+      float32. The loss is 0 of a masked row, of one without negatives, and of nothing. Masked rows have gradients of
+      exactly 0.
+
+    Raises:
+      TypeError: if `x` or `y` are not floats, `ids` not integers, or `where` is not boolean.
+      ValueError: if shapes do not fit, `scale` is no scalar, or `reduction`, `axis_name` or `block_size` is none.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> images = masksafe.l2_normalize(jnp.array([[1.0, 0.0], [3.0, 4.0], [jnp.nan, 0.0]]), axis=-1)
+      >>> texts = masksafe.l2_normalize(jnp.array([[2.0, 0.0], [0.0, 5.0], [1.0, 1.0]]), axis=-1)
+      >>> mask = jnp.array([True, True, False])
+      >>> print(f"{masksafe.losses.info_nce_loss(images, texts, scale=10.0, where=mask):.4f}")
+      0.0364
+      >>> print(masksafe.losses.info_nce_loss(images, texts, scale=10.0, where=mask, reduction="none").round(4))
+      [0.0091 0.0636 0.    ]
+
+    References:
+      van den Oord et al., `"Representation Learning with Contrastive Predictive Coding"
+      <https://arxiv.org/abs/1807.03748>`_, 2018.
+
+      Radford et al., `"Learning Transferable Visual Models From Natural Language Supervision"
+      <https://arxiv.org/abs/2103.00020>`_, 2021 (CLIP).
+    """
     op = "info_nce_loss"
-    batch = _read(op, x, y, scale, None, where, ids)
+    batch = _read(op, x, y, _as_scalar(op, "scale", scale), None, where, ids)
     of_columns = arguments.as_bool(op, "symmetric", symmetric)
     return _loss(_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
 
@@ -66,26 +120,65 @@ def sigmoid_contrastive_loss(
     axis_name: sharding.AxisName = None,
     block_size: int | None = None,
 ) -> Array:
+    r"""The loss of SigLIP: each pair of rows by itself is one that belongs together, or not.
+
+    .. math::
+      \ell_i = -\log \sigma(z_{ii}) - \sum_{j \in N_i} \log \sigma(-z_{ij}), \qquad z_{ij} = s \, x_i \cdot y_j + b
+
+    where the negatives :math:`N_i` of a row are the other unmasked rows whose id differs from its own.
+
+    Memory, devices and the lengths of embeddings are as in `info_nce_loss`.
+
+    Args:
+      x: embeddings, floats `[N, D]`.
+      y: those of their partners, floats `[N, D]`; row i belongs to row i of `x`.
+      scale: :math:`s`, a number or a scalar, with a gradient.
+      bias: :math:`b`, a number or a scalar, with a gradient. SigLIP starts from the scale 10 and the bias -10.
+      where: booleans `[N]`; False masks a row of both sides, which is then in no pair.
+      ids: integers `[N]`; different rows of equal ids are no pairs, neither negative nor positive.
+      reduction: "mean", the sum over all pairs divided by the number of unmasked rows; "sum", or "none".
+      axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
+        are those of all devices.
+      block_size: the number of rows of a block; see `info_nce_loss`.
+
+    Returns:
+      A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least
+      float32. The loss is 0 of a masked row, and of nothing. Masked rows have gradients of exactly 0.
+
+    Raises:
+      TypeError: if `x` or `y` are not floats, `ids` not integers, or `where` is not boolean.
+      ValueError: if shapes do not fit, `scale` or `bias` is no scalar, or `reduction`, `axis_name` or `block_size` is
+        none.
+
+    Example:
+      >>> import jax.numpy as jnp, masksafe
+      >>> images = masksafe.l2_normalize(jnp.array([[1.0, 0.0], [3.0, 4.0], [jnp.nan, 0.0]]), axis=-1)
+      >>> texts = masksafe.l2_normalize(jnp.array([[2.0, 0.0], [0.0, 5.0], [1.0, 1.0]]), axis=-1)
+      >>> mask = jnp.array([True, True, False])
+      >>> loss = masksafe.losses.sigmoid_contrastive_loss(images, texts, scale=10.0, bias=-5.0, where=mask)
+      >>> print(f"{loss:.4f}")
+      0.6876
+
+    References:
+      Zhai et al., `"Sigmoid Loss for Language Image Pre-Training" <https://arxiv.org/abs/2303.15343>`_, 2023 (SigLIP).
+    """
     op = "sigmoid_contrastive_loss"
-    batch = _read(op, x, y, scale, bias, where, ids)
+    batch = _read(op, x, y, _as_scalar(op, "scale", scale), _as_scalar(op, "bias", bias), where, ids)
     return _loss(_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
 
 
-def _read(op: str, x: Any, y: Any, scale: Any, bias: Any, where: Any, ids: Any) -> _Batch:
+def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any, ids: Any) -> _Batch:
     x, y = arguments.as_float_array(op, "x", x), arguments.as_float_array(op, "y", y)
     if x.ndim != 2:
         raise ValueError(arguments.message(op, "x", f"shape {x.shape}", "[N, D]"))
     if y.shape != x.shape:
         raise ValueError(arguments.message(op, "y", f"shape {y.shape}", f"{x.shape}, that of x"))
-    if ids is not None:
-        ids = arguments.as_index_array(op, "ids", ids)
-        if ids.shape != x.shape[:1]:
-            raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
+    ids = None if ids is None else _as_ids(op, ids)
+    if ids is not None and ids.shape != x.shape[:1]:
+        raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
     where = masks.as_mask_of(op, where, x.shape[:1], "the rows of x")
     where = None if where is None else jnp.broadcast_to(where, x.shape[:1])
-    return _Batch(
-        x, y, _as_scalar(op, "scale", scale), None if bias is None else _as_scalar(op, "bias", bias), where, ids
-    )
+    return _Batch(x, y, scale, bias, where, ids)
 
 
 def _as_scalar(op: str, argument: str, value: Any) -> Array:
@@ -95,7 +188,18 @@ def _as_scalar(op: str, argument: str, value: Any) -> Array:
     return precision.widened(array)
 
 
-def _read_static(op: str, of_rows: Any, of_columns: bool, reduction: Any, axis_name: Any, block_size: Any) -> _Static:
+def _as_ids(op: str, ids: Any) -> Array:
+    """Ids, of which nothing counts but which are equal: NumPy's that JAX would have to cut are numbered anew."""
+    if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer) and ids.size:
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype))
+        if ids.min() < limits.min or ids.max() > limits.max:
+            ids = np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+    return arguments.as_index_array(op, "ids", ids)
+
+
+def _read_static(
+    op: str, of_rows: Reduction, of_columns: bool, reduction: Any, axis_name: Any, block_size: Any
+) -> _Static:
     _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     return _Static(Config(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction)
@@ -106,15 +210,11 @@ def _loss(static: _Static, batch: _Batch) -> Array:
     def on_each(devices: sharding.Devices, *arrays: Any) -> Array:
         return _of_rows(static.config._replace(devices=devices), _Batch(*arrays))
 
-    names = PartitionSpec("rows", None)
-    row = PartitionSpec("rows")
-    of_bias, of_where, of_ids = (
-        None if array is None else spec
-        for array, spec in ((batch.bias, PartitionSpec()), (batch.where, row), (batch.ids, row))
-    )
-    names_of_batch = names, names, PartitionSpec(), of_bias, of_where, of_ids
+    vectors, number, row = PartitionSpec("rows", None), PartitionSpec(), PartitionSpec("rows")
+    of_all = vectors, vectors, number, number, row, row
+    names = tuple(None if x is None else of_x for x, of_x in zip(batch, of_all, strict=True))
     devices = static.config.devices
-    losses = own_shard_map.along_devices(on_each, devices, tuple(batch), names_of_batch, row, ("rows",))
+    losses = own_shard_map.along_devices(on_each, devices, tuple(batch), names, row, ("rows",))
     if static.reduction == "none":
         return losses
     if static.reduction == "mean":
@@ -124,17 +224,27 @@ def _loss(static: _Static, batch: _Batch) -> Array:
 
 def _of_rows(config: Config, batch: _Batch) -> Array:
     """The losses `[N]`, 0 where masked."""
-    x, y, scale, bias, where, ids = batch
+    # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
+    # all rows.
+    batch = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), batch)
+    x, y, scale, bias, where, ids = _in_one_dtype(batch)
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
     first = config.devices.first(number)
     keys = ids if ids is not None else jnp.arange(number) + (0 if first is None else first)
     sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
-    of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)
-    if config.reduction == "softplus":
-        assert bias is not None
+    of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
+    if bias is not None:
         return masks.selected(jax.nn.softplus(-(of_pair + bias)) + sums.rows, where)
     losses = jax.nn.softplus(sums.rows - of_pair)
     if sums.columns is not None:
         losses = (losses + jax.nn.softplus(sums.columns - of_pair)) / 2
     return masks.selected(losses, where)
+
+
+def _in_one_dtype(batch: _Batch) -> _Batch:
+    """Both sides in one dtype, and the numbers in that of sums."""
+    x, y, scale, bias, *others = batch
+    wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
+    x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
+    return _Batch(x, y, scale.astype(wide), None if bias is None else bias.astype(wide), *others)

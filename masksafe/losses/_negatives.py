@@ -119,13 +119,25 @@ def _d_logits(config: Config, z: Array, negative: Array, rows: Any, columns: Any
     return jnp.where(negative, d_z, 0)
 
 
+def _product(d_z: Array, vectors: Array, axis: int) -> Array:
+    """The sum over an axis of the cotangents, times the vectors.
+
+    It is a product in the dtype of the vectors; of float16 a wide one, in which cotangents of a mean do not vanish.
+    """
+    dtype = d_z.dtype if vectors.dtype == jnp.float16 else vectors.dtype
+    return matmul(d_z.astype(dtype), vectors.astype(dtype), axis, 0)
+
+
 # All rows of this device with the columns of one.
 
 
 def in_blocks(
     size: int | None, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Any
 ) -> tuple[Any, Any]:
-    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows."""
+    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows.
+
+    Where JAX differentiates it, each of several blocks is computed again.
+    """
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return fn(carry, (rows, of_rows))
@@ -136,6 +148,7 @@ def in_blocks(
         padded = jnp.pad(x, [(0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)])
         return padded.reshape(blocks, size, *x.shape[1:])
 
+    fn = jax.checkpoint(fn, prevent_cse=False)
     carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], results)
 
@@ -166,9 +179,8 @@ def _reverse_part(
         rows, (of_rows, d_rows, d_bias) = part
         z, negative = _logits(scaling, rows, y)
         d_z = _d_logits(config, z, negative, of_rows, of_columns)
-        narrow = d_z.astype(y.vectors.dtype)
-        d_columns += matmul(narrow, rows.vectors, 0, 0)
-        return d_columns, (d_rows + matmul(narrow, y.vectors, 1, 0), d_bias + jnp.sum(d_z, 1))
+        d_columns += _product(d_z, rows.vectors, 0)
+        return d_columns, (d_rows + _product(d_z, y.vectors, 1), d_bias + jnp.sum(d_z, 1))
 
     d_columns, (d_rows, d_bias) = in_blocks(config.block_size, block, sums.columns, x, (of_rows, sums.rows, sums.bias))
     return _Gradients(d_rows, d_columns, d_bias)
@@ -214,7 +226,7 @@ def _evaluate(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
 
 def _sums(config: Config, size: int | None, scaling: Scaling, x: Side, y: Side) -> Sums:
     config = config._replace(block_size=size)
-    nothing = [jnp.zeros(side.keys.shape, precision.wide_dtype(x.vectors.dtype)) for side in (x, y)]
+    nothing = [jnp.zeros_like(side.keys, precision.wide_dtype(x.vectors.dtype)) for side in (x, y)]
     start: Any = nothing
     if config.reduction == "logsumexp":
         start = [_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing]
@@ -245,11 +257,11 @@ def _cotangents(
     config: Config, size: int | None, scaling: Scaling, x: Side, y: Side, sums: Sums, d_sums: Sums
 ) -> tuple[Scaling, Side, Side]:
     config = config._replace(block_size=size)
-    nothing = lambda side: jnp.zeros_like(side.vectors, precision.wide_dtype(side.vectors.dtype))  # noqa: E731
-    d_rows, d_columns = nothing(x), nothing(y)
+    wide = precision.wide_dtype(x.vectors.dtype)
+    of_x = jnp.zeros_like(x.vectors, wide), jnp.zeros_like(x.keys, wide)
     start = (
-        sharding.vary_with((d_rows, d_rows[:, 0]), (scaling, x, y, d_sums)),
-        sharding.vary_with(d_columns, (x, d_sums)),
+        sharding.vary_with(of_x, (scaling, x, y, d_sums)),
+        sharding.vary_with(jnp.zeros_like(y.vectors, wide), (x, d_sums)),
     )
     # A row with no negative has no derivative, whatever its cotangent.
     of_rows, of_columns = (

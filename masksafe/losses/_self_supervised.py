@@ -13,6 +13,7 @@ from masksafe._core.arguments import as_float_array, as_real_array, broadcast_sh
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
@@ -31,6 +32,9 @@ def ntxent(
       \qquad x_{ij} = \frac{1}{\tau} \cos(z_i, z_j)
 
     over the pairs :math:`P` of different samples with the same label.
+
+    Cosines are computed in blocks of rows, and again for the gradient: those of all pairs are never in memory at once,
+    unless a mesh splits the batch outside of `jax.shard_map`.
 
     Args:
       embeddings: :math:`z`, floats `[batch, dim]`.
@@ -79,14 +83,14 @@ def ntxent(
     units = unit_vector(wide_selected(z, mask), (1,))
     units, every_unit = _reshard_first_axis(units, batch), _reshard_first_axis(units, None)
     rows, columns = Side(units, row_label, live_rows), Side(every_unit, every_label, every_live_row)
-    total, number = with_block_size(_sum_over_pairs, None, z.shape[0], rows, columns, temperature)
-    return (total / jnp.maximum(number, 1).astype(total.dtype)).astype(dtype)
+    # JAX's gradient of a block keeps several arrays of its pairs at once.
+    total, number = with_block_size(_sum_over_pairs, None, 4 * z.shape[0], rows, columns, temperature)
+    return (total / jnp.maximum(number, 1)).astype(dtype)
 
 
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
     """The sum of the losses of all pairs of samples with the same label, and their number."""
 
-    @jax.checkpoint  # the logits of a block are computed again for its gradient
     def block(sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
         (units, label, live), index = part
         x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
@@ -98,9 +102,11 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
         pairs = both & same & (index[:, None] != jnp.arange(columns.keys.shape[0])[None])
         total, number = sums
         losses = selected(jax.nn.softplus(selected(others - x, pairs)), pairs)
-        return (total + jnp.sum(losses), number + jnp.sum(pairs)), None
+        of_rows = number_of(pairs, 1).astype(number.dtype)  # as integers the number of pairs could be too large
+        return (total + jnp.sum(losses), number + sum_of(of_rows)), None
 
-    nothing = sharding.vary_with((jnp.zeros((), rows.vectors.dtype), jnp.zeros((), int)), (rows, columns, temperature))
+    zero = jnp.zeros((), rows.vectors.dtype)
+    nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
     sums: tuple[Array, Array] = in_blocks(size, block, nothing, rows, index)[0]
     return sums

@@ -92,6 +92,11 @@ OPS = {
     "group_norm": lambda x: masksafe.group_norm(x, 8, where=MASK),
     "mean": lambda x: masksafe.mean(x, where=MASK),
     "var": lambda x: masksafe.var(x, -1, where=MASK),
+    "ntxent": lambda x: losses.ntxent(x, LABELS % 7, where=SOME_ROWS),
+    "ntxent in one block": lambda x: losses.ntxent(x[:256], LABELS[:256] % 7, where=SOME_ROWS[:256]),
+    "info_nce_loss": lambda x: losses.info_nce_loss(x, x[::-1], where=SOME_ROWS, ids=LABELS),
+    "info_nce_loss in one block": lambda x: losses.info_nce_loss(x[:256], x[256:512], where=SOME_ROWS[:256]),
+    "sigmoid_contrastive_loss": lambda x: losses.sigmoid_contrastive_loss(x[:256], x[256:512], ids=LABELS[:256]),
     "MaskedMean": lambda x: masksafe.MaskedMean.of(x, where=MASK).value,
 }
 

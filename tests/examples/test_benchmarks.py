@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 
 import command
+import contrastive
 import jax
 import jax.numpy as jnp
 import measure
@@ -155,6 +156,13 @@ def test_the_formulas_of_segments_compute_what_masksafe_does(name, mask):
 @pytest.mark.parametrize("name", routers.PEERS)
 def test_the_formulas_of_routers_compute_what_masksafe_does(name, mask):
     value, other = as_numpy(routers.prepare(name, mask, "float32", (50, 6, 2))).values()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
+
+
+@pytest.mark.parametrize("mask", contrastive.MASKS)
+@pytest.mark.parametrize("name", contrastive.LOSSES)
+def test_the_formulas_of_contrastive_losses_compute_what_masksafe_does(name, mask):
+    value, other = as_numpy(contrastive.prepare(name, mask, "float32", (50, 6))).values()
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
 
 

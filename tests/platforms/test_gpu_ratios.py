@@ -54,6 +54,9 @@ OF_SEGMENTS = {
     "segment_standardize": (1.0, 0.93, 1.47),
 }
 
+# Losses of all pairs, as above. The logits are computed again for the gradient, rather than kept.
+OF_PAIRS = {"info_nce_loss": (1.28, 1.18, 0.99), "sigmoid_contrastive_loss": (1.21, 1.13, 0.87)}
+
 AIMS = [
     *(
         Aim(work, mask, dtype)
@@ -106,6 +109,12 @@ AIMS = [
         for work in ("load_balancing_loss", "router_z_loss")
         for mask in ("none", "60 % of tokens")
         for dtype, what in VALUES_TOO
+    ),
+    *(
+        Aim(work, mask, dtype, moved=moved, temporaries=0.5 if what == GRADIENT else 0.67, what=what)
+        for work, of_work in OF_PAIRS.items()
+        for mask in ("none", "60 % of rows")
+        for (dtype, what), moved in zip(VALUES_TOO, of_work, strict=True)
     ),
 ]
 

@@ -1,0 +1,592 @@
+"""InfoNCE and the sigmoid loss of pairs, and ntxent: the plain formulas, digits, devices, memory, other derivatives."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from programs import compile_for
+
+import masksafe
+from masksafe.losses import info_nce_loss, ntxent, sigmoid_contrastive_loss
+
+N, D, DEVICES = 16, 3, 8
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(2, N, D)).astype(np.float32)
+WHERE, IDS = np.arange(N) % 5 != 1, np.arange(N, dtype=np.int32) // 2
+WHERE[4:6] = False  # all rows of one device of eight
+EVERY, OWN = np.ones(N, bool), np.arange(N, dtype=np.int32)
+SCALE, BIAS = np.float32(2), np.float32(-0.7)
+OPS = {
+    "info_nce": info_nce_loss,
+    "one direction": functools.partial(info_nce_loss, symmetric=False),
+    "sigmoid": sigmoid_contrastive_loss,
+}
+NAMES = ["info_nce", "sigmoid"]
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
+every_op = pytest.mark.parametrize("name", NAMES)
+first_op = pytest.mark.parametrize("name", [NAMES[0], forms(NAMES[1])])  # what both have from the same code
+
+
+def loss_of(name, **static):
+    """The op, of positional arguments; only the sigmoid loss has a bias."""
+
+    def call(x, y, scale, bias, where=None, ids=None):
+        numbers = {"scale": scale, "bias": bias} if name == "sigmoid" else {"scale": scale}
+        return OPS[name](x, y, **numbers, where=where, ids=ids, **static)
+
+    return call
+
+
+def plain(name):
+    """The losses of rows, from the matrix of all pairs."""
+
+    def losses(x, y, scale, bias, where, ids):
+        z = scale * (x @ y.T) + (bias if name == "sigmoid" else 0)
+        negative = (ids[:, None] != ids[None]) & where[:, None] & where[None]
+        if name == "sigmoid":
+            found = jax.nn.softplus(-jnp.diag(z)) + jnp.sum(jnp.where(negative, jax.nn.softplus(z), 0), 1)
+        else:
+            seen = jnp.where(negative | jnp.eye(len(x), dtype=bool), z, -jnp.inf)
+            rows, columns = jax.nn.logsumexp(seen, 1) - jnp.diag(z), jax.nn.logsumexp(seen, 0) - jnp.diag(z)
+            found = (rows + columns) / 2 if name == "info_nce" else rows
+        return jnp.where(where, found, 0)
+
+    return losses
+
+
+def reduced(name, reduction="mean"):
+    def loss(*args):
+        losses, count = plain(name)(*args), jnp.maximum(jnp.sum(args[4]), 1)
+        return jnp.sum(losses) / (count if reduction == "mean" else 1)
+
+    return loss
+
+
+def in_float64(fn, *args):
+    with jax.enable_x64(True):
+        wide = [np.asarray(x, np.float64) if np.asarray(x).dtype.kind == "f" else x for x in args]
+        return jax.tree.map(np.asarray, jax.jit(fn)(*map(jnp.asarray, wide)))
+
+
+def with_gradients(fn, of=(0, 1, 2, 3)):
+    return jax.value_and_grad(fn, of)
+
+
+@functools.cache
+def plain_program(name):
+    return jax.jit(with_gradients(reduced(name)))
+
+
+def expected_of(name, *args):
+    return in_float64(plain_program(name), *args)
+
+
+@functools.cache
+def program(name, **static):
+    return jax.jit(with_gradients(loss_of(name, **static)))
+
+
+def assert_close(actual, expected, rtol=1e-5):
+    def close(a, b):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * max(np.max(np.abs(b), initial=0), 1e-3))
+
+    jax.tree.map(close, actual, expected)
+
+
+# The plain formulas.
+
+
+@pytest.mark.parametrize("block_size", [5, forms(None), forms(4), forms(1), forms(100)])
+@pytest.mark.parametrize("name", ["info_nce", forms("one direction"), "sigmoid"])
+def test_are_the_plain_formulas(name, block_size):
+    for where in (WHERE, EVERY):
+        for ids in (IDS, OWN):
+            args = X, Y, SCALE, BIAS, where, ids
+            expected = expected_of(name, *args)
+            assert_close(program(name, block_size=block_size)(*args), expected)
+    without = jax.jit(loss_of(name, block_size=block_size))(X, Y, SCALE, BIAS)
+    assert_close(without, expected_of(name, X, Y, SCALE, BIAS, EVERY, OWN)[0])
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_reductions(name):
+    args = X, Y, SCALE, BIAS, WHERE, IDS
+    losses = loss_of(name, reduction="none")(*args)
+    assert_close(losses, in_float64(plain(name), *args))
+    assert not losses[~WHERE].any()
+    mean, total = (loss_of(name, reduction=reduction)(*args) for reduction in ("mean", "sum"))
+    np.testing.assert_allclose([total, mean], [losses.sum(), losses.sum() / WHERE.sum()], rtol=1e-6)
+
+
+@first_op
+def test_gradients_of_single_losses(name):
+    weights = np.cos(np.arange(N, dtype=np.float32))
+    args = X, Y, SCALE, BIAS, WHERE, IDS
+    ours = jax.jit(with_gradients(lambda *args: jnp.sum(weights * loss_of(name, reduction="none")(*args))))(*args)
+    expected = in_float64(with_gradients(lambda *args: jnp.sum(weights * plain(name)(*args))), *args)
+    assert_close(ours, expected)
+
+
+def test_both_directions_are_the_mean_of_each():
+    one = functools.partial(info_nce_loss, scale=SCALE, where=WHERE, ids=IDS, symmetric=False)
+    expected = (one(X, Y) + one(Y, X)) / 2
+    np.testing.assert_allclose(info_nce_loss(X, Y, scale=SCALE, where=WHERE, ids=IDS), expected, rtol=1e-6)
+
+
+@first_op
+def test_masked_rows_are_those_that_are_not_there(name):
+    ours = program(name, block_size=5)(X, Y, SCALE, BIAS, WHERE, IDS)
+    left = program(name)(X[WHERE], Y[WHERE], SCALE, BIAS, None, IDS[WHERE])
+    assert_close((ours[0], *ours[1][2:]), (left[0], *left[1][2:]))
+    for gradient, of_left in zip(ours[1][:2], left[1], strict=False):
+        assert_close(gradient[WHERE], of_left)
+        assert not gradient[~WHERE].any()
+
+
+@every_op
+def test_garbage_in_masked_rows_changes_no_bit(name):
+    run, hidden = program(name, block_size=5), ~WHERE[:, None]
+    clean = run(X, Y, SCALE, BIAS, WHERE, IDS)
+    for garbage, index in ((np.nan, 0), (np.inf, -(2**31)), (-3e38, 2**31 - 1)):
+        x, y = (np.where(hidden, np.float32(garbage), side) for side in (X, Y))
+        ids = np.where(WHERE, IDS, index).astype(np.int32)
+        chex.assert_trees_all_equal(run(x, y, SCALE, BIAS, WHERE, ids), clean)
+
+
+def test_large_ids_of_numpy_do_not_become_equal():
+    wide = IDS.astype(np.int64)
+    for ids in (wide + 2**40, wide << 32, -(wide << 40), IDS.astype(np.uint64) << np.uint64(60)):
+        expected = info_nce_loss(X, Y, ids=IDS)
+        np.testing.assert_array_equal(info_nce_loss(X, Y, ids=ids), expected)
+
+
+# Digits.
+
+
+def test_sure_pairs_lose_no_digit():
+    x, scale = np.eye(4, D + 1, dtype=np.float32), np.float32(69)
+    for name, bias in (("info_nce", 0), ("sigmoid", -34)):
+        args = x, x.copy(), scale * (1 if name == "info_nce" else 1.5), np.float32(bias), np.ones(4, bool), np.arange(4)
+        loss, gradients = program(name, block_size=3)(*args)
+        expected, expected_gradients = in_float64(with_gradients(reduced_sure(name)), *args)
+        assert expected < (1e-28 if name == "info_nce" else 1e-14)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        for ours, theirs in zip(gradients[: 4 if name == "sigmoid" else 3], expected_gradients, strict=False):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * np.abs(theirs).max())
+
+
+def reduced_sure(name):
+    """The formula in a form that keeps its digits, in float64 too: from differences of logits."""
+
+    def loss(x, y, scale, bias, where, ids):
+        z = scale * (x @ y.T)
+        others = jnp.where(jnp.eye(len(x), dtype=bool), -jnp.inf, z)
+        own = jnp.diag(z)
+        if name == "sigmoid":
+            return jnp.mean(jax.nn.softplus(-own - bias) + jnp.sum(jax.nn.softplus(others + bias), 1))
+        of_rows, of_columns = (jnp.sum(jnp.exp(others - jnp.expand_dims(own, 1 - a)), 1 - a) for a in (0, 1))
+        return jnp.mean(jnp.log1p(of_rows) + jnp.log1p(of_columns)) / 2
+
+    return loss
+
+
+@every_op
+def test_large_logits_do_not_overflow(name):
+    for sign in (1, -1):
+        args = 100 * X, 100 * sign * Y, SCALE, BIAS, WHERE, IDS
+        ours, expected = program(name, block_size=5)(*args), expected_of(name, *args)
+        assert np.abs(2e4 * (X @ Y.T)).max() > 5e4
+        assert_close(ours, expected, 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("info_nce", "float16"), ("sigmoid", "bfloat16"), forms("info_nce", "bfloat16"), forms("sigmoid", "float16")],
+)
+def test_16_bits_are_summed_in_float32(name, dtype):
+    x, y = (jnp.asarray(side, dtype) for side in (X, Y))
+    args = *(np.asarray(side, np.float32) for side in (x, y)), SCALE, BIAS, WHERE, IDS
+    loss, gradients = program(name, block_size=5)(x, y, *args[2:])
+    expected, expected_gradients = expected_of(name, *args)
+    assert loss.dtype == jnp.float32
+    assert gradients[0].dtype == gradients[1].dtype == x.dtype
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    as_float32 = jax.tree.map(np.float32, gradients)
+    assert_close(as_float32, expected_gradients, 2 * float(jnp.finfo(dtype).eps))
+
+
+def test_gradients_of_float16_do_not_vanish():
+    """The cotangents of single pairs in a mean of 2000 rows, 1 / 2000**2, are below the least number of float16."""
+    x, y = (jnp.asarray(RNG.normal(size=(2000, 4)) / 4, jnp.float16) for _ in range(2))
+    gradient = jax.jit(jax.grad(info_nce_loss))
+    assert_close(np.float32(gradient(x, y)), gradient(x.astype(jnp.float32), y.astype(jnp.float32)), 2e-3)
+
+
+@first_op
+def test_dtypes(name):
+    """The wide dtype of both sides, whatever those of the numbers; each gradient has its argument's."""
+    narrow, numbers = jnp.asarray(X, jnp.bfloat16), (jnp.float16(2), np.float32(1))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        for dtype, x, y in ((np.float32, narrow, Y), (np.float32, X, narrow), (np.float32, narrow, narrow)):
+            loss, gradients = program(name, block_size=5)(x, y, *numbers, WHERE, IDS)
+            assert loss.dtype == dtype
+            assert [d.dtype for d in gradients] == [x.dtype, y.dtype, jnp.float16, np.float32]
+        with jax.enable_x64(True):
+            for dtype in (np.float32, np.float64):
+                loss = loss_of(name)(X.astype(dtype), Y.astype(dtype), 2, np.float64(-1), WHERE, IDS)
+                assert loss.dtype == dtype
+
+
+@first_op
+def test_float64_has_its_digits(name):
+    with jax.enable_x64(True):
+        args = np.float64(X), np.float64(Y), 2.0, -0.7, WHERE, IDS
+        ours = jax.jit(with_gradients(loss_of(name, block_size=5)))(*args)
+    assert_close(ours, expected_of(name, *args), 1e-13)
+
+
+# Edges.
+
+
+def test_one_row_has_no_negatives():
+    for x, where, ids in ((X[:1], None, None), (X, OWN == 3, None), (X, None, np.zeros(N, int))):
+        loss, gradient = jax.value_and_grad(info_nce_loss)(x, Y[: len(x)], scale=9.0, where=where, ids=ids)
+        assert loss == 0
+        assert not gradient.any()
+    expected = np.log1p(np.exp(-X[0] @ Y[0]))
+    np.testing.assert_allclose(sigmoid_contrastive_loss(X[:1], Y[:1]), expected, rtol=1e-6)
+
+
+@every_op
+@pytest.mark.parametrize("where", [None, False])
+def test_nothing_is_0(name, where):
+    x, y = (X[:0], Y[:0]) if where is None else (np.full_like(X, np.nan), Y)
+    loss, gradients = with_gradients(loss_of(name))(x, y, SCALE, BIAS, where)
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@every_op
+def test_no_features(name):
+    nothing = np.zeros((4, 0), np.float32)
+    loss, gradients = with_gradients(loss_of(name))(nothing, nothing, SCALE, BIAS)
+    np.testing.assert_allclose(loss, np.log(4) if name == "info_nce" else np.log1p(np.exp(-BIAS))
+                               + 3 * np.log1p(np.exp(BIAS)), rtol=1e-6)  # fmt: skip
+    assert gradients[0].shape == (4, 0)
+    assert gradients[2] == 0
+
+
+def test_a_bad_row_shows_where_it_counts():
+    """Rows 2 and 3 have the same id, and row 1 is masked."""
+    run = {name: loss_of(name, reduction="none", block_size=5) for name in OPS}
+    bad, of_row = np.where(OWN[:, None] == 2, np.float32(np.nan), X), OWN == 2
+    of_all = WHERE & (OWN != 3)
+    for name, in_x, in_y in (
+        ("one direction", of_row, of_all),
+        ("info_nce", of_all, of_all),
+        ("sigmoid", of_row, of_all),
+    ):
+        args = SCALE, BIAS, WHERE, np.where(OWN == 3, 2, OWN)
+        np.testing.assert_array_equal(np.isnan(run[name](bad, Y, *args)), in_x)
+        np.testing.assert_array_equal(np.isnan(run[name](X, bad, *args)), in_y)
+        assert np.isnan(loss_of(name)(bad, Y, *args))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: info_nce_loss(OWN[:, None], Y), TypeError, "info_nce_loss: x: got dtype int32"),
+        (lambda: info_nce_loss(X, OWN[:, None]), TypeError, "info_nce_loss: y: got dtype int32"),
+        (lambda: info_nce_loss(X[0], Y), ValueError, r"info_nce_loss: x: got shape \(3,\); expected \[N, D\]"),
+        (lambda: info_nce_loss(X, Y[:3]), ValueError, r"info_nce_loss: y: got shape \(3, 3\); expected \(16, 3\)"),
+        (lambda: info_nce_loss(X, Y, scale=X[0]), ValueError, r"info_nce_loss: scale: got shape \(3,\)"),
+        (lambda: info_nce_loss(X, Y, scale=None), TypeError, "info_nce_loss: scale: got type NoneType"),
+        (lambda: info_nce_loss(X, Y, where=X[:, 0]), TypeError, "info_nce_loss: where: got dtype float32"),
+        (lambda: info_nce_loss(X, Y, where=WHERE[:3]), ValueError, r"info_nce_loss: where: got shape \(3,\)"),
+        (lambda: info_nce_loss(X, Y, ids=X[:, 0]), TypeError, "info_nce_loss: ids: got dtype float32"),
+        (lambda: info_nce_loss(X, Y, ids=OWN[:3]), ValueError, r"info_nce_loss: ids: got shape \(3,\)"),
+        (lambda: info_nce_loss(X, Y, symmetric=WHERE), TypeError, "info_nce_loss: symmetric: got an array"),
+        (lambda: info_nce_loss(X, Y, reduction="avg"), ValueError, "info_nce_loss: reduction: got value 'avg'"),
+        (lambda: info_nce_loss(X, Y, axis_name="q"), ValueError, "info_nce_loss: axis_name: got value 'q'"),
+        (lambda: info_nce_loss(X, Y, block_size=0), ValueError, "info_nce_loss: block_size: got value 0"),
+        (lambda: info_nce_loss(X, Y, mask=WHERE), TypeError, "info_nce_loss: mask: .* expected the keyword where"),
+        (lambda: sigmoid_contrastive_loss(X, Y, bias=X), ValueError, "sigmoid_contrastive_loss: bias: got shape"),
+        (lambda: sigmoid_contrastive_loss(X, Y, bias=None), TypeError, "sigmoid_contrastive_loss: bias: got type None"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_are_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+# Other derivatives, and transformations.
+
+
+@first_op
+def test_second_derivatives(name):
+    args = X[:5], Y[:5], SCALE, BIAS, WHERE[:5], IDS[:5]  # row 4 is masked, and only 0, 2 and 3 are left
+    loss, of = loss_of(name, block_size=2), (0, 1, 2, 3)
+    tangents = jax.tree.map(np.cos, args[:4])
+
+    def along(fn):
+        """The gradient of a directional derivative: reverse over reverse."""
+
+        def derivative(*floats):
+            gradients = jax.grad(fn, of)(*floats, *args[4:])
+            return sum(jnp.vdot(d, jnp.asarray(t, d.dtype)) for d, t in zip(gradients, tangents, strict=True))
+
+        return jax.grad(derivative, of)
+
+    assert_close(jax.jit(along(loss))(*args[:4]), in_float64(along(reduced(name)), *args[:4]), 1e-4)
+
+
+@pytest.mark.forms
+@every_op
+def test_hessian(name):
+    args = X[:5], Y[:5], SCALE, BIAS, WHERE[:5], IDS[:5]
+    hessian = jax.jit(jax.hessian(loss_of(name, block_size=2)))(*args)
+    assert_close(hessian, in_float64(jax.hessian(reduced(name)), *args), 1e-4)
+
+
+@first_op
+def test_forward_mode(name):
+    args, tangents = (X, Y, SCALE, BIAS), jax.tree.map(np.cos, (X, Y, SCALE, BIAS))
+    with masksafe.forward_mode():
+        fn = lambda *args: loss_of(name, block_size=5)(*args, WHERE, IDS)  # noqa: E731
+        loss, derivative = jax.jit(lambda args, t: jax.jvp(fn, args, t))(args, tangents)
+    expected, gradients = program(name, block_size=5)(*args, WHERE, IDS)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    np.testing.assert_allclose(derivative, sum(map(np.vdot, gradients, tangents)), rtol=1e-4)
+
+
+@pytest.mark.forms
+@every_op
+def test_second_derivatives_of_rows_without_negatives(name):
+    hessian = jax.hessian(loss_of(name))(X[:2], Y[:2], SCALE, BIAS, None, np.zeros(2, int))
+    assert np.isfinite(hessian).all()
+
+
+@first_op
+def test_vmap(name):
+    args = (X.reshape(2, 8, D), Y.reshape(2, 8, D), np.float32([2, 3]), BIAS, WHERE.reshape(2, 8), IDS.reshape(2, 8))
+    fn = with_gradients(loss_of(name, block_size=3))
+    batched = jax.jit(jax.vmap(fn, (0, 0, 0, None, 0, 0)))(*args)
+    one = jax.jit(fn)
+    for b in range(2):
+        expected = one(*(x if x is BIAS else x[b] for x in args))
+        assert_close(jax.tree.map(lambda x, b=b: x[b], batched), expected, 1e-6)
+
+
+# Over devices.
+
+MESHES = {"d": ((DEVICES,), "d"), "a, b": ((4, 2), ("a", "b")), "b, a": ((4, 2), ("b", "a")), "a": ((4, 2), "a")}
+
+
+def mesh_of(shape, kind=AxisType.Auto):
+    return jax.make_mesh(shape, ("d",) if len(shape) == 1 else ("a", "b"), (kind,) * len(shape))
+
+
+def in_ring(fn, mesh, axis_name, check_vma=True, out_specs=None):
+    rows = P(axis_name)
+    in_specs = rows, rows, P(), P(), rows, rows
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs or P(), check_vma=check_vma)
+
+
+@pytest.mark.parametrize("check_vma", [True, forms(False)])
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("info_nce", "d"),
+        ("sigmoid", "a, b"),
+        *(forms("info_nce", axes) for axes in ("a, b", "b, a", "a")),
+        *(forms("sigmoid", axes) for axes in ("d", "b, a", "a")),
+    ],
+)
+def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
+    """One of them has no unmasked row."""
+    shape, axis_name = MESHES[axes]
+    args = X, Y, SCALE, BIAS, WHERE, IDS
+    expected = program(name, block_size=5)(*args)
+    local = loss_of(name, block_size=1, axis_name=axis_name)
+    outside = with_gradients(in_ring(local, mesh_of(shape), axis_name, check_vma))
+
+    def inside(*args):
+        """Without types, JAX takes the loss of each device for a term of a sum, and sums no gradient of a whole."""
+        if check_vma:
+            return with_gradients(local)(*args)
+        share = lambda *args: local(*args) / jax.lax.axis_size(axis_name)  # noqa: E731
+        of_numbers = lambda d: jax.lax.psum(d, axis_name)  # noqa: E731
+        loss, (d_x, d_y, *d_numbers) = with_gradients(share)(*args)
+        return of_numbers(loss), (d_x, d_y, *map(of_numbers, d_numbers))
+
+    specs = P(), (P(axis_name), P(axis_name), P(), P())
+    both = jax.jit(lambda *args: (outside(*args), in_ring(inside, mesh_of(shape), axis_name, check_vma, specs)(*args)))
+    for found in both(*args):
+        assert_close(found, expected, 1e-6)
+
+
+@pytest.mark.parametrize("name", ["one direction", forms("info_nce"), forms("sigmoid")])
+def test_losses_of_rows_in_a_ring(name):
+    """Without ids, whose default has to count the rows of all devices."""
+    fn = loss_of(name, reduction="none", axis_name="d")
+    in_specs = P("d"), P("d"), P(), P()
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=in_specs, out_specs=P("d"))
+    assert_close(jax.jit(ring)(X, Y, SCALE, BIAS), loss_of(name, reduction="none")(X, Y, SCALE, BIAS), 1e-6)
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("name", OPS)
+def test_other_derivatives_in_a_ring(name):
+    args, rows = (X, Y, SCALE, BIAS), P("d")
+    fn = loss_of(name, reduction="none", axis_name="d")
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
+    weights, tangents = np.cos(np.arange(N, dtype=np.float32)), jax.tree.map(jnp.cos, args)
+
+    def derivatives(fn):
+        loss = lambda *args: jnp.sum(weights * fn(*args))  # noqa: E731
+        along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1, 2, 3))(*args), tangents))  # noqa: E731
+        return jax.grad(along, (0, 1, 2, 3))
+
+    assert_close(jax.jit(derivatives(ring))(*args), jax.jit(derivatives(loss_of(name, reduction="none")))(*args), 1e-5)
+    with masksafe.forward_mode():
+        found, expected = (
+            jax.jit(lambda *args, fn=fn: jax.jvp(fn, args, tangents))(*args)
+            for fn in (ring, loss_of(name, reduction="none"))
+        )
+    assert_close(found, expected, 1e-5)
+
+
+@first_op
+def test_a_ring_over_an_axis_of_vmap(name):
+    args = (X.reshape(4, 4, D), Y.reshape(4, 4, D), SCALE, BIAS, WHERE.reshape(4, 4), IDS.reshape(4, 4))
+    losses = jax.vmap(loss_of(name, axis_name="v"), (0, 0, None, None, 0, 0), axis_name="v")(*args)
+    expected = program(name, block_size=5)(X, Y, SCALE, BIAS, WHERE, IDS)[0]
+    np.testing.assert_allclose(losses, np.full(4, expected), rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, forms(AxisType.Auto)], ids=["explicit", "automatic"])
+@pytest.mark.parametrize("split", [forms(P("a")), forms(P(("a", "b"))), forms(P(None, "b")), P("a", "b")], ids=str)
+@first_op
+def test_arrays_on_a_mesh(name, split, kind):
+    """Rows, features, or both of them are split."""
+    x, y = np.tile(X, 2), np.tile(Y, 2)
+    expected = with_gradients(loss_of(name))(x, y, SCALE, BIAS, WHERE, IDS)
+    mesh = mesh_of((4, 2), kind)
+    with jax.set_mesh(mesh):
+        sides = (jax.device_put(side, NamedSharding(mesh, split)) for side in (x, y))
+        of_rows = (jax.device_put(x, NamedSharding(mesh, P(split[0]))) for x in (WHERE, IDS))
+        found = program(name, block_size=None)(*sides, SCALE, BIAS, *of_rows)
+    assert_close(found, expected, 1e-6)
+
+
+@first_op
+def test_checkify_of_arrays_on_a_mesh(name):
+    """It allows no `jax.shard_map` of masksafe's."""
+    expected = program(name, block_size=5)(X, Y, SCALE, BIAS, WHERE, IDS)
+    mesh = mesh_of((DEVICES,), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        x, y, where, ids = (jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (X, Y, WHERE, IDS))
+        error, found = jax.jit(checkify.checkify(with_gradients(loss_of(name))))(x, y, SCALE, BIAS, where, ids)
+    assert error.get() is None
+    assert_close(found, expected, 1e-6)
+
+
+def program_of_ring(name, rows, width):
+    mesh = mesh_of((DEVICES,))
+    fn = in_ring(loss_of(name, axis_name="d"), mesh, "d")
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            *[((rows * DEVICES, width), np.float32, P("d"))] * 2,
+            *[((), np.float32, P())] * 2,
+            ((rows * DEVICES,), bool, P("d")),
+            ((rows * DEVICES,), np.int32, P("d")),
+        )
+    ]
+    return fn, shapes
+
+
+def inner_jaxprs(equation):
+    for x in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        x = getattr(x, "jaxpr", x)
+        if hasattr(x, "eqns"):
+            yield x
+
+
+def sent(jaxpr, times=1):
+    """How many numbers of float a device sends on, each run of a loop counted."""
+    total = 0
+    for equation in jaxpr.eqns:
+        runs = times * equation.params["length"] if equation.primitive.name == "scan" else times
+        if equation.primitive.name == "ppermute":
+            total += times * sum(x.aval.size for x in equation.invars if x.aval.ndim == 2)
+        inner = list(inner_jaxprs(equation))
+        if equation.primitive.name == "cond":  # one of the platforms
+            inner = inner[:1]
+        total += sum(sent(jaxpr, runs) for jaxpr in inner)
+    return total
+
+
+@first_op
+def test_features_of_one_side_go_round_and_nothing_is_gathered(name):
+    rows, width = 4, 32
+    fn, shapes = program_of_ring(name, rows, width)
+    forward, both = (jax.make_jaxpr(fn)(*shapes).jaxpr for fn in (fn, with_gradients(fn)))
+    of_one_side, hops = rows * width, DEVICES - 1
+    assert sent(forward) == hops * of_one_side
+    assert sent(both) == (2 * hops + hops + 1) * of_one_side  # once more for the gradient, which goes home with them
+    collectives = compile_for("cpu", with_gradients(fn), *shapes).collectives
+    assert set(collectives) <= {"collective-permute", "all-reduce"}
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("masked", [False, forms(True)])
+@pytest.mark.parametrize("name", [*NAMES, "ntxent"])
+def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
+    rows, width = 4096, 128
+    choose(pair_block_elements=2**20)
+    x = jax.ShapeDtypeStruct((rows, width), np.float32)
+    where, labels = jax.ShapeDtypeStruct((rows,), bool), jax.ShapeDtypeStruct((rows,), np.int32)
+    if name == "ntxent":
+        fn, args = jax.value_and_grad(lambda z, labels, w=None: ntxent(z, labels, where=w)), [x, labels]
+    else:
+        fn, args = with_gradients(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
+    temporaries = jax.jit(fn).lower(*args, *[where] * masked).compile().memory_analysis().temp_size_in_bytes
+    assert temporaries < rows * rows * 4 / 2
+
+
+# ntxent is computed in the same blocks.
+
+
+def nt_xent(z, labels, temperature, where):
+    """The formula, from the matrix of all pairs."""
+    live = jnp.any(where, 1)
+    z = jnp.where(where, z, ~live[:, None])  # a masked row of ones has a length
+    units = z / jnp.linalg.norm(z, axis=1, keepdims=True)
+    x, same = units @ units.T / temperature, labels[:, None] == labels[None]
+    both = live[:, None] & live[None]
+    others = jax.nn.logsumexp(jnp.where(both & ~same, x, -jnp.inf), 1, keepdims=True)
+    pairs = both & same & ~jnp.eye(len(z), dtype=bool)
+    return jnp.sum(jnp.where(pairs, jnp.logaddexp(x, others) - x, 0)) / jnp.sum(pairs)
+
+
+@pytest.mark.parametrize("rows_of_block", [5, forms(64)])
+@pytest.mark.parametrize("labels", [IDS // 2, forms(IDS % 3 / np.float32(3))], ids=["integers", "floats"])
+def test_ntxent_in_blocks(labels, rows_of_block, choose):
+    choose(fewest_rows_of_pairs=rows_of_block, pair_block_elements=1)
+    run = jax.jit(jax.value_and_grad(lambda z, t, where: ntxent(z, labels, t, where=where), (0, 1)))
+    formula = jax.jit(jax.value_and_grad(lambda z, t, where: nt_xent(z, labels, t, where), (0, 1)))
+    elements = np.cos(5 * X) > -0.6
+    for where in (np.broadcast_to(WHERE[:, None], X.shape), elements, np.ones(X.shape, bool)):
+        expected = in_float64(formula, X, SCALE, where)
+        assert_close(run(X, SCALE, where), expected)
+        if where is not elements:
+            chex.assert_trees_all_equal(run(np.where(where, X, np.nan), SCALE, where), run(X, SCALE, where))
