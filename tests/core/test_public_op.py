@@ -62,7 +62,8 @@ def test_signatures_are_kept():
 
 def test_every_public_op_is_one():
     found = {name: getattr(masksafe, name) for name in masksafe.__all__ if name not in NO_OPS}
-    found |= {name: getattr(masksafe.losses, name) for name in masksafe.losses.__all__ if name != MAKES_AN_OP}
+    of_losses = [name for name in masksafe.losses.__all__ if name not in {MAKES_AN_OP, *NO_OPS}]
+    found |= {name: getattr(masksafe.losses, name) for name in of_losses}
     found[MAKES_AN_OP] = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
     ops = {name: fn for name, fn in found.items() if not inspect.ismodule(fn)}
     assert len(ops) > 50
