@@ -611,10 +611,10 @@ OPS = {
         has_rows=False,
     ),
     "segment_sum": _of_segments("segment_sum", np.sum),
-    "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS),
+    "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS, tier="forms"),
     "segment_mean": _of_segments("segment_mean", np.mean),
     "segment_var": _of_segments("segment_var", np.var),
-    "segment_var, rows": _of_segments("segment_var", np.var, where=SOME_ROWS),
+    "segment_var, rows": _of_segments("segment_var", np.var, where=SOME_ROWS, tier="forms"),
     "segment_max": _of_segments("segment_max", np.max, -np.inf),
     "segment_min": _of_segments("segment_min", np.min, np.inf),
     "segment_logsumexp": _of_segments("segment_logsumexp", of.logsumexp, -np.inf),
@@ -627,7 +627,7 @@ OPS = {
     "segment_mean, weights of rows": _of_segments(
         "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=WEIGHTS[:, 0], tier="forms"
     ),
-    "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS),
+    "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
     "load_balancing_loss": Op(
         lambda w, p, indices: losses.load_balancing_loss(p, indices, where=w),
         (P, EXPERTS),
