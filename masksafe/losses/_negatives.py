@@ -86,7 +86,8 @@ class _Exponentials(NamedTuple):
 
     def plus(self, z: Array, axis: int) -> _Exponentials:
         largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis, initial=-jnp.inf)))
-        shift = _finite(largest)
+        # Of an infinite logit the sum is infinite: the difference of infinities would be NaN.
+        shift = jnp.minimum(_finite(largest), float(jnp.finfo(largest.dtype).max))
         total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
         return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
 

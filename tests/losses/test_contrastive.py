@@ -282,6 +282,21 @@ def test_no_features(name):
     assert gradients[2] == 0
 
 
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_an_infinite_negative_costs_infinity(block_size):
+    x, y = np.abs(X), np.abs(Y)
+    y[7] = np.inf
+    losses = info_nce_loss(x, y, symmetric=False, reduction="none", block_size=block_size)
+    np.testing.assert_array_equal(losses, np.where(np.arange(N) == 7, 0, np.inf))
+
+
+@every_op
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_bad_scale_has_no_gradient_of_nothing(name, scale):
+    gradients = jax.grad(loss_of(name), (0, 1, 2, 3))(X, Y, np.float32(scale), BIAS, ~EVERY)
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
+
+
 def test_a_bad_row_shows_where_it_counts():
     """Rows 2 and 3 have the same id, and row 1 is masked."""
     run = {name: loss_of(name, reduction="none", block_size=5) for name in OPS}
