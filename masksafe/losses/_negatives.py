@@ -151,7 +151,7 @@ def in_blocks(
 
     fn = jax.checkpoint(fn, prevent_cse=False)
     carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], results)
+    return carry, jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:number], results)
 
 
 def _forward_part(config: Config, scaling: Scaling, x: Side, y: Side, sums: tuple[Any, Any]) -> tuple[Any, Any]:

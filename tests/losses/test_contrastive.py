@@ -273,9 +273,10 @@ def test_nothing_is_0(name, where):
 
 
 @every_op
-def test_no_features(name):
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_no_features(name, block_size):
     nothing = np.zeros((4, 0), np.float32)
-    loss, gradients = with_gradients(loss_of(name))(nothing, nothing, SCALE, BIAS)
+    loss, gradients = with_gradients(loss_of(name, block_size=block_size))(nothing, nothing, SCALE, BIAS)
     np.testing.assert_allclose(loss, np.log(4) if name == "info_nce" else np.log1p(np.exp(-BIAS))
                                + 3 * np.log1p(np.exp(BIAS)), rtol=1e-6)  # fmt: skip
     assert gradients[0].shape == (4, 0)
