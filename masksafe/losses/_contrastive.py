@@ -234,8 +234,10 @@ def _of_rows(config: Config, batch: _Batch) -> Array:
     keys = ids if ids is not None else jnp.arange(number) + (0 if first is None else first)
     sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
     of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
+    of_pair = of_pair if bias is None else of_pair + bias
+    of_pair = masks.selected(of_pair, where)  # a bad scale times 0 is NaN, which has a gradient of NaN
     if bias is not None:
-        return masks.selected(jax.nn.softplus(-(of_pair + bias)) + sums.rows, where)
+        return masks.selected(jax.nn.softplus(-of_pair) + sums.rows, where)
     losses = jax.nn.softplus(sums.rows - of_pair)
     if sums.columns is not None:
         losses = (losses + jax.nn.softplus(sums.columns - of_pair)) / 2

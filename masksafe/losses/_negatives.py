@@ -86,7 +86,8 @@ class _Exponentials(NamedTuple):
 
     def plus(self, z: Array, axis: int) -> _Exponentials:
         largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis, initial=-jnp.inf)))
-        shift = _finite(largest)
+        # Of an infinite logit the sum is infinite: the difference of infinities would be NaN.
+        shift = jnp.minimum(_finite(largest), float(jnp.finfo(largest.dtype).max))
         total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
         return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
 
@@ -150,7 +151,7 @@ def in_blocks(
 
     fn = jax.checkpoint(fn, prevent_cse=False)
     carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], results)
+    return carry, jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:number], results)
 
 
 def _forward_part(config: Config, scaling: Scaling, x: Side, y: Side, sums: tuple[Any, Any]) -> tuple[Any, Any]:

@@ -273,13 +273,29 @@ def test_nothing_is_0(name, where):
 
 
 @every_op
-def test_no_features(name):
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_no_features(name, block_size):
     nothing = np.zeros((4, 0), np.float32)
-    loss, gradients = with_gradients(loss_of(name))(nothing, nothing, SCALE, BIAS)
+    loss, gradients = with_gradients(loss_of(name, block_size=block_size))(nothing, nothing, SCALE, BIAS)
     np.testing.assert_allclose(loss, np.log(4) if name == "info_nce" else np.log1p(np.exp(-BIAS))
                                + 3 * np.log1p(np.exp(BIAS)), rtol=1e-6)  # fmt: skip
     assert gradients[0].shape == (4, 0)
     assert gradients[2] == 0
+
+
+@pytest.mark.parametrize("block_size", [None, 3])
+def test_an_infinite_negative_costs_infinity(block_size):
+    x, y = np.abs(X), np.abs(Y)
+    y[7] = np.inf
+    losses = info_nce_loss(x, y, symmetric=False, reduction="none", block_size=block_size)
+    np.testing.assert_array_equal(losses, np.where(np.arange(N) == 7, 0, np.inf))
+
+
+@every_op
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_bad_scale_has_no_gradient_of_nothing(name, scale):
+    gradients = jax.grad(loss_of(name), (0, 1, 2, 3))(X, Y, np.float32(scale), BIAS, ~EVERY)
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, gradients))
 
 
 def test_a_bad_row_shows_where_it_counts():
