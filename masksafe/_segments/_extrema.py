@@ -127,22 +127,18 @@ def _evaluate(segments: Segments, x: Array, rows: Rows) -> Array:
     scatter, of_nothing = (lax.scatter_max, lowest) if is_max else (lax.scatter_min, highest)
     x = masks.selected(x, rows.where, of_nothing)
     on_device = lambda x, start: combined(scatter, segments, rows.ids, x, start)  # noqa: E731
-    of_devices = lax.pmax if is_max else lax.pmin
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        extremum = on_device(x, of_nothing)
-        return (
-            of_devices(extremum.astype(jnp.int32) if x.dtype == bool else extremum, devices.axis_name).astype(x.dtype)
-            if devices.are_many
-            else extremum
-        )
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
 
     def elsewhere(x: Array) -> Array:
         return _of_order(on_device(_order(x, is_max), _order(jnp.asarray(of_nothing, x.dtype), is_max)), x.dtype)
 
-    extremum = platforms.on_cpu_or_elsewhere(lambda x: on_device(x, of_nothing), elsewhere, x)
+    on_cpu = lambda x: on_device(x, of_nothing)  # noqa: E731
+    extremum = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x) if is_float else on_cpu(x)
     if not devices.are_many:
         return extremum
-    return _of_order(of_devices(_order(extremum, is_max), devices.axis_name), x.dtype)
+    as_integers = _order(extremum, is_max) if is_float else extremum.astype(jnp.int32 if x.dtype == bool else x.dtype)
+    of_all = (lax.pmax if is_max else lax.pmin)(as_integers, devices.axis_name)
+    return _of_order(of_all, x.dtype) if is_float else of_all.astype(x.dtype)
 
 
 # Floats as integers of the same order. GPUs find extrema of integers at once, and no order of a NaN is undefined.
