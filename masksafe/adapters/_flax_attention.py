@@ -1,4 +1,4 @@
-"""masksafe's attention with the signature that layers of other libraries expect. None of them is imported here."""
+"""masksafe's attention with the signature that flax's layers expect. flax is not imported here."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
 from masksafe.attention import dot_product_attention
-
-__all__ = ["flax_attention"]
 
 
 def flax_attention(
