@@ -135,7 +135,8 @@ def segment_standardize(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> rewards, ids = jnp.array([1.0, 0.0, 7.0, 9.0, jnp.nan]), jnp.array([0, 0, 1, 1, -1])
+      >>> rewards = jnp.array([1.0, 0.0, 7.0, 9.0, jnp.nan])
+      >>> ids = jnp.array([0, 0, 1, 1, -1])
       >>> print(masksafe.segment_standardize(rewards, ids, 2).round(3))
       [ 1. -1. -1.  1.  0.]
 

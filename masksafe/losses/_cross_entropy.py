@@ -70,8 +70,9 @@ def softmax_cross_entropy(
       >>> logits = jnp.array([[1.2, -0.8, -0.5], [jnp.nan] * 3])  # the second is padding
       >>> labels = jnp.array([[1.0, 0.0, 0.0], [jnp.nan] * 3])
       >>> mask = jnp.array([True, False])
-      >>> print(masksafe.losses.softmax_cross_entropy(logits, labels, where=mask).round(3))
-      [0.276 0.   ]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(masksafe.losses.softmax_cross_entropy(logits, labels, where=mask))
+      [0.2761 0.    ]
 
     References:
       `optax.losses.softmax_cross_entropy
@@ -105,8 +106,8 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits = jnp.array([-jnp.inf, 0.0, 0.0])
-      >>> print(f"{masksafe.losses.safe_softmax_cross_entropy(logits, jnp.array([0.0, 0.5, 0.5])):.4f}")
+      >>> logits, labels = jnp.array([-jnp.inf, 0.0, 0.0]), jnp.array([0.0, 0.5, 0.5])
+      >>> print(f"{masksafe.losses.safe_softmax_cross_entropy(logits, labels):.4f}")
       0.6931
 
     References:
@@ -164,13 +165,15 @@ def softmax_cross_entropy_with_integer_labels(
       >>> logits = jnp.array([[1.2, -0.8, -0.5], [0.9, -1.2, 1.1]])
       >>> labels = jnp.array([0, -100])  # the second row is padding
       >>> loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
-      >>> print(loss(logits, labels, where=labels != -100).round(3))
-      [0.276 0.   ]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(loss(logits, labels, where=labels != -100))
+      [0.2761 0.    ]
 
       Without the mask, the same label is an error:
 
-      >>> print(loss(logits, labels).round(3))
-      [0.276   nan]
+      >>> with jnp.printoptions(precision=4):
+      ...     print(loss(logits, labels))
+      [0.2761    nan]
 
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
