@@ -132,8 +132,8 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
 
     A bad element that a selection or a mask keeps away from the outputs is harmless, and listed separately. Some code
     detects a bad element and answers with a NaN of its own, as `jnp.where(jnp.isfinite(x).all(), y, jnp.nan)` does.
-    Then the report goes back to the equation that made the bad element. A NaN chosen because of finite values is itself a
-    source. If masksafe wrote it because of a bad label, the `note` names the op and `masksafe.label_checks`.
+    Then the report goes back to the equation that made the bad element. A NaN chosen because of finite values is itself
+    a source. If masksafe wrote it because of a bad label, the `note` names the op and `masksafe.label_checks`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
