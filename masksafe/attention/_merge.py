@@ -1,5 +1,7 @@
 """Attention over the union of disjoint sets of keys, from the results for each set."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

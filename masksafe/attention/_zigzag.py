@@ -1,5 +1,7 @@
 """The order of time in which causal attention is the same work for all devices."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 

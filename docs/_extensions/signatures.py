@@ -1,0 +1,77 @@
+"""Signatures with types, under the short names that the source gives them.
+
+autodoc evaluates types, which turns `ArrayLike` into a union of nine, and shows the overloads of a function, which are
+for type checkers. So it is asked for no types (`autodoc_typehints = "none"`), and they are added here.
+"""
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from sphinx.application import Sphinx
+
+import masksafe
+
+DOCUMENTED = {"function", "method", "class"}
+NAMES = {id(masksafe.testing.CONSISTENCY_MODES): "CONSISTENCY_MODES"}
+
+
+class Text:
+    """What a signature shows as it is."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Shortened(ast.NodeTransformer):
+    """Names without their modules, and literals without the word."""
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        return ast.Name(node.attr)
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        node = self.generic_visit(node)
+        if not (isinstance(node.value, ast.Name) and node.value.id == "Literal"):
+            return node
+        first, *others = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        for other in others:
+            first = ast.BinOp(first, ast.BitOr(), other)
+        return first
+
+
+def type_of(annotation: Any) -> Any:
+    if annotation is inspect.Parameter.empty:
+        return annotation
+    source = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return Text(ast.unparse(Shortened().visit(ast.parse(source, mode="eval"))))
+
+
+def default_of(default: Any) -> Any:
+    if id(default) in NAMES:
+        return Text(NAMES[id(default)])
+    return Text(default.__name__) if inspect.isfunction(default) else default
+
+
+def with_types(
+    app: Sphinx, what: str, name: str, documented: Callable[..., Any], options: Any, signature: str | None, returns: Any
+) -> tuple[str, str | None] | None:
+    if what not in DOCUMENTED or signature is None:
+        return None
+    found = inspect.signature(documented)
+    parameters = [
+        p.replace(annotation=type_of(p.annotation), default=default_of(p.default))
+        for p in found.parameters.values()
+        if p.name != "self"
+    ]
+    result = None if what == "class" else type_of(found.return_annotation)
+    return str(inspect.Signature(parameters)), result and repr(result)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    app.connect("autodoc-process-signature", with_types)
+    app.config.autodoc_typehints = "none"
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
