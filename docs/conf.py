@@ -33,6 +33,7 @@ autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has them
 napoleon_custom_sections = [("Coming from another library", "Notes")]
 add_module_names = False
 python_maximum_signature_line_length = 88

@@ -5,9 +5,10 @@ for type checkers. So it is asked for no types (`autodoc_typehints = "none"`), a
 """
 
 import ast
+import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args, get_origin
 
 from sphinx.application import Sphinx
 
@@ -28,32 +29,40 @@ class Text:
 
 
 class Shortened(ast.NodeTransformer):
-    """Names without their modules, and literals without the word."""
+    """Names without their modules; of a literal, also of one that has a name, its values."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        self.names = names  # those of the function's module
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return ast.Name(node.attr)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        named = self.names.get(node.id)
+        return one_of(map(ast.Constant, get_args(named))) if get_origin(named) is Literal else node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         node = self.generic_visit(node)
         if not (isinstance(node.value, ast.Name) and node.value.id == "Literal"):
             return node
-        first, *others = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        for other in others:
-            first = ast.BinOp(first, ast.BitOr(), other)
-        return first
+        return one_of(node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice])
 
 
-def type_of(annotation: Any) -> Any:
-    if annotation is inspect.Parameter.empty:
+def one_of(values: Iterable[ast.expr]) -> ast.expr:
+    return functools.reduce(lambda first, second: ast.BinOp(first, ast.BitOr(), second), values)
+
+
+def type_of(annotation: Any, names: dict[str, Any]) -> Any:
+    if annotation is inspect.Signature.empty:
         return annotation
     source = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    return Text(ast.unparse(Shortened().visit(ast.parse(source, mode="eval"))))
+    return Text(ast.unparse(Shortened(names).visit(ast.parse(source, mode="eval"))))
 
 
 def default_of(default: Any) -> Any:
     if id(default) in NAMES:
         return Text(NAMES[id(default)])
-    return Text(default.__name__) if inspect.isfunction(default) else default
+    return Text(default.__name__) if inspect.isfunction(default) or inspect.isclass(default) else default
 
 
 def with_types(
@@ -61,14 +70,16 @@ def with_types(
 ) -> tuple[str, str | None] | None:
     if what not in DOCUMENTED or signature is None:
         return None
-    found = inspect.signature(documented)
+    # Classes of flax have metaclasses, whose own calls take anything.
+    found = inspect.signature(documented.__init__ if what == "class" else documented)
+    names = vars(inspect.getmodule(inspect.unwrap(documented)))
     parameters = [
-        p.replace(annotation=type_of(p.annotation), default=default_of(p.default))
+        p.replace(annotation=type_of(p.annotation, names), default=default_of(p.default))
         for p in found.parameters.values()
         if p.name != "self"
     ]
-    result = None if what == "class" else type_of(found.return_annotation)
-    return str(inspect.Signature(parameters)), result and repr(result)
+    result = inspect.Signature.empty if what == "class" else type_of(found.return_annotation, names)
+    return str(inspect.Signature(parameters)), None if result is inspect.Signature.empty else repr(result)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
