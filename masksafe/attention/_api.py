@@ -340,7 +340,7 @@ def _attend(
 
 
 def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[Array | None, Array | None]) -> Pairs:
-    """The structural masks, mods, and what these and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+    """The structural masks, mods, and the indices for these and dropout. Lengths and offset are `[*batch or 1s, 1]`."""
     q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
     first_query = sharding.Devices(axis_name).first(q.shape[-3])

@@ -29,12 +29,12 @@ class Partial(NamedTuple):
     total: Array  # [..., 1]
 
     @classmethod
-    def nothing(cls, like: Array, width: int) -> "Partial":
+    def nothing(cls, like: Array, width: int) -> Partial:
         """The results for no key of queries `[..., 1]`, which vary over the devices as `like` does."""
         zero = jnp.zeros_like(like, wide_dtype(like.dtype))
         return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), zero - jnp.inf, zero)
 
-    def plus(self, other: "Partial") -> "Partial":
+    def plus(self, other: Partial) -> Partial:
         """The results for the keys of both."""
         before, after = lax.stop_gradient((self.largest, other.largest))
         largest = jnp.maximum(before, after)
@@ -43,7 +43,7 @@ class Partial(NamedTuple):
         weighted = self.weighted * decay + other.weighted * growth
         return Partial(weighted, largest, self.total * decay + other.total * growth)
 
-    def divided(self) -> "Partial":
+    def divided(self) -> Partial:
         """With the output, and the total 1 for a query that sees no key.
 
         What is bad has a NaN as its largest logit. It is taken from there, since XLA's CPU compiler of jax 0.12 makes
@@ -52,8 +52,8 @@ class Partial(NamedTuple):
         total = jnp.where(jnp.isnan(self.largest), self.largest, jnp.where(self.total == 0, 1, self.total))
         return Partial(self.weighted / total, self.largest, total)
 
-    def multiplied(self) -> "Partial":
-        """The inverse of `divided`; what a query that sees no key has counts for nothing in `plus`."""
+    def multiplied(self) -> Partial:
+        """The inverse of `divided`; `plus` ignores what a query that sees no key has."""
         return Partial(self.weighted * self.total, self.largest, self.total)
 
 
