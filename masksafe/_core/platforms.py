@@ -103,8 +103,8 @@ class Choices(NamedTuple):
     # 65536 x 256, and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
     elements_of_row_in_cache: range = range(2**8 + 1, 2**15 + 1)
     blocks_of_short_rows: int = 4
-    # What it counts as arithmetic depends on the version: jax 0.12 includes bfloat16 and functions such as sign and log,
-    # jax 0.10 does not. What lies between was not measured.
+    # What it counts as arithmetic depends on the version: jax 0.12 includes bfloat16, and functions such as sign and
+    # log; jax 0.10 does not. What lies between was not measured.
     counts_more_as_arithmetic: bool = jax.__version_info__ >= (0, 12)
 
     # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which
