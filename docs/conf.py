@@ -12,7 +12,15 @@ author = "the masksafe contributors"
 project_copyright = "the masksafe contributors, Apache-2.0"
 version = release = masksafe.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "docstrings"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "mathml",
+    "docstrings",
+    "signatures",
+]
 exclude_patterns = ["_build"]
 nitpicky = False  # the docstrings name functions of JAX and optax, whose sites a build without a network cannot look up
 
@@ -20,16 +28,20 @@ nitpicky = False  # the docstrings name functions of JAX and optax, whose sites 
 myst_enable_extensions = ["dollarmath", "attrs_inline", "deflist"]
 myst_heading_anchors = 3
 
-# Docstrings. Their Args tell dtypes and shapes in words; the signature shows names and defaults.
-autodoc_typehints = "none"
+# Docstrings.
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False  # the signature has them
 napoleon_custom_sections = [("Coming from another library", "Notes")]
 add_module_names = False
 python_maximum_signature_line_length = 88
-toc_object_entries = False
+toc_object_entries_show_parents = "hide"  # "On this page" lists the functions of a page by their names
+
+# The copy button of an example takes its code alone.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 # Looks.
 html_theme = "furo"

@@ -115,7 +115,7 @@ def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:
 
 
 def _judge_cases(library: str, cases: list[Case], chosen: list[Case], name: str) -> list[Verdict]:
-    """The verdict on each case; ABSENT for cases that are not chosen. Each op is told of as it is done."""
+    """The verdict on each case; ABSENT for cases that are not chosen. Each op is reported when it is done."""
     verdicts: dict[int, Verdict] = {}
     for op in dict.fromkeys(case.op for case in chosen):
         runs = [(case, runner(library, case)) for case in chosen if case.op == op]

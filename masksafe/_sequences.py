@@ -38,8 +38,8 @@ def next_tokens(
 
     Returns:
       The labels `[..., T]`, of the dtype of `tokens`, and booleans `[..., T]`: which of them exist. Pass these to the
-      loss as `where`. Where there is no label, behind the last token, across documents and at padding, it is 0, so that
-      it can index a table.
+      loss as `where`. Where there is none, after the last token, across documents and at padding, the label is
+      0, so that it can index a table.
 
     Raises:
       TypeError: if `tokens` or `segment_ids` are not integers, or `where` is not boolean.
@@ -94,7 +94,7 @@ def _next_tokens(
 
 
 def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Any]:
-    """What lies `steps` further on along time; 0 behind its end."""
+    """What lies `steps` further on along time; 0 after its end."""
     present = [x for x in arrays if x is not None]
     if not devices.are_many:
         moved = [_later(x, steps) for x in present]

@@ -36,8 +36,8 @@ class AttentionMask:
 
     Example:
       >>> from masksafe.attention_masks import AttentionMask, causal
-      >>> every_other = AttentionMask(lambda batch, head, query, key: (query - key) % 2 == 0)
-      >>> print((causal & every_other)(0, 0, 5, 3), (causal & ~every_other)(0, 0, 5, 3))
+      >>> even = AttentionMask(lambda batch, head, query, key: (query - key) % 2 == 0)
+      >>> print((causal & even)(0, 0, 5, 3), (causal & ~even)(0, 0, 5, 3))
       True False
     """
 
@@ -174,14 +174,19 @@ class Prefix:
 
 
 causal = AttentionMask(_Causal())
-"""A query sees the keys at its own position and before."""
+"""The mask in which a query sees the keys at its own position and before."""
 
 
 def window(left: int, right: int = 0) -> AttentionMask:
     """A query sees the keys up to `left` positions before its own and up to `right` after it.
 
-    Either may be negative, but not so that no key is left: -1 does not mean a window without an end, as it does for
-    FlashAttention; that is a number as large as the longest sequence.
+    Args:
+      left: an int. Either may be negative, but not their sum: -1 does not mean a window without an end, as it does for
+        FlashAttention. A number as large as the longest sequence does.
+      right: an int.
+
+    Returns:
+      An `AttentionMask`.
 
     Example:
       >>> from masksafe.attention_masks import window
@@ -205,7 +210,13 @@ def as_window(op: str, argument: str, window: Sequence[Any]) -> tuple[int, int]:
 
 
 def chunked(size: ArrayLike) -> AttentionMask:
-    """A query sees the keys of its own chunk of `size` positions, an integer, as in the chunked layers of Llama 4.
+    """A query sees the keys of its own chunk, as in the chunked layers of Llama 4.
+
+    Args:
+      size: the number of positions of a chunk, a positive integer; a scalar array will do.
+
+    Returns:
+      An `AttentionMask`.
 
     Example:
       >>> from masksafe.attention_masks import causal, chunked
@@ -222,14 +233,17 @@ def chunked(size: ArrayLike) -> AttentionMask:
 
 
 def prefix(length: ArrayLike) -> AttentionMask:
-    """A query sees the keys before position `length`, an integer, or integers `[batch]` for each sample its own.
+    """A query sees the keys before position `length`.
 
-    With `causal |` it is the mask of a prefix language model: a prompt that sees itself as a whole.
+    `causal | prefix(length)` is the mask of a prefix language model, whose prompt sees itself as a whole.
 
-    As many integers as there are samples are expected in the call of `dot_product_attention`, all batch dimensions
-    together; it refuses others. Inside of `jax.vmap` these are the samples of one element of the axis over which it
-    maps, and inside of `jax.shard_map` those of one device: lengths are to be mapped or split like the queries, and
-    where one element is one sample without a batch dimension, its length is one integer.
+    Args:
+      length: an integer, or integers `[batch]`, one for each sample, all batch dimensions together;
+        `dot_product_attention` refuses another number of them. Inside of `jax.vmap` the samples are those of one
+        element, and inside of `jax.shard_map` those of one device: map or split the lengths like the queries.
+
+    Returns:
+      An `AttentionMask`.
 
     Example:
       >>> from masksafe.attention_masks import causal, prefix

@@ -234,7 +234,7 @@ def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: s
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
     check_broadcasts_to(op, argument, mask.shape, target, of, hint)
     missing = len(target) - mask.ndim
-    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # eagerly a program for nothing
+    return mask.reshape((1,) * missing + mask.shape) if missing else mask  # an eager call of it costs a program
 
 
 def broadcast_shapes(op: str, hint: str = "", /, **shapes: tuple[int, ...]) -> tuple[int, ...]:

@@ -54,7 +54,7 @@ class AttentionSizes(NamedTuple):
     skipping_row_tile_logits: int = 2**24
     alignment: int = 64  # of the bounds of the keys of a tile, which a GPU's matrix units like
 
-    # Where cuDNN's results are repaired nothing hurries, but the memory of a tile is reserved in every program: 8 MiB.
+    # Repairs of cuDNN's results need not be fast, but the memory of a tile is reserved in every program: 8 MiB.
     repair_row_tile_logits: int = 2**21
 
 
@@ -103,8 +103,8 @@ class Choices(NamedTuple):
     # 65536 x 256, and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
     elements_of_row_in_cache: range = range(2**8 + 1, 2**15 + 1)
     blocks_of_short_rows: int = 4
-    # What it counts as arithmetic has grown: jax 0.12 includes bfloat16 and functions such as sign and log, jax 0.10
-    # does not. What lies between was not measured.
+    # What it counts as arithmetic depends on the version: jax 0.12 includes bfloat16, and functions such as sign and
+    # log; jax 0.10 does not. What lies between was not measured.
     counts_more_as_arithmetic: bool = jax.__version_info__ >= (0, 12)
 
     # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which

@@ -88,8 +88,7 @@ def forward_mode() -> SwitchContext:
 
     Outside the context most ops are `jax.custom_vjp` functions, which have the fastest reverse mode and `jax.hessian`
     (forward over reverse), but no pure forward mode. Inside, JAX's own rules provide both modes, with the same values
-    and the same masks; reverse mode may use more memory. The mode is part of JAX's compilation cache key: jitted
-    functions are traced again on entering.
+    and the same masks; reverse mode may use more memory. Jitted functions are traced again on entering.
 
     One guarantee holds outside the context only: a row with a bad label or a NaN whose loss is replaced afterwards
     (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
@@ -101,11 +100,13 @@ def forward_mode() -> SwitchContext:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> labels = jnp.array([0, -100])
       >>> def loss(logits):
-      ...     return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, labels, where=labels != -100)
+      ...     per_row = masksafe.losses.softmax_cross_entropy_with_integer_labels
+      ...     return per_row(logits, labels, where=labels != -100)
       >>> logits = jnp.array([[2.0, 0.0], [jnp.nan, 1.0]])
+      >>> tangent = jnp.array([[0.0, 1.0], [1.0, 1.0]])
       >>> with masksafe.forward_mode():
-      ...     value, tangent = jax.jvp(loss, (logits,), (jnp.ones_like(logits).at[0, 0].set(0.0),))
-      >>> print(value.round(4), tangent.round(4))
+      ...     value, derivative = jax.jvp(loss, (logits,), (tangent,))
+      >>> print(value.round(4), derivative.round(4))
       [0.1269 0.    ] [0.1192 0.    ]
     """
     return SwitchContext("masksafe.forward_mode()", "", lambda: _forward_mode(True))
@@ -124,52 +125,24 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
                     `checkpoint`, `shard_map`) fails with `jax.errors.JaxRuntimeError` where its result is awaited
     ==============  ==================================================================================================
 
-    Bad are an integer label outside [0, num_classes) or at a masked class; a label of a distribution that is negative
-    or not finite, and a row of such labels that sums to neither 1 nor 0; a binary label that is neither of its two
-    values, or outside [0, 1]; a target of a divergence that is negative or not finite; predictions passed to a Dice
-    loss as probabilities that are not probabilities; paddings of `ctc_loss` with a live label on the right of a padded
-    one; and an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode). Masked
-    labels are never reported. Of attention, lengths outside of 0 to the number of queries or keys are reported; ids of
-    segments are not, since padding may have its own.
+    Masked labels are never reported. Bad are
+
+    * an integer label outside [0, num_classes) or at a masked class;
+    * a class of top-k targets that is named twice, and a log-probability of theirs that is NaN or above 0;
+    * a label of a distribution, or a target of a divergence, that is negative or not finite; a row of labels of a
+      distribution that sums to neither 1 nor 0;
+    * a binary label that is neither of its two values, or outside [0, 1];
+    * predictions passed to a Dice loss as probabilities that are not probabilities;
+    * paddings of `ctc_loss` with a live label to the right of a padded one;
+    * an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode);
+    * lengths of attention below 0, or above the number of queries or keys.
 
     The error names the op, the number of bad labels, the index and the value of the first one, the valid range, and
-    the line that called the op. There is one error, however many devices there are. The index refers to the labels of
-    that call, broadcast to the shape of the loss:
+    the line that called the op. The index refers to the labels of that call, broadcast to the shape of the loss.
 
-    * In mode "raise" the axis of a `jax.vmap` comes first in the index; in mode "checkify" the error describes one
-      element of the `vmap`.
-    * Under `jax.shard_map` the index is the one within the shard, whose number the error gives; the counts are totals
-      of all shards.
-    * In the body of a loop (`scan`, `map`, `fori_loop`) the counts and the index are those of one step, which the error
-      does not identify.
-    * In the micro-batches of `value_and_grad_of_mean` the error names the micro-batch. If exactly one axis of the
-      labels has its size, the index along it is that in the whole batch; the counts are those of the micro-batch.
-
-    The mode is part of JAX's compilation cache key: jitted functions are traced again on entering, and the earlier
-    programs are used again on leaving. In mode "checkify" all ops are differentiated by JAX's own rules, as in
-    `forward_mode`, because `jax.grad(checkify(f))` of a `jax.custom_vjp` function may be 0 without an error
-    (jax 0.10.2).
-
-    Limits of mode "checkify", all due to JAX; mode "raise" avoids them:
-
-    * `checkify(jax.grad(f))` loses the checks in the bodies of loops in `f`. A row with a bad label still has a NaN
-      loss and gradient, so training cannot continue unnoticed. A body that is itself transformed with checkify and
-      returns its error keeps its checks.
-    * In a `jax.shard_map` inside `checkify.checkify`, over the mesh of `jax.set_mesh`, a loss is refused with a
-      ValueError: JAX would trace the body a second time in the wrong mesh (jax 0.12). Over an explicit mesh passed as
-      an argument, JAX cannot read the resulting error value. Over an automatic mesh, checkify within the body works.
-    * In the body of a loop in a `jax.shard_map`, JAX refuses the check while it traces ("Scan carry ... mismatched").
-    * Of several processes, one that reads an error from a `jax.shard_map` alone waits for the others, unless the error
-      is replicated: `jax.jit(checkify.checkify(f), out_shardings=(replicated, None))`.
-
-    Limits of mode "raise":
-
-    * It calls back to the host, which `jax.export` cannot store.
-    * Under `jax.shard_map` all devices have to call the loss: they exchange their findings, as otherwise some would
-      wait forever for one that has failed.
-    * A `jax.lax.cond` under `vmap` runs both branches, and so the checks of both.
-    * A program whose results are never read cannot raise its error. The error is logged in one line when the process
-      ends, as is one that was caught within the context and may have been overlooked.
+    Jitted functions are traced again when the mode changes, and earlier programs are found again when it changes back.
+    In mode "checkify" all ops are differentiated by JAX's own rules, as in `forward_mode`. Programs of mode "raise"
+    call back to the host, so `jax.export` cannot store them.
 
     Args:
       mode: "off", "checkify" or "raise".
@@ -186,15 +159,16 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
       >>> from jax.experimental import checkify
       >>> loss = masksafe.losses.softmax_cross_entropy_with_integer_labels
       >>> logits, labels = jnp.zeros((3, 5)), jnp.array([1, 5, -100])
+      >>> mask = labels != -100
       >>> with masksafe.label_checks("checkify"):
-      ...     error, _ = checkify.checkify(jax.jit(loss))(logits, labels, where=labels != -100)
-      >>> print(error.get().split(" (called")[0])
-      softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside [0, 5); first at (1,): 5
+      ...     error, _ = checkify.checkify(jax.jit(loss))(logits, labels, where=mask)
+      >>> print(error.get().split(": ")[1].split(" (called")[0])
+      1 of 2 labels are outside [0, 5); first at (1,)
       >>> with masksafe.label_checks("raise"):
-      ...     loss(logits, labels, where=labels != -100)
+      ...     loss(logits, labels, where=mask)
       Traceback (most recent call last):
       ...
-      ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside [0, 5); first at (1,): 5 ...
+      ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside ...
     """
     _check_mode("label_checks", "mode", mode)
     way_out = f", or masksafe.set_label_checks({mode!r}) for the whole process"

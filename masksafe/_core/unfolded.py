@@ -1,6 +1,6 @@
 """Reductions of what a caller may have made constant: masks, labels, lengths, cotangents of ones.
 
-XLA computes a reduction of constants while it compiles, on one thread: it takes seconds, and prints an alarm. So the
+XLA computes a reduction of constants while it compiles, on one thread: it takes seconds, and prints a warning. So the
 reductions here start from a number that XLA does not know while it folds constants, since it comes through an
 optimization barrier. The barrier is on that number alone: no array is stored, copied or read once more because of it.
 """

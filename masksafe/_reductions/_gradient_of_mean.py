@@ -72,8 +72,8 @@ def value_and_grad_of_mean(
       m = \frac{\sum_i T_i}{\sum_i n_i}, \qquad
       \nabla m = \frac{\sum_i \nabla T_i - m \sum_i \nabla n_i}{\sum_i n_i}
 
-    to rounding those of the whole batch in one piece, however unequal the parts are, and if some are empty. The mean of
-    the parts' means and its gradient are others.
+    which are, to rounding, those of the whole batch in one piece, even if the parts are unequal or empty. The mean of
+    the parts' means and its gradient are not.
 
     Args:
       fn: a function that returns a `MaskedMean` of scalars; with `has_aux` a tuple of it and anything. Inside
@@ -85,37 +85,33 @@ def value_and_grad_of_mean(
         what all parts share, and for an argument by which to differentiate. The axis of keyword arguments is 0. A
         scalar goes into every part as it is; a key of `jax.random.key` is split, but for None.
       microbatches: the number of parts. The axes are cut into so many equal parts, one after another in a `lax.scan`:
-        part i holds the elements i, i + microbatches, and so on, which keeps an axis that is split over devices split
-        in every part.
+        part i holds the elements i, i + microbatches, and so on.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
         axis of a `jax.vmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the same on all
         devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
 
     Returns:
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
-      is in float32 at least. Gradients are accumulated in float32 at least, summed over devices once, after the last
-      part, and have the dtypes of their arguments. With nothing left anywhere the value and all gradients are 0. `aux`
-      is that of all parts along a new leading axis, on each device its own; but a `MaskedMean` in it is that of all
-      parts and devices together.
+      is in float32 at least. Gradients are accumulated in float32 at least, and have the dtypes of their arguments.
+      With nothing left anywhere the value and all gradients are 0. `aux` is that of all parts along a new leading axis,
+      on each device its own; but a `MaskedMean` in it is that of all parts and devices together.
 
     Raises:
-      TypeError: if `fn` does not return a `MaskedMean` with a total of floats, or an argument to differentiate by is
-        not of floats.
-      ValueError: if `microbatches` does not divide the axes to cut, or their sizes differ; if `argnums` or `in_axes`
-        does not fit the arguments, or there is no axis of the name `axis_name`; or if a total is summed over it
-        already.
+      TypeError: also if `fn` does not return a `MaskedMean` with a total of floats.
+      ValueError: also if `microbatches` does not divide the axes to cut, or a total is summed over `axis_name` already.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> def loss(params, features, labels):
-      ...     per_token = masksafe.losses.softmax_cross_entropy_with_integer_labels
       ...     mask = labels != -100
-      ...     return masksafe.MaskedMean.of(per_token(features @ params, labels, where=mask), mask)
-      >>> features, params = jax.random.normal(jax.random.key(0), (6, 4, 3)), jnp.ones((3, 5))
-      >>> labels = jnp.where(masksafe.length_mask(jnp.array([4, 1, 0, 2, 3, 0]), 4), 2, -100)
-      >>> in_parts = jax.jit(masksafe.value_and_grad_of_mean(loss, microbatches=3))
-      >>> value, gradient = in_parts(params, features, labels)
-      >>> expected = jax.grad(lambda params: loss(params, features, labels).value)(params)
+      ...     per_token = masksafe.losses.softmax_cross_entropy_with_integer_labels(
+      ...         features @ params, labels, where=mask)
+      ...     return masksafe.MaskedMean.of(per_token, mask)
+      >>> features = jax.random.normal(jax.random.key(0), (6, 4, 3))
+      >>> mask = masksafe.length_mask(jnp.array([4, 1, 0, 2, 3, 0]), 4)
+      >>> args = jnp.ones((3, 5)), features, jnp.where(mask, 2, -100)
+      >>> value, gradient = masksafe.value_and_grad_of_mean(loss, microbatches=3)(*args)
+      >>> expected = jax.grad(lambda *args: loss(*args).value)(*args)
       >>> print(jnp.allclose(gradient, expected, atol=1e-6))
       True
 

@@ -44,10 +44,10 @@ class MaskedMean:
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> loss = jnp.array([[2.0, 2.0, 2.0], [8.0, jnp.nan, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> loss = jnp.array([[2.0, 2.0, 2.0], [8.0, jnp.nan, jnp.nan], [jnp.nan] * 3])
       >>> parts = [masksafe.MaskedMean.of(part, where=~jnp.isnan(part)) for part in loss]
-      >>> print(masksafe.MaskedMean.sum(parts).value, (parts[0] + parts[1]).value, parts[2].value)
-      3.5 3.5 0.0
+      >>> print(masksafe.MaskedMean.sum(parts).value, parts[2].value)
+      3.5 0.0
 
       A total that is already at hand, such as a loss with `reduction="sum"`:
 

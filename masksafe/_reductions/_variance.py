@@ -61,7 +61,8 @@ def var(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> print(masksafe.var(jnp.array([1.0, 3.0, jnp.inf]), where=jnp.array([True, True, False])))
+      >>> x = jnp.array([1.0, 3.0, jnp.inf])
+      >>> print(masksafe.var(x, where=jnp.isfinite(x)))
       1.0
 
     References:
@@ -109,10 +110,7 @@ def var_mean(
       accumulated in float32 and rounded once. Gradients with respect to masked elements are exactly 0.
 
     Raises:
-      TypeError: if `where` is not boolean, `weights` are not real, or `correction` is not a number; or if `x` is
-        complex and there are weights or an `axis_name`.
-      ValueError: if `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, or there is no
-        axis of the name `axis_name`.
+      TypeError: also if `x` is complex and there are weights or an `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

@@ -66,7 +66,7 @@ def mean_of(rows: Rows, total: Array, weight: Array) -> Array:
 
 
 def of_rows_once(ids: Array, values: Array) -> Array:
-    """`of_rows` of values that are dear: XLA would compute them again for every row of the segment."""
+    """`of_rows` of values that are expensive to compute: XLA would compute them again for every row of the segment."""
     return of_rows(ids, platforms.unfused(values))
 
 

@@ -135,7 +135,8 @@ def segment_standardize(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> rewards, ids = jnp.array([1.0, 0.0, 7.0, 9.0, jnp.nan]), jnp.array([0, 0, 1, 1, -1])
+      >>> rewards = jnp.array([1.0, 0.0, 7.0, 9.0, jnp.nan])
+      >>> ids = jnp.array([0, 0, 1, 1, -1])
       >>> print(masksafe.segment_standardize(rewards, ids, 2).round(3))
       [ 1. -1. -1.  1.  0.]
 
@@ -228,7 +229,7 @@ def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, A
     """The standard elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, rows)
     live, deviation = rows.live(segments, x.ndim), _root(variance + segments.epsilon)
-    # Of a quotient XLA knows that it is dear: what needs it later reads it, rather than compute it again from parts.
+    # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
     standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
     return standard, 1 / deviation, number
 

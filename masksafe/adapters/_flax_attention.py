@@ -42,7 +42,7 @@ def flax_attention(
       broadcast_dropout: without effect: dropout draws every weight by itself.
       dtype: the dtype in which flax asks to compute; None is that of the inputs.
       precision: without effect; `jax.default_matmul_precision` has one.
-      module: flax hands over its layer where it is to store the weights, which are never there as a whole: refused.
+      module: the layer in which flax asks to store the weights. They never exist as a whole, so it is refused.
       **arguments: further ones of `dot_product_attention`, set by `functools.partial`: sinks, segments, `score_mod`...
 
     Returns:
@@ -56,9 +56,10 @@ def flax_attention(
     Example:
       >>> import functools, jax, jax.numpy as jnp, masksafe
       >>> from flax import linen
-      >>> chunks = masksafe.attention_masks.chunked(2)
-      >>> attention_fn = functools.partial(masksafe.adapters.flax_attention, mask_mod=chunks)
-      >>> layer = linen.MultiHeadDotProductAttention(num_heads=2, attention_fn=attention_fn)
+      >>> attention_fn = functools.partial(
+      ...     masksafe.adapters.flax_attention,
+      ...     mask_mod=masksafe.attention_masks.chunked(2))
+      >>> layer = linen.MultiHeadDotProductAttention(2, attention_fn=attention_fn)
       >>> out, _ = layer.init_with_output(jax.random.key(0), jnp.ones((1, 4, 8)))
       >>> print(out.shape)
       (1, 4, 8)

@@ -140,86 +140,54 @@ def dot_product_attention(
       x_{ts} = \mathrm{mod}\bigl(\mathrm{cap}(\mathrm{scale} \; q_t \cdot k_s) + b_{ts}\bigr), \qquad
       o_t = \sum_s p_{ts} v_s, \qquad p_{ts} = e^{x_{ts} - \lambda_t}, \qquad \lambda_t = \log \sum_s e^{x_{ts}}
 
-    A pair of a query and a key is masked where `mask` or `mask_mod` is False, where `bias` is -inf, or where a
-    structural mask (`is_causal`, `local_window_size`, the lengths, the segments) excludes it; a pair is unmasked only
-    if all of them allow it. A query with no unmasked key has output 0 and logsumexp -inf.
+    A pair of a query and a key is masked where `mask` or `mask_mod` is False, where `bias` is -inf, or where
+    `is_causal`, `local_window_size`, the lengths or the segments exclude it. A query with no unmasked key has output 0
+    and logsumexp -inf.
 
     In shapes, B is the batch size, T the number of queries, S of keys, N of query heads, K of key heads, and H the
     width of a head. B stands for any number of batch dimensions, including none.
 
     Args:
       query: floats `[B, T, N, H]`.
-      key: floats `[B, S, K, H]`. N is a multiple of K; each group of N / K consecutive query heads shares a key head
-        (grouped-query attention; multi-query attention if K = 1).
+      key: floats `[B, S, K, H]`. N is a multiple of K; each group of N / K consecutive query heads shares a key head.
       value: floats `[B, S, K, width]`; the width may differ from H.
-      bias: floats added to the logits, which broadcast to `[B, N, T, S]`. -inf masks; a large negative number does
-        not. Integers become floats, as in `jax.nn`; booleans are refused, since a mask is passed as `mask`.
+      bias: floats that broadcast to `[B, N, T, S]`, added to the logits. -inf masks; a large negative number does not.
+        Integers become floats; booleans are refused: pass them as `mask`.
       mask: booleans that broadcast to `[B, N, T, S]`; False is masked. Write a mask of each sample's keys, `[B, S]`,
         as `mask[:, None, None, :]`.
-      scale: factor of the logits, a number or an array of one element; by default 1 / sqrt(H). An array gets a
-        gradient.
+      scale: factor of the logits, a number or an array of one element, which gets a gradient; by default 1 / sqrt(H).
       is_causal: query t sees the keys up to t + `causal_offset`; with positions, those at its own position or before.
-      query_seq_lengths: integers `[B]`; queries from this index on are masked. Lengths below 0 count as 0, and those
-        above T as T; within `masksafe.label_checks` they are reported, and give NaN in their sample.
-      key_value_seq_lengths: integers `[B]`; keys from this index on are masked. The same holds of S.
+      query_seq_lengths: integers `[B]` in [0, T]; queries from this index on are masked. Lengths out of range are
+        clipped, and reported by `masksafe.label_checks`, which also makes their sample NaN.
+      key_value_seq_lengths: integers `[B]` in [0, S]; keys from this index on are masked.
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
-        of the two may be negative, if they are not so together: -1 is not a window without an end.
-      implementation: None, the default, takes cuDNN's kernel in programs for CUDA if it can run, and the form in blocks
-        everywhere else. "xla" is the form in blocks on every platform. "cudnn" is cuDNN's kernel or an error that says
-        why not. See the notes on cuDNN below.
+        of the two may be negative, but not their sum: -1 is not a window without an end.
+      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, or an error that says why it cannot run.
+        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
-      key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment, as sequences packed
-        together need.
+      key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
       causal_offset: the position of the first query among the keys, an integer or integers `[B]`. 0 aligns the first
-        query with the first key, as in `jax.nn`; S - T aligns the last with the last, as decoding needs.
+        query with the first key; S - T aligns the last with the last, as decoding needs.
       logit_soft_cap: the c of cap(x) = c tanh(x / c), applied before the bias; None means no cap.
       dropout_rate: probability that a weight becomes 0; the others are divided by 1 - rate.
-      dropout_key: the random key for dropout. Whether a weight is kept depends on the key and the indices of sample,
-        head, query and key alone: not on the shapes, the masks, the platform or the number of devices. The reverse pass
-        repeats the draws instead of storing them.
-      sinks: floats `[N]`, for each query head the logit of one more key, which takes weight and gives nothing: the
-        output is multiplied by sigmoid(logsumexp - sink). The logsumexp stays that of the keys, so that partial results
-        can be merged and the sink applied once, at the end; see `merge_attention`. Sinks get gradients. A query that
-        sees no key has output 0 as ever.
+      dropout_key: the random key for dropout. The weights that become 0 depend on the key and the indices of the pair
+        alone, not on masks, shapes or devices.
+      sinks: floats `[N]`, for each query head the logit of one more key without a value. The output is multiplied by
+        sigmoid(logsumexp - sink); the logsumexp stays that of the keys. Sinks get gradients.
       query_positions: integers `[B, T]`, which causal masks and windows compare with those of keys; by default the
-        index plus `causal_offset`, which they exclude. They need not be sorted, and are clipped to 2^29.
-      key_positions: integers `[B, S]`; by default the index. A cache that is written in turn, or padded on the left,
-        says here where its keys belong. Negative ones are numbers like others: padding is masked by lengths, segments
-        or a mask.
-      score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, such as the slope of ALiBi or
-        a bias looked up in a table. It is traced for one pair, of a float in the dtype of the logsumexp and four int32,
-        and applied to every logit, after the bias. The batch is the index of a sample, one number for all batch
-        dimensions together; it and the head count from 0 within `jax.vmap` and `jax.shard_map`. Floats that the
-        function closes over get gradients. At a masked pair it has no effect, whatever it returns there, and no
-        derivative; but `checkify` reports what it meets there. A bad number that it closes over and that masked pairs
-        alone read may move the gradients of others by a rounding error.
+        index plus `causal_offset`, which cannot be given with them. They need not be sorted, and are clipped to 2^29.
+      key_positions: integers `[B, S]`; by default the index. Negative positions are numbers like others: mask padding
+        by lengths, segments or a mask.
+      score_mod: a function `(logit, batch, head, query_position, key_position) -> logit`, traced for one pair and
+        applied to every logit, after the bias. Floats that it closes over get gradients. At a masked pair it has no
+        effect and no derivative, whatever it returns there.
       mask_mod: a function `(batch, head, query_position, key_position) -> bool`; False is masked. Blocks in which it
         is False everywhere are skipped. `masksafe.attention_masks` has some, to be joined by `&`, `|` and `~`.
-      axis_name: inside `jax.shard_map`, the mesh axis over which time is split: ring attention. See the notes below.
-
-    Functions with control flow (`lax.cond`, loops) or rules of derivatives of their own (`jax.nn.relu`) are refused on
-    explicit meshes, and in `jax.shard_map` unless it has `check_vma=False`. Called without `jax.jit`, those with such
-    rules are compiled anew each time. A `score_mod` is refused in a `jax.shard_map` over some axes of an explicit mesh
-    if others of its axes split the batch or the heads.
-
-    With `axis_name`, every device has its part of time: queries `[B, T / n, N, H]` and keys `[B, S / n, K, H]` of n
-    devices, likewise ids of segments and positions. Keys and values go round the devices. The results are those
-    of one device, with all gradients, but a device holds no more than two parts of the keys and values.
-
-    * The index of a query or key is the one among those of all devices, in the order of the mesh axis: for causal masks
-      and windows, for lengths, and for mods, unless they are given positions. `mask` and `bias` are those of the
-      device's queries with the keys of all devices, `[B, N, T / n, S]`.
-    * Forward, keys and values are sent n - 1 times. In reverse they are sent as often again, and their cotangents, in
-      float32, at most n + 1 times. A window of the index sends them only as far as it reaches.
-    * A device skips the steps in which all is masked. So with `is_causal` the first device works on one step, and the
-      last on n. The order of `zigzag` gives all of them the same work, on a CPU, where masked blocks of a step are
-      skipped as well; elsewhere only a whole step is.
-    * Second derivatives are exact as well, and so is forward mode; but second derivatives in reverse mode keep the keys
-      and values of all steps, as many as if they were gathered.
-    * Outside of `jax.shard_map` arrays that are split along time need no `axis_name`: queries, keys and values are then
-      gathered along time. Inside of it, without `axis_name`, a device sees its own keys only.
+      axis_name: inside `jax.shard_map`, the mesh axis over which time is split, for ring attention: queries are
+        `[B, T / n, N, H]`, keys `[B, S / n, K, H]`, `mask` and `bias` broadcast to `[B, N, T / n, S]`, and indices and
+        lengths count over all devices. Without it a device sees its own keys only.
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
@@ -228,74 +196,32 @@ def dot_product_attention(
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
-        columns; one in a cotangent, the gradients of the keys and values that its query sees. A query with a NaN whose
-        output gets no cotangent takes no part in the gradient, so
-        padded queries need no mask here if the loss masks them.
-      * An unmasked key whose logit overflows to -inf has weight 0.
+        columns; one in a cotangent does so to the gradients of the keys and values that its query sees.
+      * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
+        here if the loss masks them.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
-      * If the explicit axes of a mesh split the batch or the heads over devices, each device solves the problems of its
-        own, in a `jax.shard_map` that the op makes; functions of pairs are told the numbers of all samples and heads,
-        and dropout draws what one device would. Queries, keys and values that are split unlike each other are made
-        alike. Gathered are arrays that are split along the sequence or the width of a head, heads if there are more
-        devices than key heads (but not those of a single key head), and what functions of pairs close over.
-
-    cuDNN's kernel runs with JAX's CUDA plugin on GPUs of compute capability 8.0 or later, for float16 and bfloat16;
-    even numbers of queries and keys; one width, a multiple of 8 up to 128 (256 on Hopper); at most one batch
-    dimension; a number as `scale`; causal masks, lengths, `mask`, a `bias` of the query's dtype for all queries and
-    keys, or a window to the left alone. It takes none of the arguments from `query_segment_ids` on, and does not return
-    the logsumexp. The contract is kept around it: its results are looked at, and only if something is not finite, or
-    may come from a masked pair, they are repaired, with the form in blocks; one number goes to the host for that in
-    each pass. Second derivatives and forward mode are those of the form in blocks.
-
-    * It has been compiled for GPUs, and its faults have been imitated in tests; it has not been run on a GPU.
-    * Arrays that the compiler splits over an automatic mesh take it by name only. It wants query, key and value to be
-      split alike, by batch or heads, and refuses to be compiled otherwise.
-    * `jax.export` refuses programs with it, as it gives no guarantee for later versions; export those of "xla".
 
     Raises:
-      TypeError: if an array has the wrong dtype, `local_window_size` is not one or two integers, `dropout_key` is no
-        random key, or an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: if a shape does not fit, an argument that another one requires is missing, there is no axis
-        `axis_name`, or "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
+      TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
+      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 4, 1, 8))
       >>> lengths = jnp.array([4, 0])  # the second sample has no context at all
-      >>> out = masksafe.dot_product_attention(query, key, value, key_value_seq_lengths=lengths)
-      >>> print(jnp.abs(out).max(axis=(1, 2, 3)) > 0)
-      [ True False]
-
-      Two sequences packed into one sample, causal, with the logsumexp:
-
-      >>> ids = jnp.array([[0, 0, 0, 1], [0, 1, 1, 1]])
-      >>> out, lse = masksafe.dot_product_attention(query, key, value, is_causal=True, query_segment_ids=ids,
-      ...     key_value_segment_ids=ids, return_residual=True)
-      >>> print(out.shape, lse.shape)
-      (2, 4, 1, 8) (2, 4, 1)
-
-      The weights of ALiBi, whose slopes are learned, in chunks of two keys:
-
-      >>> def loss(slopes):
-      ...     alibi = lambda x, batch, head, query, key: x - slopes[head] * (query - key)
-      ...     chunks = masksafe.attention_masks.chunked(2)
-      ...     out = masksafe.dot_product_attention(query, key, value, is_causal=True, score_mod=alibi, mask_mod=chunks)
-      ...     return jnp.sum(out**2)
-      >>> print(jax.grad(loss)(jnp.array([0.5])).shape)
-      (1,)
+      >>> out, logsumexp = masksafe.dot_product_attention(
+      ...     query, key, value, key_value_seq_lengths=lengths, return_residual=True)
+      >>> print(jnp.abs(out).max(axis=(1, 2, 3)) > 0, logsumexp[1, :, 0])
+      [ True False] [-inf -inf -inf -inf]
 
     References:
       `jax.nn.dot_product_attention
       <https://docs.jax.dev/en/latest/_autosummary/jax.nn.dot_product_attention.html>`_, which it replaces:
       the arguments up to `return_residual` and their defaults are the same.
 
-      `Dao, FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning, 2023
-      <https://arxiv.org/abs/2307.08691>`_.
-
-      Sinks: `Xiao et al., Efficient Streaming Language Models with Attention Sinks, 2023
-      <https://arxiv.org/abs/2309.17453>`_, and gpt-oss. Functions of pairs: `Dong et al., Flex Attention, 2024
-      <https://arxiv.org/abs/2412.05496>`_. Time over devices: `Liu, Zaharia and Abbeel, Ring Attention with Blockwise
-      Transformers for Near-Infinite Context, 2023 <https://arxiv.org/abs/2310.01889>`_.
+      `Dao, FlashAttention-2, 2023 <https://arxiv.org/abs/2307.08691>`_; sinks: `Xiao et al., 2023
+      <https://arxiv.org/abs/2309.17453>`_; functions of pairs: `Dong et al., Flex Attention, 2024
+      <https://arxiv.org/abs/2412.05496>`_; the ring: `Liu et al., 2023 <https://arxiv.org/abs/2310.01889>`_.
     """
     is_causal = arguments.as_bool(_OP, "is_causal", is_causal)
     return_residual = arguments.as_bool(_OP, "return_residual", return_residual)
@@ -414,7 +340,7 @@ def _attend(
 
 
 def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[Array | None, Array | None]) -> Pairs:
-    """The structural masks, mods, and what these and dropout are told. Lengths and offset are `[*batch or 1s, 1]`."""
+    """The structural masks, mods, and the indices for these and dropout. Lengths and offset are `[*batch or 1s, 1]`."""
     q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
     first_query = sharding.Devices(axis_name).first(q.shape[-3])

@@ -144,7 +144,7 @@ def _grouped(inputs: Inputs) -> Inputs:
     """With the bias as the kernels take it.
 
     It is brought to that form within the rule, which so keeps the user's own array for the reverse pass: a new one with
-    a NaN under the mask would set off `jax_debug_nans`.
+    a NaN under the mask would be an error with `jax_debug_nans`.
     """
     bias = grouped_heads(inputs.adjustments.bias, inputs.k.shape[2])
     return inputs._replace(adjustments=inputs.adjustments._replace(bias=bias))

@@ -1,5 +1,7 @@
 """Attention over the union of disjoint sets of keys, from the results for each set."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,12 +29,12 @@ class Partial(NamedTuple):
     total: Array  # [..., 1]
 
     @classmethod
-    def nothing(cls, like: Array, width: int) -> "Partial":
+    def nothing(cls, like: Array, width: int) -> Partial:
         """The results for no key of queries `[..., 1]`, which vary over the devices as `like` does."""
         zero = jnp.zeros_like(like, wide_dtype(like.dtype))
         return cls(jnp.broadcast_to(zero, (*zero.shape[:-1], width)), zero - jnp.inf, zero)
 
-    def plus(self, other: "Partial") -> "Partial":
+    def plus(self, other: Partial) -> Partial:
         """The results for the keys of both."""
         before, after = lax.stop_gradient((self.largest, other.largest))
         largest = jnp.maximum(before, after)
@@ -41,7 +43,7 @@ class Partial(NamedTuple):
         weighted = self.weighted * decay + other.weighted * growth
         return Partial(weighted, largest, self.total * decay + other.total * growth)
 
-    def divided(self) -> "Partial":
+    def divided(self) -> Partial:
         """With the output, and the total 1 for a query that sees no key.
 
         What is bad has a NaN as its largest logit. It is taken from there, since XLA's CPU compiler of jax 0.12 makes
@@ -50,8 +52,8 @@ class Partial(NamedTuple):
         total = jnp.where(jnp.isnan(self.largest), self.largest, jnp.where(self.total == 0, 1, self.total))
         return Partial(self.weighted / total, self.largest, total)
 
-    def multiplied(self) -> "Partial":
-        """The inverse of `divided`; what a query that sees no key has counts for nothing in `plus`."""
+    def multiplied(self) -> Partial:
+        """The inverse of `divided`; `plus` ignores what a query that sees no key has."""
         return Partial(self.weighted * self.total, self.largest, self.total)
 
 
@@ -76,7 +78,7 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
       \lambda = \log \sum_i e^{\lambda_i}, \qquad o = \sum_i e^{\lambda_i - \lambda} o_i
 
     which is what one call for all keys gives: a cache and a new chunk, a prefix that several samples share, the shards
-    of a long sequence. Merging is associative, so results can be merged as they come.
+    of a long sequence. Merging is associative: merged results can be merged again.
 
     Args:
       outs: the outputs, arrays `[..., width]` of one shape, as `dot_product_attention` returns them; or one array whose
@@ -87,20 +89,18 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
       The output `[..., width]`, of the dtype to which JAX promotes `outs`, and the logsumexp `[...]`, of that of
       `logsumexps`. Both have exact gradients.
 
-      * A set of which a query saw nothing, with logsumexp -inf, changes nothing for this query, whatever its output is,
-        NaN included, and gets gradients of exactly 0. A query that saw nothing at all has output 0 and logsumexp -inf.
-      * With sinks, merge without them, and apply them once, in the last part: multiply the merged output by
+      * A set of which a query saw nothing, with logsumexp -inf, changes nothing for this query, even if its output is
+        NaN, and gets gradients of exactly 0. A query that saw nothing at all has output 0 and logsumexp -inf.
+      * With sinks, merge without them, and apply them once, at the end: multiply the merged output by
         `sigmoid(logsumexp - sinks)`.
-
-    Raises:
-      TypeError: if an array is not of floats.
-      ValueError: if there is no set, the numbers of outputs and logsumexps differ, or the shapes do not fit.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, masksafe
       >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 8))
-      >>> attention = functools.partial(masksafe.dot_product_attention, return_residual=True)
-      >>> old, new = attention(query, key[:, :4], value[:, :4]), attention(query, key[:, 4:], value[:, 4:])
+      >>> attention = functools.partial(
+      ...     masksafe.dot_product_attention, return_residual=True)
+      >>> old = attention(query, key[:, :4], value[:, :4])
+      >>> new = attention(query, key[:, 4:], value[:, 4:])
       >>> out, logsumexp = masksafe.merge_attention(*zip(old, new))
       >>> print(jnp.allclose(out, attention(query, key, value)[0], atol=1e-6))
       True
@@ -108,8 +108,7 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
     References:
       Milakov and Gimelshein, `Online normalizer calculation for softmax, 2018 <https://arxiv.org/abs/1805.02867>`_.
 
-      Ye et al., `FlashInfer: Efficient and Customizable Attention Engine for LLM Inference Serving, 2025
-      <https://arxiv.org/abs/2501.01005>`_, section 2.2.
+      Ye et al., `FlashInfer, 2025 <https://arxiv.org/abs/2501.01005>`_, section 2.2.
     """
     for argument, arrays in (("outs", outs), ("logsumexps", logsumexps)):
         is_array = isinstance(arrays, (jax.Array, np.ndarray)) and arrays.ndim > 0

@@ -225,7 +225,7 @@ Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
 
 
 def _over_axes(fn: Callable[..., Array], axes: Sequence[tuple[int | None, ...]]) -> Callable[..., Array]:
-    """`fn` of a pair over axes of a block, from the outermost on; of each is told along which inputs it goes."""
+    """`fn` of a pair over axes of a block, from the outermost on; each axis names the inputs that go along it."""
     for in_axes in reversed(axes):
         fn = jax.vmap(fn, in_axes)
     return fn

@@ -179,7 +179,7 @@ class Block(NamedTuple):
     mask: Array | None  # where they are unmasked; None means everywhere
     bias: Array | None
     kept: Array | None  # where dropout keeps a weight; None means everywhere
-    indices: Indices | None  # what a mod is told
+    indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
     places: PlacesByName  # in arrays over pairs
 

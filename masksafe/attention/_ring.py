@@ -9,7 +9,7 @@ those of all keys are
 
 The reverse pass needs of the forward pass only these three. With them the weights of a step are those among all keys,
 so the cotangents of the steps are parts of sums: those of queries are added up where they are, while those of keys and
-values travel with these and come home in the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
+values travel with these and return to their own device at the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
 """
 
 import functools
@@ -29,7 +29,7 @@ from masksafe.attention._block import Band, Cotangents, Gradients, Inputs, Plan,
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, cut, find_live_blocks, words_from_key
 
-_FEW_STEPS = 3  # are not a loop, and what is sent in vain in a loop is not sent
+_FEW_STEPS = 3  # are not a loop: then nothing is sent that no device needs
 
 _State = TypeVar("_State")
 
@@ -52,7 +52,7 @@ def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: 
     if not places:
         return Ring(axis_name, size, 0, 1, None)  # of which all is masked
     first, steps = min(places), max(places) - min(places) + 1
-    # A whole round begins at home: that saves the way to the first.
+    # A whole round begins with the device's own keys, so that nothing is sent before the first step.
     fits = steps < size or (steps == size and first == 0)
     return Ring(axis_name, size, first, steps, band) if fits else whole
 

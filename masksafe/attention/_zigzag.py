@@ -1,5 +1,7 @@
 """The order of time in which causal attention is the same work for all devices."""
 
+from __future__ import annotations
+
 import operator
 from typing import Any
 
@@ -22,23 +24,19 @@ def zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
 
     Args:
       x: an array whose size along `axis` is a multiple of `2 * shards`: tokens, labels, positions, segments.
-      shards: over how many devices time is going to be split.
-      axis: that of time.
+      shards: the number of devices over which time is going to be split.
+      axis: the axis of time.
 
     Returns:
       An array of the same shape and dtype, of NumPy for one of NumPy; `undo_zigzag` brings the order back. An array
       that an explicit mesh splits along `axis` is gathered.
-
-    Raises:
-      TypeError: if `shards` or `axis` is not an integer.
-      ValueError: if `axis` is out of range, or its size is not a multiple of `2 * shards`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> print(masksafe.zigzag(jnp.arange(8), 2, axis=0))
       [0 1 6 7 2 3 4 5]
 
-      These are also the positions that attention has to know, split along time as everything else:
+      These are also the positions to pass to attention, split along time like the rest:
 
       >>> T = 16
       >>> query_positions = masksafe.zigzag(jnp.arange(T), 4, axis=0)
@@ -62,15 +60,11 @@ def undo_zigzag(x: ArrayLike, shards: int, *, axis: int = 1) -> Array:
 
     Args:
       x: an array whose size along `axis` is a multiple of `2 * shards`.
-      shards: that of `zigzag`.
-      axis: that of time.
+      shards: the number that `zigzag` got.
+      axis: the axis of time.
 
     Returns:
-      An array of the same shape and dtype, as `zigzag`.
-
-    Raises:
-      TypeError: if `shards` or `axis` is not an integer.
-      ValueError: if `axis` is out of range, or its size is not a multiple of `2 * shards`.
+      An array of the same shape and dtype, as from `zigzag`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

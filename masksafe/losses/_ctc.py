@@ -111,7 +111,8 @@ def ctc_loss_with_forward_probs(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits, labels, unpadded = jnp.zeros((1, 2, 3)), jnp.array([[2]]), jnp.zeros((1, 2))
+      >>> logits, labels = jnp.zeros((1, 2, 3)), jnp.array([[2]])
+      >>> unpadded = jnp.zeros((1, 2))
       >>> ctc = masksafe.losses.ctc_loss_with_forward_probs
       >>> loss, log_alpha_blank, log_alpha_label = ctc(logits, unpadded, labels, labels < 0)
       >>> print(loss.shape, log_alpha_blank.shape, log_alpha_label.shape)

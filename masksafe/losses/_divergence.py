@@ -90,7 +90,9 @@ def generalized_kl_divergence(
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> log_p, t = jnp.log(jnp.array([1.0, 2.0, 4.0])), jnp.array([1.0, 4.0, jnp.nan])
-      >>> print(f"{masksafe.losses.generalized_kl_divergence(log_p, t, where=jnp.array([True, True, False])):.4f}")
+      >>> where = jnp.array([True, True, False])
+      >>> loss = masksafe.losses.generalized_kl_divergence(log_p, t, where=where)
+      >>> print(f"{loss:.4f}")
       0.7726
 
     References:
@@ -167,7 +169,8 @@ def kl_divergence_with_log_targets(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> log_p, log_t = jnp.log(jnp.array([0.5, 0.5, 0.0])), jnp.log(jnp.array([0.25, 0.75, 0.0]))
+      >>> log_p = jnp.log(jnp.array([0.5, 0.5, 0.0]))
+      >>> log_t = jnp.log(jnp.array([0.25, 0.75, 0.0]))
       >>> print(f"{masksafe.losses.kl_divergence_with_log_targets(log_p, log_t):.4f}")
       0.1308
 

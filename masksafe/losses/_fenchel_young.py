@@ -39,7 +39,8 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> loss = masksafe.losses.make_fenchel_young_loss(masksafe.logsumexp)
-      >>> scores, targets = jnp.array([[1.0, 0.0, jnp.nan], [jnp.nan] * 3]), jnp.array([[1.0, 0.0, 0.0]] * 2)
+      >>> scores = jnp.array([[1.0, 0.0, jnp.nan], [jnp.nan] * 3])
+      >>> targets = jnp.array([[1.0, 0.0, 0.0]] * 2)
       >>> with jnp.printoptions(precision=4):
       ...     print(loss(scores, targets, where=~jnp.isnan(scores)))
       [0.3133 0.    ]

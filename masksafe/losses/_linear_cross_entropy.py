@@ -90,11 +90,8 @@ def linear_softmax_cross_entropy(
       \ell_t = v_t \Big( (1 - \varepsilon) w_{y_t} (\lambda_t - x_{t y_t}) +
       \frac{\varepsilon}{V} \sum_c w_c (\lambda_t - x_{tc}) + \zeta \lambda_t^2 \Big)
 
-    The logits exist for one block of tokens at a time. The unmasked tokens are gathered first, and only blocks that
-    contain any are computed: the time depends on the number of unmasked tokens, not on that of all tokens. On a CPU the
-    gradients of "mean" and "sum" are computed together with the loss, in three matrix products in total. Elsewhere, and
-    with "none", the reverse pass computes the logits again, in four products; if they fit into one tile, XLA keeps
-    them. With "none" it omits tokens whose cotangent is 0.
+    The logits exist for one block of tokens at a time, and only blocks with unmasked tokens are computed. On an
+    automatic mesh all logits are in memory: see the guide "Several devices".
 
     Args:
       features: floats `[..., D]`, one row for each token.
@@ -109,62 +106,40 @@ def linear_softmax_cross_entropy(
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
-      block_size: the number of tokens in a block; None chooses it. Larger blocks are faster, and on a CPU need memory
-        for `block_size * V` floats. Elsewhere the classes are divided too, into tiles of 128 MiB of logits or more.
+      block_size: the number of tokens in a block; None chooses it.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
-      class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They are constants: no
-        gradient flows to them.
+      class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They have no gradient.
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
-        weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0; a weight under the mask may
-        be NaN itself.
+        weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0.
       with_components: whether to return the z-loss apart.
 
     Returns:
-      With `with_components` a pair: the cross-entropy, and the term with :math:`\zeta`, each reduced as a loss is; they
-      add up to the loss. (On a CPU their gradient takes four products.) Otherwise the loss. It has the promoted dtype
-      of features and kernel, but at least float32, and is 0, with gradients of 0, if nothing is left. Gradients have
-      the dtypes of their arguments; sums, including the gradient of the kernel, are accumulated in at least float32.
-      Masked tokens have gradients of 0 and no influence.
+      The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
+      loss. It has the promoted dtype of features and kernel, but at least float32, and is 0, with gradients of 0, if
+      nothing is left. Masked tokens have gradients of 0 and no influence.
 
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
-        z-loss, which does not depend on it. See `masksafe.label_checks`.
-      * An unmasked weight that is negative makes the loss NaN.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf. Not with a soft cap, which makes the
-        logit finite.
+        z-loss, which does not depend on it. So does an unmasked weight that is negative.
+      * A bias of -inf excludes a class; a label at such a class gives loss +inf. With a soft cap it excludes nothing,
+        since the logit is finite.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
-      * If the explicit axes of a mesh split the tokens or the classes over devices, each device computes its own in
-        blocks, in a `jax.shard_map` that the op makes; the sizes of blocks are those for the part of a device. A kernel
-        split along D, as in fully sharded training, is gathered, and so are features; and classes that are split over
-        an axis that splits tokens as well.
-      * On an automatic mesh, if a size is symbolic, and under `checkify` on an explicit mesh, all tokens are computed
-        in one pass, with all logits in memory.
-
-    Raises:
-      TypeError: if a dtype is wrong.
-      ValueError: if the shapes do not fit, `reduction` is unknown or a number is out of range. While label checks are
-        on, for a bad label.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
       >>> kernel = jnp.arange(12.0).reshape(3, 4)
       >>> def loss(features, kernel):
-      ...     return masksafe.losses.linear_softmax_cross_entropy(features, kernel, labels, where=labels >= 0)
-      >>> value, (d_features, d_kernel) = jax.value_and_grad(loss, (0, 1))(features, kernel)
-      >>> print(f"{value:.4f}", d_features[2], d_kernel.shape)
+      ...     fn = masksafe.losses.linear_softmax_cross_entropy
+      ...     return fn(features, kernel, labels, where=labels >= 0)
+      >>> value, gradients = jax.value_and_grad(loss, (0, 1))(features, kernel)
+      >>> print(f"{value:.4f}", gradients[0][2], gradients[1].shape)
       1.4402 [0. 0. 0.] (3, 4)
 
     References:
-      Hsu et al., "Liger Kernel: Efficient Triton Kernels for LLM Training", 2024 (gradients in the forward pass).
-
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
-
-      Chowdhery et al., "PaLM", 2022 (z-loss).
-
-      Gemma Team, "Gemma 2", 2024 (soft cap).
-
-      Szegedy et al., "Rethinking the Inception Architecture", 2016 (label smoothing).
+      Hsu et al., "Liger Kernel", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024;
+      Chowdhery et al., "PaLM", 2022 (z-loss); Gemma Team, "Gemma 2", 2024 (soft cap); Szegedy et al., "Rethinking the
+      Inception Architecture", 2016 (label smoothing).
     """
     layer = _reading.read_layer(_OP, features, kernel, bias)
     kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)

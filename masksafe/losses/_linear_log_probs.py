@@ -73,11 +73,9 @@ def linear_log_probs(
 
       \log p_{t y_t}, \qquad H_t = -\sum_c p_{tc} \log p_{tc}
 
-    What fine-tuning by policy gradients needs of a language model: the log-probabilities of the tokens that were
-    sampled, at the temperature at which they were sampled, and the entropies of the distributions. The logits exist for
-    one block of tokens at a time, forward and in reverse, and only blocks with unmasked tokens are computed; the
-    reverse pass computes them again, four matrix products in total. It omits tokens whose cotangents are 0, such as
-    those whose advantage is 0. The logits are those of `linear_softmax_cross_entropy`.
+    The labels are, for example, the tokens that a policy has sampled at the temperature :math:`T`. The logits exist for
+    one block of tokens at a time, forward and in reverse, and only blocks with unmasked tokens are computed. On meshes
+    it works as `linear_softmax_cross_entropy` does.
 
     Args:
       features: floats `[..., D]`, one row for each token.
@@ -95,38 +93,28 @@ def linear_log_probs(
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
       is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
-      gradients of 0 and no influence. Gradients flow through both, have the dtypes of their arguments, and are
-      accumulated in at least float32.
+      gradients of 0 and no influence. Both have gradients.
 
-      * Digits are kept where a token is nearly certain: a log-probability close to 0 and an entropy close to 0 have a
-        small relative error.
+      * A log-probability close to 0 and an entropy close to 0 have a small relative error.
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
-        entropy, which does not depend on it. See `masksafe.label_checks`.
-      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. Not with a
-        soft cap, which makes the logit finite.
+        entropy, which does not depend on it.
+      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. With a soft
+        cap it excludes nothing, since the logit is finite.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
-      * On meshes it is split as `linear_softmax_cross_entropy` is.
-
-    Raises:
-      TypeError: if a dtype is wrong.
-      ValueError: if the shapes do not fit or a number is out of range. While label checks are on, for a bad label.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
       >>> kernel = jnp.arange(12.0).reshape(3, 4)
       >>> log_probs, entropies = masksafe.losses.linear_log_probs(
-      ...     features, kernel, labels, where=labels >= 0, temperature=2.0, with_entropy=True
-      ... )
-      >>> with jnp.printoptions(precision=4):
-      ...     print(log_probs, entropies)
+      ...     features, kernel, labels, where=labels >= 0, temperature=2.0,
+      ...     with_entropy=True)
+      >>> print(log_probs.round(4), entropies.round(4))
       [-1.7873 -0.7873  0.    ] [1.2451 1.2451 0.    ]
 
     References:
       Ouyang et al., "Training language models to follow instructions with human feedback", 2022; Shao et al.,
-      "DeepSeekMath", 2024: two losses of these log-probabilities.
-
-      Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
+      "DeepSeekMath", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024.
     """
     layer = _reading.read_layer(_OP, features, kernel, bias)
     labels = _reading.read_labels(_OP, layer.features, labels)

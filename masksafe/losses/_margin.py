@@ -186,7 +186,8 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> scores, labels = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
+      >>> scores = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]])
+      >>> labels = jnp.array([0, -100])
       >>> print(masksafe.losses.multiclass_hinge_loss(scores, labels, where=labels >= 0))
       [2. 0.]
 
@@ -222,8 +223,10 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> scores, labels = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
-      >>> print(masksafe.losses.multiclass_perceptron_loss(scores, labels, where=labels >= 0))
+      >>> scores = jnp.array([[1.0, 2.0, 0.0], [0.0, 1.0, 0.0]])
+      >>> labels = jnp.array([0, -100])
+      >>> loss = masksafe.losses.multiclass_perceptron_loss
+      >>> print(loss(scores, labels, where=labels >= 0))
       [1. 0.]
 
     References:
@@ -263,8 +266,10 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> scores, labels = jnp.array([[0.5, 0.0, -2.0], [0.0, 1.0, 0.0]]), jnp.array([0, -100])
-      >>> print(masksafe.losses.multiclass_sparsemax_loss(scores, labels, where=labels >= 0))
+      >>> scores = jnp.array([[0.5, 0.0, -2.0], [0.0, 1.0, 0.0]])
+      >>> labels = jnp.array([0, -100])
+      >>> loss = masksafe.losses.multiclass_sparsemax_loss
+      >>> print(loss(scores, labels, where=labels >= 0))
       [0.0625 0.    ]
 
     References:

@@ -11,7 +11,7 @@ computed, reduced along both axes, and dropped. The reverse pass computes it aga
 
 for the logarithms of the sums of exponentials of rows, :math:`r`, and of columns, :math:`c`. The two directions share
 the products of matrices. Over devices the columns go round in a ring, and what is summed over rows goes with them and
-comes home in the end.
+returns to its own device at the end.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _reverse_part(
 
 
 def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[Any, Any]], y: Any, sums: Any) -> Any:
-    """The sums at home, after `visit(y, of_rows, of_columns)` with the columns `y` of each device."""
+    """The sums of this device's rows and columns, after `visit(y, of_rows, of_columns)` with the `y` of each device."""
     of_rows, of_columns = sums
     if not devices.are_many:
         return visit(y, of_rows, of_columns)

@@ -49,9 +49,10 @@ def poly_loss_cross_entropy(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits, labels = jnp.array([[0.0, 0.0], [jnp.nan, 0.0]]), jnp.array([[1.0, 0.0], [0.0, 1.0]])
+      >>> logits, labels = jnp.array([[0.0, 0.0], [jnp.nan, 0.0]]), jnp.eye(2)
+      >>> where = jnp.array([True, False])
       >>> with jnp.printoptions(precision=4):
-      ...     print(masksafe.losses.poly_loss_cross_entropy(logits, labels, where=jnp.array([True, False])))
+      ...     print(masksafe.losses.poly_loss_cross_entropy(logits, labels, where=where))
       [1.6931 0.    ]
 
     References:

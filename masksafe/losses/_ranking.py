@@ -51,8 +51,9 @@ def ranking_softmax_loss(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> scores, labels = jnp.array([[2.0, 1.0, jnp.nan], [1.0, 0.5, 1.5]]), jnp.array([[1, 0, 0], [0, 0, 1]])
-      >>> print(f"{masksafe.losses.ranking_softmax_loss(scores, labels, where=~jnp.isnan(scores)):.4f}")
+      >>> scores = jnp.array([[2.0, 1.0, jnp.nan], [1.0, 0.5, 1.5]])
+      >>> labels, where = jnp.array([[1, 0, 0], [0, 0, 1]]), ~jnp.isnan(scores)
+      >>> print(f"{masksafe.losses.ranking_softmax_loss(scores, labels, where=where):.4f}")
       0.4968
 
     References:

@@ -73,7 +73,8 @@ def l2_loss(predictions: ArrayLike, targets: ArrayLike | None = None, *, where: 
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> print(masksafe.losses.l2_loss(jnp.array([3.0, jnp.nan]), where=jnp.array([True, False])))
+      >>> errors, where = jnp.array([3.0, jnp.nan]), jnp.array([True, False])
+      >>> print(masksafe.losses.l2_loss(errors, where=where))
       [4.5 0. ]
 
     References:
@@ -110,7 +111,8 @@ def huber_loss(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> print(masksafe.losses.huber_loss(jnp.array([0.5, 3.0, jnp.nan]), where=jnp.array([True, True, False])))
+      >>> errors, where = jnp.array([0.5, 3.0, jnp.nan]), jnp.array([True, True, False])
+      >>> print(masksafe.losses.huber_loss(errors, where=where))
       [0.125 2.5   0.   ]
 
     References:
@@ -140,8 +142,9 @@ def log_cosh(predictions: ArrayLike, targets: ArrayLike | None = None, *, where:
 
     Example:
       >>> import jax.numpy as jnp, masksafe
+      >>> errors, where = jnp.array([1.0, jnp.nan]), jnp.array([True, False])
       >>> with jnp.printoptions(precision=4):
-      ...     print(masksafe.losses.log_cosh(jnp.array([1.0, jnp.nan]), where=jnp.array([True, False])))
+      ...     print(masksafe.losses.log_cosh(errors, where=where))
       [0.4338 0.    ]
 
     References:
@@ -229,8 +232,10 @@ def cosine_distance(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> a, b = jnp.array([[3.0, 4.0], [jnp.nan, 0.0]]), jnp.array([[-4.0, 3.0], [1.0, 0.0]])
-      >>> print(masksafe.losses.cosine_distance(a, b, where=jnp.array([[True], [False]])).round(4))
+      >>> a = jnp.array([[3.0, 4.0], [jnp.nan, 0.0]])
+      >>> b = jnp.array([[-4.0, 3.0], [1.0, 0.0]])
+      >>> where = jnp.array([[True], [False]])
+      >>> print(masksafe.losses.cosine_distance(a, b, where=where).round(4))
       [1. 0.]
 
     References:

@@ -62,10 +62,6 @@ def load_balancing_loss(
       The loss, a scalar of at least float32; 0 if no token is left, or none has an assignment. It and its gradient are
       NaN if an unmasked index is neither -1 nor that of an expert.
 
-    Raises:
-      TypeError: if `router_probs` are not floats, `expert_indices` not integers, or `where` is not boolean.
-      ValueError: if the shapes do not fit; while label checks are on, for an unmasked index out of range.
-
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> probs = jnp.array([[0.9, 0.1], [0.1, 0.9], [0.9, 0.1]])
@@ -224,7 +220,8 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> logits = jnp.array([[2.0, 0.0], [jnp.nan, 0.0]])
-      >>> print(masksafe.losses.router_z_loss(logits, where=jnp.array([True, False])).round(4))
+      >>> where = jnp.array([True, False])
+      >>> print(masksafe.losses.router_z_loss(logits, where=where).round(4))
       [4.5238 0.    ]
 
     References:

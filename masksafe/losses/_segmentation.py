@@ -50,8 +50,7 @@ def dice_loss(
       alpha: the weight of false positives.
       beta: the weight of false negatives.
       apply_softmax: False if `predictions` are probabilities, which sum to 1 for each pixel, or lie in [0, 1] if there
-        is one class. They are used unchanged; `masksafe.label_checks` reports invalid ones. (optax 0.2.8 always refuses
-        sums other than 1, even for a single class, and cannot be traced in that case.)
+        is one class. They are used unchanged; `masksafe.label_checks` reports invalid ones.
       reduction: "mean", "sum" or "none", over the classes.
       ignore_background: omit class 0, unless it is the only one.
       axis: the axes of the pixels; None means all but the first and the last.
@@ -63,15 +62,11 @@ def dice_loss(
       JAX promotes predictions, targets and weights. A class with nothing left has loss 0 and is left out of the mean.
       Masked elements have gradients of exactly 0.
 
-    Raises:
-      TypeError: if `predictions` are not floats or `where` is not boolean.
-      ValueError: if the shapes do not fit or `reduction` is unknown. While label checks are on, for invalid
-        probabilities.
-
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits, targets = jnp.array([[4.0, -4.0, jnp.nan]]), jnp.array([[1.0, 0.0, 0.0]])
-      >>> loss = masksafe.losses.dice_loss(logits[..., None], targets[..., None], where=~jnp.isnan(logits)[..., None])
+      >>> logits = jnp.array([[4.0, -4.0, jnp.nan]])[..., None]
+      >>> targets = jnp.array([[1.0, 0.0, 0.0]])[..., None]
+      >>> loss = masksafe.losses.dice_loss(logits, targets, where=~jnp.isnan(logits))
       >>> with jnp.printoptions(precision=4):
       ...     print(loss)
       [0.009]
@@ -150,7 +145,8 @@ def multiclass_generalized_dice_loss(
       >>> import jax.numpy as jnp, masksafe
       >>> targets = jnp.array([[[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]]])
       >>> mask = jnp.array([[[True], [True], [False]]])
-      >>> loss = masksafe.losses.multiclass_generalized_dice_loss(8 * targets, targets, where=mask)
+      >>> loss = masksafe.losses.multiclass_generalized_dice_loss(
+      ...     8 * targets, targets, where=mask)
       >>> print(loss.round(5))
       0.00034
 
@@ -219,7 +215,8 @@ def binary_dice_loss(
       >>> import jax.numpy as jnp, masksafe
       >>> logits, targets = jnp.array([[4.0, -4.0, jnp.nan]]), jnp.array([[1.0, 0.0, 0.0]])
       >>> with jnp.printoptions(precision=4):
-      ...     print(masksafe.losses.binary_dice_loss(logits, targets, where=~jnp.isnan(logits)))
+      ...     print(masksafe.losses.binary_dice_loss(
+      ...         logits, targets, where=~jnp.isnan(logits)))
       [0.009]
 
     References:

@@ -158,10 +158,11 @@ def triplet_margin_loss(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> anchors, positives = jnp.array([[0.0, 0.0], [jnp.nan, 1.0]]), jnp.array([[0.1, 0.1], [1.1, 1.1]])
-      >>> negatives, mask = jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([True, False])
+      >>> anchors = jnp.array([[0.0, 0.0], [jnp.nan, 1.0]])
+      >>> positives, negatives = jnp.array([[0.1, 0.1], [1.1, 1.1]]), jnp.eye(2)
+      >>> loss = masksafe.losses.triplet_margin_loss
       >>> with jnp.printoptions(precision=4):
-      ...     print(masksafe.losses.triplet_margin_loss(anchors, positives, negatives, where=mask))
+      ...     print(loss(anchors, positives, negatives, where=jnp.array([True, False])))
       [0.1414 0.    ]
 
     References:

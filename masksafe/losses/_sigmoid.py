@@ -40,8 +40,9 @@ def sigmoid_binary_cross_entropy(logits: ArrayLike, labels: ArrayLike, *, where:
     Example:
       >>> import jax.numpy as jnp, masksafe
       >>> logits, labels = jnp.array([0.0, 2.0, 1.0]), jnp.array([1, 0, -100])
+      >>> loss = masksafe.losses.sigmoid_binary_cross_entropy
       >>> with jnp.printoptions(precision=4):
-      ...     print(masksafe.losses.sigmoid_binary_cross_entropy(logits, labels, where=labels >= 0))
+      ...     print(loss(logits, labels, where=labels >= 0))
       [0.6931 2.1269 0.    ]
 
     References:

@@ -36,10 +36,8 @@ def batch_norm(
       \sigma^2 = \frac{1}{W} \sum_{i : \text{where}_i} w_i (x_i - \mu)^2, \qquad
       W = \sum_{i : \text{where}_i} w_i
 
-    With `axis_name` the batch is that of all devices, however many unmasked elements each of them has: the mean of
-    their means is another number, and so is the mean of their variances. The variance is computed from squared
-    deviations, and the moments of the devices are exchanged once (twice if features times devices are more than 16384);
-    so are the cotangents of mean and variance in the reverse pass, which gives the gradient of the whole batch.
+    With `axis_name` the batch is that of all devices, however many unmasked elements each of them has, in value and
+    gradient.
 
     Args:
       x: floats `[...]`.
@@ -58,9 +56,8 @@ def batch_norm(
 
     Returns:
       `(y, mean, var)`. `y` has the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded
-      once. `mean` and `var` are the statistics by which it was normalised, of the shape of the features: those given,
-      or those of the batch, in float32 at least, the same on all devices, and with gradients too. A running average of
-      them is the caller's to keep.
+      once. `mean` and `var` are the statistics by which it was normalised, those given or those of the batch, in
+      float32 at least, with gradients too. A running average of them is the caller's to keep.
 
       * Masked elements are 0 (`bias` is not added), and get a gradient of 0.
       * A feature with nothing left anywhere, or nothing but weights of 0, has a `y`, mean and variance of 0. A running
@@ -68,13 +65,6 @@ def batch_norm(
       * A feature of equal elements is `bias`, even with an `epsilon` of 0, which makes its gradient 0.
       * A NaN or infinity in an unmasked element makes the unmasked elements of its feature NaN.
       * The variance is divided by :math:`W`; torch's running variance by :math:`W - 1`.
-
-    Raises:
-      TypeError: if an argument is not an array of floats, `where` is not boolean, `weights` are not real, or `epsilon`
-        is traced.
-      ValueError: if `scale`, `bias`, `mean` or `var` has the wrong shape, only one of `mean` and `var` is given,
-        `where` or `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or
-        there is no axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -85,22 +75,13 @@ def batch_norm(
        [ 1.  0.]
        [ 0.  0.]] [2. 5.] [1. 0.]
 
-      A running average:
-
-      >>> momentum, running_mean = 0.9, jnp.zeros(2)
-      >>> is_live = (~jnp.isnan(x)).any(axis=0)
-      >>> print(jnp.where(is_live, momentum * running_mean + (1 - momentum) * mean, running_mean))
-      [0.2 0.5]
-
     Coming from another library:
-      * `flax.nnx.BatchNorm` and `flax.linen.BatchNorm` compute :math:`E[x^2] - E[x]^2` by default, and with `mask` and
-        `axis_name` the mean of the devices' means. `axis` and `epsilon` are the same.
-      * `torch.nn.BatchNorm1d` and its kin have the features on axis 1, and no mask.
+      flax's layers compute :math:`E[x^2] - E[x]^2` by default, and with `mask` and `axis_name` the mean of the devices'
+      means. torch's layers have the features on axis 1, and no mask.
 
     References:
-      `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_.
-
-      Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+      `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_; Chan, Golub, LeVeque, "Updating
+      Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
     x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
     features = arguments.canonical_axes(_OP, axis, x.ndim)

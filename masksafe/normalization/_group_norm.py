@@ -50,20 +50,13 @@ def group_norm(
         None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
       epsilon: added to the variance, 0 or more.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the positions of a sample are
-        split. The devices exchange their moments, as in `batch_norm`.
+        split.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. Masked
       elements are 0 (`bias` is not added), and get a gradient of 0. A group with nothing left is 0; a group of one
       element or of equal elements is `bias`, even with an `epsilon` of 0. A NaN or infinity in an unmasked element
       makes the unmasked elements of its group NaN, and no others.
-
-    Raises:
-      TypeError: if `x`, `scale` or `bias` is not a float array, `where` is not boolean, `weights` are not real,
-        `num_groups` is not an int, or `epsilon` is traced.
-      ValueError: if `num_groups` does not divide the channels, `scale` or `bias` has the wrong shape, `where` or
-        `weights` do not broadcast to the shape of `x`, `axis` is out of range, `epsilon` is negative, or there is no
-        axis of the name `axis_name`.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -72,8 +65,8 @@ def group_norm(
       [[-1.  1.  0.  0.]]
 
     Coming from another library:
-      `flax.nnx.GroupNorm`, `torch.nn.GroupNorm` and `equinox.nn.GroupNorm` add the `epsilon` in the same place; that of
-      the last two is 1e-5. torch's channels lie on axis 1, and so do those of equinox's single samples on axis 0.
+      flax, torch and equinox add the `epsilon` in the same place; that of the last two is 1e-5. torch's channels lie on
+      axis 1, and so do those of equinox's single samples on axis 0.
 
     References:
       `Wu, He, Group Normalization, 2018 <https://arxiv.org/abs/1803.08494>`_; `Ulyanov, Vedaldi, Lempitsky, Instance

@@ -40,17 +40,7 @@ def assert_mask_safe(
     * so are Hessian-vector products, forward over reverse and reverse over reverse.
 
     Gradients are those of a random linear combination of the outputs with respect to the floats of every argument,
-    masked or not, so a leak into another argument is found as well.
-
-    XLA turns the product of a number and a boolean into a selection, within a program and so also within a function of
-    `jax.numpy` that is called eagerly: `jnp.sum(x * mask) / jnp.sum(mask)` is right there, and NaN where the mask is of
-    integers, or where XLA sees the product and the boolean apart. Hence the last transform, "disable_jit", in which
-    every operation is a program of its own. As hundreds of them may have to be compiled, it looks at values and
-    gradients only, with one garbage in all arguments at once, the first of `garbage` (NaN, for integers the lowest).
-
-    Arguments that are sharded stay so, but for those with masked elements, which are copied to be filled. If the axes
-    of their mesh are explicit, `jax.set_mesh` has to be around the call. No process but this one may hold a part of an
-    array.
+    masked or not. If the axes of the arguments' mesh are explicit, `jax.set_mesh` has to be around the call.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays. Wrap a flax, equinox or haiku module
@@ -64,7 +54,8 @@ def assert_mask_safe(
       garbage: the values to fill with. By default NaN, both infinities, the extremes of the dtype, 0, random numbers
         and a mixture of all these; for integers the extremes, -1, -100, 0, random numbers and a mixture. A value that
         an argument's dtype cannot hold is skipped for that argument.
-      transforms: any of "eager", "jit", "vmap" (a batch of two copies) and "disable_jit" (operation by operation).
+      transforms: any of "eager", "jit", "vmap" (a batch of two copies) and "disable_jit" (operation by operation, with
+        values and gradients only, for one garbage in all arguments at once: the first one).
       seed: the seed of all random numbers.
       empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and those
         arguments that have masked elements must influence nothing there.
@@ -72,49 +63,26 @@ def assert_mask_safe(
     Raises:
       AssertionError: if a masked element is not gone. The text names the argument, the garbage, the transform, the
         derivative and the first index that differs, with both values.
-      TypeError: if `masked` is not a mapping.
-      ValueError: if `masked` names no argument or masks nothing, if a mask, `order` or `transforms` is invalid, if
-        nothing would be compared (no transform, no garbage that an argument can hold, no output), or if other processes
-        hold a part of an array.
+      ValueError: also if nothing would be compared, or if other processes hold a part of an array.
 
     Example:
-      `jax.nn.dot_product_attention` averages over the masked keys of a query that has no other:
+      A mean that multiplies by its mask:
 
-      >>> import jax, jax.numpy as jnp
+      >>> import jax.numpy as jnp
       >>> from masksafe.testing import assert_mask_safe
-      >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 4, 1, 8))
-      >>> padded = jnp.ones((1, 4, 1, 1), bool)  # every key of the only sample is padding
-      >>> def attention(query, key, value):
-      ...     return jax.nn.dot_product_attention(query, key, value, mask=jnp.zeros((1, 1, 4, 4), bool))
-      >>> assert_mask_safe(attention, query, key, value, masked={2: padded}, order=0, garbage=[1e3])
+      >>> x, mask = jnp.array([1.0, 2.0, 4.0]), jnp.array([1, 1, 0])
+      >>> def mean(x, mask):
+      ...     return jnp.sum(x * mask) / jnp.sum(mask)
+      >>> assert_mask_safe(mean, x, mask, masked={0: mask == 0}, order=0)
       Traceback (most recent call last):
       ...
       AssertionError: A masked element is not gone.
-        argument:   2, float32[1, 4, 1, 8], 32 of 32 elements masked
-        garbage:    1000.0
-        transform:  eager
-        derivative: value
-        32 of 32 elements changed, the first at index (0, 0, 0, 0):
-          0.0 with harmless values under the mask, 1000.0 with garbage
-
-      The gradient of optax's Kullback-Leibler divergence is NaN when a masked target is NaN, although the
-      value is right:
-
-      >>> import optax
-      >>> log_probs = jax.nn.log_softmax(jnp.arange(6.0).reshape(2, 3))
-      >>> targets = jax.nn.softmax(jnp.ones((2, 3)))
-      >>> where = jnp.array([[True, True, False], [True, True, True]])
-      >>> def divergence(targets, log_probs):
-      ...     return optax.losses.kl_divergence(log_probs, targets, where=where)
-      >>> assert_mask_safe(divergence, targets, log_probs, masked={0: ~where}, order=1, garbage=[jnp.nan])
-      Traceback (most recent call last):
-      ...
-      AssertionError: A masked element is not gone.
-        argument:   0, float32[2, 3], 1 of 6 elements masked
+        argument:   0, float32[3], 1 of 3 elements masked
         garbage:    nan
         transform:  eager
-        derivative: gradient with respect to argument 0
-        1 of 1 masked elements have a gradient that is not 0, the first at index (0, 2): nan
+        derivative: value
+        1 of 1 elements changed, the first at index ():
+          1.5 with harmless values under the mask, nan with garbage
     """
     __tracebackhide__ = True
     _check_arguments(args, masked, order, transforms, empty)

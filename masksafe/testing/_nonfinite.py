@@ -130,18 +130,15 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
     derivatives, `scan`, `while`, `cond`, `custom_linear_solve`, and on every device of a `jax.shard_map`. This is slow,
     and stores every intermediate value. If an equation runs a program that cannot be replayed, its `note` says so.
 
-    A bad element that a selection or a mask keeps away from the outputs is harmless, and listed separately;
-    `jax_debug_nans` stops at it. Some code detects a bad element and answers with a NaN of its own, as in
-    `jnp.where(jnp.isfinite(x).all(), y, jnp.nan)`: then the report goes back through the predicate to the equation that
-    made the bad element. A NaN chosen because of finite values is itself a source. If masksafe wrote it because of a
-    bad label, the `note` names the op and `masksafe.label_checks`.
-
-    Arrays that are sharded over devices of this process are examined where they are. Of an array of several processes
-    no process has all elements: give it a gathered copy.
+    A bad element that a selection or a mask keeps away from the outputs is harmless, and listed separately. Some code
+    detects a bad element and answers with a NaN of its own, as `jnp.where(jnp.isfinite(x).all(), y, jnp.nan)` does.
+    Then the report goes back to the equation that made the bad element. A NaN chosen because of finite values is itself
+    a source. If masksafe wrote it because of a bad label, the `note` names the op and `masksafe.label_checks`.
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
-      *args: arrays or pytrees of arrays; close over anything else.
+      *args: arrays or pytrees of arrays; close over anything else. Of an array that other processes share, pass a
+        gathered copy.
       grad: examine the gradient of the sum of the real outputs with respect to the floats of `args` instead.
 
     Returns:
@@ -153,22 +150,18 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
       NotImplementedError: if `fn` uses a mutable reference, or exchanges data between devices outside `jax.shard_map`.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      The value is right, and the gradient is NaN:
+
+      >>> import jax.numpy as jnp
       >>> from masksafe.testing import nonfinite_report
       >>> def entropy(p):
-      ...     return -jnp.sum(p * jnp.log(p))
-      >>> report = nonfinite_report(entropy, jnp.array([0.5, 0.5, 0.0]))
+      ...     return -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0))
+      >>> p = jnp.array([0.5, 0.5, 0.0])
+      >>> print(nonfinite_report(entropy, p).outputs)
+      ()
+      >>> report = nonfinite_report(entropy, p, grad=True)
       >>> print(report.first.primitive, report.first.index, report.first.inputs)
       log (2,) (0.0,)
-
-      The right value, and a gradient that is NaN:
-
-      >>> def safe_entropy(p):
-      ...     return -jnp.sum(jnp.where(p > 0, p * jnp.log(p), 0))
-      >>> print(nonfinite_report(safe_entropy, jnp.array([0.5, 0.5, 0.0])).outputs)
-      ()
-      >>> print(nonfinite_report(safe_entropy, jnp.array([0.5, 0.5, 0.0]), grad=True).first.primitive)
-      log
 
     References:
       `jax_debug_nans <https://docs.jax.dev/en/latest/debugging/flags.html>`_, which stops at the first NaN of any

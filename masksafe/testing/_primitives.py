@@ -1,6 +1,6 @@
 """JAX's primitives: what the search for a NaN has to know of them, by name.
 
-What differs between the versions of JAX is told here. A test holds every name to those of the JAX at hand.
+The differences between the versions of JAX are here. A test holds every name to those of the JAX at hand.
 """
 
 from collections.abc import Callable, Mapping

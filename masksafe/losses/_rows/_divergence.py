@@ -336,7 +336,7 @@ def _difference(pair: Pair) -> Array:
 def _mixture(beta: float, pair: Pair) -> tuple[Array, Array, Array]:
     """The mixture m = beta p + (1 - beta) q, log(p / m) and log(q / m)."""
     p, q, *_, d = pair
-    d = jnp.where((p == 0) & (q == 0), 0, d)  # may be NaN, which counts for nothing
+    d = jnp.where((p == 0) & (q == 0), 0, d)  # else it may be NaN, although the class adds nothing
     # Without log(m), for m may be so small that the second derivative is infinite.
     small = jnp.exp(-abs(d))
     log_to_larger = jnp.log(jnp.where(d > 0, beta + (1 - beta) * small, 1 - beta + beta * small))
