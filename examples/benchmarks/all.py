@@ -25,7 +25,7 @@ import routers
 import segments
 import softmax
 from command import main
-from pages import fill_pages, publish
+from pages import csv_of, fill_pages, publish
 
 MODULES = [
     cross_entropy,
@@ -52,9 +52,11 @@ def publish_others(docs: Path) -> None:
         importlib.import_module, ("compiled", "meshes", "ring_attention", "sweep")
     )
     publish([meshes.BENCHMARK, ring_attention.BENCHMARK], docs)
-    fill_pages(docs, {"sweep": sweep.section(docs)})
+    if csv_of("sweep", docs).exists():
+        fill_pages(docs, {"sweep": sweep.section(docs)})
     for target in (compiled.TARGET_OF_PAGE, compiled.TARGET_OF_SIZES):
-        compiled.publish(target, docs)
+        if compiled.csv_of(target, docs).exists():
+            compiled.publish(target, docs)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from measure import GRADIENT, PASSES, Row
+from measure import GRADIENT, OPTIONAL, PASSES, Row
 from operations import Size
 from results import (
     DISPATCH_MS,
@@ -16,6 +16,7 @@ from results import (
     Ratio,
     as_markdown,
     cost,
+    distinct,
     environment,
     grouped,
     how_many_exceed,
@@ -25,6 +26,7 @@ from results import (
     ratios_to_peers,
 )
 
+ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
 MOST_LINES = 10  # of the table of what is slower
 
 
@@ -137,10 +139,16 @@ def with_older(newest: str, older: str) -> str:
     return f"{newest} ({older})" if older != NOTHING else newest
 
 
-def measured(rows: Sequence[Row], older: Sequence[Row], packages: Sequence[str] = ("masksafe", "jax")) -> str:
-    """The environment of each version, with all packages if none are named."""
-    text = f"Measured {environment(rows, packages)}" if rows else ""
-    return f"{text}; in brackets {environment(older, packages)}." if older else f"{text}."
+def measured(rows: Sequence[Row], older: Sequence[Row], packages: Sequence[str] = ("masksafe",)) -> str:
+    """The environment of both versions."""
+    if not rows:
+        return "Nothing has been measured."
+    of_both = [f"{jax_of(found)} ({python_of(found)})" for found in (rows, older) if found]
+    return f"Measured with {' and, in brackets, '.join(of_both)}: {environment([*rows, *older], packages)}."
+
+
+def python_of(rows: Sequence[Row]) -> str:
+    return " and ".join(f"Python {version}" for version in distinct(rows, "python"))
 
 
 def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
@@ -153,7 +161,7 @@ def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
         shape = next(iter(passes.values())).row.shape
         lines.append([f"{line.text} ({shape})", line.peer, *cells, memory(passes.get(GRADIENT))])
     table = as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
-    return "\n\n".join([measured(rows_of(newest), rows_of(before.items()), packages=()), table])
+    return "\n\n".join([measured(rows_of(newest), rows_of(before.items()), ALL_PACKAGES), table])
 
 
 def rows_of(found: Iterable[tuple[Headline, dict[str, Ratio]]]) -> list[Row]:

@@ -40,7 +40,7 @@ def copy_pages(docs: Path) -> None:
 
 
 def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
-    """Draws the pictures of those benchmarks, and fills their places and those of all together."""
+    """Draws the pictures of those benchmarks and the first, and fills their places and those of all together."""
     contents = {}
     for benchmark in benchmarks:
         rows, older = both(benchmark.name, docs)
@@ -49,7 +49,37 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
             contents[benchmark.name] = section_of(
                 benchmark, rows, older, partial(table, benchmark), partial(summary, benchmark)
             )
-    fill_pages(docs, contents | of_all(docs))
+    rows, older = all_rows(docs, NEWEST), all_rows(docs, OLDEST)
+    if lines := drawn(rows):
+        draw_headlines(lines, jax_of(rows), docs / PICTURES / "headlines.png")
+    contents |= of_all(rows, older, sizes_in(docs))
+    fill_pages(docs, contents)
+    if docs.resolve() == DOCS.resolve():
+        readme = ROOT / "README.md"
+        readme.write_text(fill(readme.read_text(), "headlines", contents["headlines"]))
+
+
+def all_rows(docs: Path, folder: str) -> list[Row]:
+    """Of all benchmarks but the sweep, which has a section of its own."""
+    paths = sorted((docs / "benchmarks" / folder).glob("*.csv"))
+    return [row for path in paths if path.stem != "sweep" for row in read_csv(path)]
+
+
+def sizes_in(docs: Path) -> list[Size]:
+    path = docs / "benchmarks" / "compiled" / "cpu.csv"
+    return read_csv(path, Size) if path.exists() else []
+
+
+def of_all(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> dict[str, str]:
+    """What is made of all benchmarks together."""
+    return {
+        "headlines": headlines(rows, older),
+        "libraries": libraries(rows, older),
+        "slowest": slowest(rows, older),
+        "slower": slower(rows),
+        "compiling": compiling(rows),
+        "programs": programs(rows, older, sizes),
+    }
 
 
 def section_of(
@@ -68,34 +98,6 @@ def section_of(
         of_oldest = link.format(f"{OLDEST}/{benchmark.name}")
         parts.append(f"{jax_of(older)}: {summarize(older)} {of_oldest}. Measured {environment(older)}.")
     return "\n\n".join(parts)
-
-
-def of_all(docs: Path) -> dict[str, str]:
-    """What is made of all benchmarks together but the sweep, which has a section of its own; and the first picture."""
-    rows, older = (
-        [
-            row
-            for path in sorted((docs / "benchmarks" / folder).glob("*.csv"))
-            if path.stem != "sweep"
-            for row in rows_in(path)
-        ]
-        for folder in (NEWEST, OLDEST)
-    )
-    sizes = docs / "benchmarks" / "compiled" / "cpu.csv"
-    if points := drawn(rows):
-        draw_headlines(points, jax_of(rows), docs / PICTURES / "headlines.png")
-    short = headlines(rows, older)
-    if docs.resolve() == DOCS.resolve():
-        readme = ROOT / "README.md"
-        readme.write_text(fill(readme.read_text(), "headlines", short))
-    return {
-        "headlines": short,
-        "libraries": libraries(rows, older),
-        "slowest": slowest(rows, older),
-        "slower": slower(rows),
-        "compiling": compiling(rows),
-        "programs": programs(rows, older, read_csv(sizes, Size) if sizes.exists() else []),
-    }
 
 
 def fill_pages(docs: Path, contents: Mapping[str, str]) -> None:

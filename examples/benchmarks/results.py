@@ -239,14 +239,17 @@ def compiling(rows: Sequence[Row]) -> str:
 
 
 def environment(rows: Sequence[Any], packages: Sequence[str] = ()) -> str:
-    """When, on what and with which versions the rows were measured: of each what occurs among them."""
+    """When, on what and with which versions the rows were measured: of each what occurs among them.
+
+    With the names of packages it has their versions alone, without them all and Python's.
+    """
     versions = {text: text.split()[0] for line in distinct(rows, "versions") for text in line.split(", ")}
     of_package = grouped(versions, versions.__getitem__)
-    found = [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
-    python = [f"Python {version}" for version in distinct(rows, "python")]
+    python = [] if packages else [f"Python {version}" for version in distinct(rows, "python")]
     dates = sorted(distinct(rows, "date"))
     parts = [" to ".join(dict.fromkeys([dates[0], dates[-1]])), *map(" and ".join, (distinct(rows, "machine"), python))]
-    return ", ".join(filter(None, [*parts, *found]))
+    parts += [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
+    return ", ".join(filter(None, parts))
 
 
 def distinct(rows: Sequence[Any], column: str) -> list[str]:
