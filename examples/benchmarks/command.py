@@ -1,59 +1,43 @@
-"""The command line of the benchmarks: measures, writes the CSVs, draws the pictures and fills page and README."""
+"""The command line of the benchmarks: measures, writes the CSVs, and has the pages made from them."""
 
 import argparse
 import os
-import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 from measure import Benchmark, Case, Row, measure_case, missing
-from plots import draw
-from results import Headline, compiling, environment, fill, headlines, read_csv, slower, table, write_csv
+from pages import DOCS, OLDEST, PAGES, ROOT, copy_pages, csv_of, publish
+from results import write_csv
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCS, QUICK = ROOT / "docs", ROOT / "examples" / "output" / "benchmarks"
-PAGE = "performance.md"
-HEADLINES = [  # the summary in the README: the benchmark, the case, and what each line is called there
-    Headline("cross_entropy", "integer", "none", "float32", "large", "optax", "cross-entropy of integer labels"),
-    Headline("cross_entropy", "integer", "rows", "float32", "large", "optax", "the same, half of the rows masked"),
-    Headline("cross_entropy", "integer", "rows", "bfloat16", "large", "optax", "the same in bfloat16"),
-    Headline("linear_cross_entropy", "linear", "none", "float32", "large", "optax", "linear layer and its loss"),
-    Headline(
-        "linear_cross_entropy", "linear", "60 % of tokens", "float32", "large", "optax", "the same, 40 % unmasked"
-    ),
-    Headline(
-        "linear_log_probs",
-        "log p, entropy",
-        "none",
-        "float32",
-        "large",
-        "jax.nn",
-        "log-probabilities and entropies of one",
-    ),
-    Headline("linear_kl_divergence", "forward", "none", "float32", "large", "optax", "divergence of two linear layers"),
-    Headline("attention", "attention", "causal", "float32", "long", "jax.nn", "attention, causal, length 4096"),
-    Headline("attention", "attention", "causal", "float32", "long", "torch", "the same"),
-    Headline("attention", "attention", "8 segments", "float32", "long", "jax.nn", "8 packed segments, length 4096"),
-    Headline("attention", "attention", "none", "float32", "many short", "jax.nn", "attention, 64 samples of length 64"),
-    Headline("normalization", "layer norm", "none", "float32", "large", "flax", "layer norm"),
-    Headline("decoder", "decoder", "none", "float32", "large", "flax", "a decoder of 12 layers"),
-    Headline("decoder", "decoder", "packed", "float32", "large", "flax", "the same, packed documents and prompts"),
-]
+QUICK = ROOT / "examples" / "output" / "benchmarks"
 BUSY = 0.5  # processes that are running already
 
 
-def main(benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None = None) -> None:
+def main(
+    benchmarks: Sequence[Benchmark],
+    arguments: Sequence[str] | None = None,
+    others: Callable[[Path], None] = lambda docs: None,
+) -> None:
+    """Measures and publishes; with `--plot-only` for all of them it publishes the others as well."""
     console = Console()
     options = parse(benchmarks, arguments)
     chosen = [benchmark for benchmark in benchmarks if benchmark.name in (options.only or [benchmark.name])]
     failures = [] if options.plot_only else measure_all(chosen, options, console)
-    publish(chosen, options.docs)
-    console.print(f"CSVs, pictures and {PAGE} are in {os.path.relpath(options.docs)}.")
+    if not options.folder:
+        copy_pages(options.docs)
+        publish(chosen, options.docs)
+    if options.plot_only and not options.only:
+        others(options.docs)
+    console.print(f"CSVs, pictures and the pages in {PAGES} are in {os.path.relpath(options.docs)}.")
+    tell(failures)
+
+
+def tell(failures: Sequence[str]) -> None:
     if failures:
         sys.exit("\n".join(["These cases failed:", *failures]))
 
@@ -71,7 +55,17 @@ def parse(benchmarks: Sequence[Benchmark], arguments: Sequence[str] | None) -> a
     parser.add_argument(
         "--docs", type=Path, help="where results go; default: docs, or examples/output/benchmarks if quick"
     )
+    parser.add_argument(
+        "--oldest",
+        action="store_const",
+        dest="folder",
+        const=OLDEST,
+        default="",
+        help=f"measure with the oldest jax that is supported: CSVs in benchmarks/{OLDEST}, and no page is made",
+    )
     options = parser.parse_args(arguments)
+    if options.folder and not jax.__version__.startswith(f"{OLDEST.removeprefix('jax-')}."):
+        parser.error(f"--oldest is for {OLDEST}, and this is jax {jax.__version__}")
     options.docs = options.docs or (QUICK if options.quick else DOCS)
     if options.quick:
         options.rounds, options.budget = 2, 0
@@ -91,7 +85,7 @@ def measure_all(benchmarks: Sequence[Benchmark], options: argparse.Namespace, co
             start = time.perf_counter()
             rows, failed = measure_benchmark(benchmark, options, progress)
             console.print(f"{benchmark.title}: {time.perf_counter() - start:.0f} s")
-            write_csv(csv_of(benchmark, options.docs), rows)
+            write_csv(csv_of(benchmark.name, options.docs, options.folder), rows)
             failures += failed
             jax.clear_caches()
     return failures
@@ -115,35 +109,3 @@ def measure_benchmark(
 
 def text_of(case: Case) -> str:
     return f"{case.work}, {case.mask}, {case.dtype}, {case.size}"
-
-
-def csv_of(benchmark: Benchmark, docs: Path) -> Path:
-    return docs / "benchmarks" / f"{benchmark.name}.csv"
-
-
-def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
-    """Draws the pictures of those benchmarks and fills the page, all from the CSVs."""
-    page = docs / PAGE
-    if docs.resolve() != DOCS:
-        shutil.copy(DOCS / PAGE, page)
-    text = page.read_text()
-    for benchmark in benchmarks:
-        rows = read_csv(csv_of(benchmark, docs))
-        if not rows:
-            continue
-        picture = Path("_static") / "benchmarks" / f"{benchmark.name}.png"
-        draw(benchmark, rows, docs / picture)
-        text = fill(text, benchmark.name, section(benchmark, rows, picture))
-    paths = sorted(set((docs / "benchmarks").glob("*.csv")) - {docs / "benchmarks" / "sweep.csv"})  # which has its own
-    rows = [row for path in paths for row in read_csv(path)]
-    for name, content in (("slower", slower), ("compiling", compiling), ("environment", environment)):
-        text = fill(text, name, content(rows))
-    page.write_text(text)
-    if docs.resolve() == DOCS:
-        readme = ROOT / "README.md"
-        readme.write_text(fill(readme.read_text(), "headlines", headlines(rows, HEADLINES)))
-
-
-def section(benchmark: Benchmark, rows: Sequence[Row], picture: Path) -> str:
-    link = f"[All figures as CSV](benchmarks/{benchmark.name}.csv)"
-    return "\n\n".join([f"![{benchmark.title}: ratios of times]({picture})", table(benchmark, rows), link])

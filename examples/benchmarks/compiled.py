@@ -35,7 +35,6 @@ import normalization
 import routers
 import segments
 import softmax
-from command import DOCS, PAGE
 from hlo import UNKNOWN_TRIPS
 from measure import (
     GRADIENT,
@@ -50,9 +49,10 @@ from measure import (
     with_gradient,
 )
 from operations import Size, all_sizes, size_ratios, size_row, summary_of_sizes
+from pages import DOCS, PAGES, fill_pages
 from plots import draw_programs
 from programs import MIB, TARGETS, Program, compile_for
-from results import as_markdown, fill, grouped, number, ratio_text, read_csv, write_csv
+from results import as_markdown, environment, grouped, number, ratio_text, read_csv, write_csv
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -389,9 +389,8 @@ def summary(rows: Sequence[Compiled]) -> str:
     found = pairs(rows)
     above = sum(pair.bytes_ratio > 1.1 for pair in found)
     text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's."
-    versions_ = f"{rows[0].target}, {rows[0].date}: {rows[0].versions}."
-    link = f"[All figures as CSV](benchmarks/compiled/{rows[0].target}.csv)"
-    return "\n\n".join([f"{versions_} {text}", as_markdown(HEADER, lines_of_ops(found)), link])
+    link = f"[All figures as CSV](../benchmarks/compiled/{rows[0].target}.csv)"
+    return "\n\n".join([text, as_markdown(HEADER, lines_of_ops(found)), link])
 
 
 def all_cases(found: Sequence[Pair]) -> Table:
@@ -418,22 +417,17 @@ def csv_of(target: str, docs: Path) -> Path:
     return docs / "benchmarks" / "compiled" / f"{target}.csv"
 
 
-def publish_sizes(docs: Path) -> None:
-    rows, page = read_csv(csv_of(TARGET_OF_SIZES, docs), Size), docs / PAGE
-    page.write_text(fill(page.read_text(), "operations", summary_of_sizes(rows)))
-
-
 def publish(target: str, docs: Path) -> None:
     """The picture, and for the target of the page its table, from the CSV."""
     if target == TARGET_OF_SIZES:
-        return publish_sizes(docs)
+        sizes = read_csv(csv_of(target, docs), Size)
+        return fill_pages(docs, {"operations": summary_of_sizes(sizes)})
     rows = read_csv(csv_of(target, docs), Compiled)
     picture = Path("_static") / "benchmarks" / f"compiled_{target}.png"
     draw_programs(pairs(rows), docs / picture)
     if target == TARGET_OF_PAGE:
-        page = docs / PAGE
-        content = f"![Ratios of bytes moved on a {target}]({picture})\n\n{summary(rows)}"
-        page.write_text(fill(page.read_text(), "compiled", content))
+        image = f"![Ratios of bytes moved on a {target}](../{picture})"
+        fill_pages(docs, {"compiled": "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
 
 
 # The command line
@@ -472,7 +466,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         write_csv(csv_of(target.name, options.docs), rows, type(rows[0]))
     publish(target.name, options.docs)
-    console.print(f"What was found is in {os.path.relpath(options.docs)}: the CSV, its picture if any, and {PAGE}.")
+    console.print(f"What was found is in {os.path.relpath(options.docs)}: the CSV, its picture if any, and {PAGES}.")
 
 
 def table_of(rows: Sequence[Any], options: argparse.Namespace) -> Table:

@@ -10,8 +10,7 @@ the target (`pip install ".[gpu-compile]"`, `pip install libtpu`); with `JAX_PLA
 """
 
 import argparse
-import csv
-import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from measure import GRADIENT, PASSES, VALUE, with_gradient
+from measure import GRADIENT, PASSES, VALUE, versions, with_gradient
 from programs import TARGETS, Program, compile_for, devices
-from results import as_markdown, fill, number
+from results import as_markdown, environment, fill, number, read_csv, write_csv
 from rich.console import Console
 from rich.progress import track
 
@@ -192,6 +191,14 @@ OPS = [
         leaves=3,
         manual=TIME,
     ),
+    Op(
+        "`info_nce_loss(axis_name)`, 1024 pairs a device, 512 wide",
+        "rows",
+        functools.partial(losses.info_nce_loss, axis_name="d"),
+        lambda n: (((1024 * n, 512), jnp.float32, P("d")),) * 2,
+        leaves=2,
+        manual=WHOLE,
+    ),
 ]
 
 
@@ -210,6 +217,8 @@ class Row:
     collectives: str
     received_bytes: float
     temporary_bytes: int
+    date: str
+    versions: str
 
 
 def compiled(op: Op, target: str, what: str, number_of_devices: int) -> Program:
@@ -236,26 +245,20 @@ def rows_of(op: Op, target: str, number_of_devices: int) -> Iterable[Row]:
         found = ", ".join(f"{times} {kind}" for kind, times in sorted(program.collectives.items()))
         received = hlo.received_bytes(program.exchanges, number_of_devices)
         yield Row(
-            op.name, op.split, target, number_of_devices, what, found or "none", received, program.temporary_bytes
+            op=op.name,
+            split=op.split,
+            target=target,
+            devices=number_of_devices,
+            what=what,
+            collectives=found or "none",
+            received_bytes=received,
+            temporary_bytes=program.temporary_bytes,
+            date=datetime.date.today().isoformat(),
+            versions=versions(),
         )
 
 
-# The CSV and the page.
-
-
-def write(rows: Sequence[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow([field.name for field in dataclasses.fields(Row)])
-        writer.writerows(dataclasses.astuple(row) for row in rows)
-
-
-def read(path: Path) -> list[Row]:
-    with path.open(newline="") as file:
-        return [
-            Row(*line[:3], int(line[3]), *line[4:6], float(line[6]), int(line[7]))
-            for line in list(csv.reader(file))[1:]
-        ]
+# The page.
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -267,7 +270,8 @@ def table(rows: Sequence[Row]) -> str:
             if row.target == target:
                 key = row.op, row.split, "value" if row.what == VALUE else "with gradient"
                 lines.setdefault(key, list(key)).extend([row.collectives, number(row.received_bytes / MIB)])
-    return as_markdown(header, [line for line in lines.values() if len(line) == len(header)])
+    found = as_markdown(header, [line for line in lines.values() if len(line) == len(header)])
+    return f"Compiled {environment(rows)}.\n\n{found}"
 
 
 def main() -> None:
@@ -276,7 +280,7 @@ def main() -> None:
     parser.add_argument("--plot-only", action="store_true", help="compile nothing: the page from the CSV")
     arguments = parser.parse_args()
     console = Console()
-    rows = read(TABLE) if TABLE.exists() else []
+    rows = read_csv(TABLE, Row) if TABLE.exists() else []
     if not arguments.plot_only:
         for target in arguments.target or NUMBERS:
             if not TARGETS[target].is_installed:
@@ -285,7 +289,7 @@ def main() -> None:
             for op in track(OPS, f"Compiling for {NUMBERS[target]} {target}", console=console):
                 rows += rows_of(op, target, NUMBERS[target])
                 jax.clear_caches()
-        write(rows, TABLE)
+        write_csv(TABLE, rows, Row)
     PAGE.write_text(fill(PAGE.read_text(), "exchanges", table(rows)))
     console.print(table(rows), markup=False, soft_wrap=True)
 

@@ -8,14 +8,15 @@ op, and what XLA makes of them do not matter. Seconds are those of this machine.
 """
 
 import datetime
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from measure import GRADIENT, VALUE, Case, versions
-from results import NOTHING, as_markdown, grouped, number, ratio_text
+from measure import GRADIENT, VALUE, Case, machine, versions
+from results import NOTHING, as_markdown, environment, grouped, number, ratio_text
 from rich.table import Table
 
 TIMES = 3  # the least of so many times to compile is kept
@@ -38,6 +39,8 @@ class Size:
     seconds: float
     date: str
     versions: str
+    machine: str = ""
+    python: str = ""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ def size_row(benchmark: str, case: Case, what: str, candidate: str, step: Callab
         seconds=seconds,
         date=datetime.date.today().isoformat(),
         versions=versions(),
+        machine=machine(),
+        python=platform.python_version(),
     )
 
 
@@ -167,6 +172,6 @@ def summary_of_sizes(rows: Sequence[Size]) -> str:
     found = size_ratios(rows)
     twice = sum(ratio.operations > 2 for ratio in found)
     text = f"Of {len(found)} programs {twice} have more than twice the operations of the other library's."
-    link = "[All figures as CSV](benchmarks/compiled/cpu.csv)"
+    link = "[All figures as CSV](../benchmarks/compiled/cpu.csv)"
     table = as_markdown(PAGE_HEADER, lines_of_sizes(found))
-    return "\n\n".join([f"cpu, {rows[0].date}: {rows[0].versions}. {text}", table, link])
+    return "\n\n".join([f"Measured {environment(rows)}.", text, table, link])

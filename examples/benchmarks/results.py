@@ -14,6 +14,7 @@ from measure import GRADIENT, PASSES, Benchmark, Row
 SLOWER = 1.1  # a ratio above it is bold in the tables, and listed
 DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
 NOTHING = "-"
+OURS = {"masksafe", "automatic", "shard_map", "at once"}  # masksafe, and other ways to call it
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
@@ -39,24 +40,6 @@ class Ratio:
         return f"{self.row.candidate} / {self.peer.candidate}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Headline:
-    """One line of the summary: a case, the peer, and what the line is called."""
-
-    benchmark: str
-    work: str
-    mask: str
-    dtype: str
-    size: str
-    peer: str
-    text: str
-
-    def is_of(self, ratio: Ratio) -> bool:
-        row = ratio.row
-        case = row.benchmark, row.work, row.mask, row.dtype, row.size, ratio.peer.candidate
-        return case == (self.benchmark, self.work, self.mask, self.dtype, self.size, self.peer)
-
-
 def kinds(of: type[Any]) -> dict[str, Any]:
     """The columns, which are the fields of a dataclass, and their types."""
     return {field.name: field.type for field in dataclasses.fields(of)}
@@ -73,7 +56,8 @@ def write_csv(path: Path, rows: Sequence[R], of: type[R] = Row) -> None:
 def read_csv(path: Path, of: type[R] = Row) -> list[R]:
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
-    return [of(**{name: parsed(line[name], kind) for name, kind in kinds(of).items()}) for line in lines]
+    columns = {name: kind for name, kind in kinds(of).items() if lines and name in lines[0]}  # the newest may lack
+    return [of(**{name: parsed(line[name], kind) for name, kind in columns.items()}) for line in lines]
 
 
 def parsed(text: str, kind: Any) -> Any:
@@ -101,8 +85,8 @@ def ratios(rows: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> list[Ratio]
 
 
 def ratios_to_peers(rows: Sequence[Row]) -> list[Ratio]:
-    """Masksafe's to whatever was measured beside it."""
-    return ratios(rows, [("masksafe", name) for name in sorted({row.candidate for row in rows} - {"masksafe"})])
+    """Masksafe's to whatever else was measured beside it."""
+    return ratios(rows, [("masksafe", name) for name in sorted({row.candidate for row in rows} - OURS)])
 
 
 def best_peers(rows: Sequence[Row]) -> list[Ratio]:
@@ -180,10 +164,7 @@ def scale(found: Sequence[Ratio]) -> tuple[str, str]:
 def slower(rows: Sequence[Row]) -> str:
     """How many ratios exceed the limit; and for each kind of work how many, the geometric mean of all, the worst."""
     found = ratios_to_peers(rows)
-    above = [ratio for ratio in found if ratio.median > SLOWER]
-    tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
-    text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
-    text += f" ({tiny} in calls shorter than {DISPATCH_MS} ms)."
+    text = how_many_exceed(found)
     lines = []
     for key, group in grouped(found, lambda r: (r.row.benchmark, r.row.work, r.row.what, r.peer.candidate)).items():
         worst = max(group, key=lambda ratio: ratio.median)
@@ -193,7 +174,26 @@ def slower(rows: Sequence[Row]) -> str:
             name, *kind = key
             lines.append([name.replace("_", " "), *kind, f"{count} of {len(group)}", ratio_text(mean), cost(worst)])
     header = ["benchmark", "work", "what", "against", f"above {SLOWER}", "geometric mean", "the worst"]
-    return "\n\n".join([text, as_markdown(header, lines)] if lines else [text])
+    return "\n\n".join([f"Measured {environment(rows)}.", text, *([as_markdown(header, lines)] if lines else [])])
+
+
+def how_many_exceed(found: Sequence[Ratio]) -> str:
+    above = [ratio for ratio in found if ratio.median > SLOWER]
+    tiny = sum(ratio.row.median_ms < DISPATCH_MS for ratio in above)
+    text = f"Of {len(found)} ratios to other libraries {len(above)} exceed {SLOWER}"
+    return f"{text} ({tiny} in calls shorter than {DISPATCH_MS} ms)."
+
+
+def counts(values: Sequence[float]) -> str:
+    """How many ratios there are, their geometric mean, how many exceed the limit."""
+    above = sum(value > SLOWER for value in values)
+    return f"{len(values)} ratios, geometric mean {statistics.geometric_mean(values):.2f}, {above} above {SLOWER}"
+
+
+def summary(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """The counts for each pair of candidates."""
+    of_pair = grouped(ratios(rows, benchmark.ratios), lambda r: r.pair)
+    return "; ".join(f"{pair}: {counts([r.median for r in found])}" for pair, found in of_pair.items()) + "."
 
 
 def cost(ratio: Ratio) -> str:
@@ -227,23 +227,6 @@ def by_work(found: Sequence[Ratio]) -> str:
     return as_markdown(header, [line for _, line in sorted(lines, key=lambda line: -line[0])])
 
 
-def headlines(rows: Sequence[Row], chosen: Iterable[Headline]) -> str:
-    """A table of a few cases: ratios of the value and of it with its gradient, and the memory of the gradient."""
-    found = ratios_to_peers(rows)
-    lines = []
-    for headline in chosen:
-        passes = in_order_of_passes(filter(headline.is_of, found))
-        if not passes:  # the peer is not installed
-            continue
-        memory = [r for r in passes if r.row.what == GRADIENT]
-        sizes = [n for r in memory for n in (r.row.temporary_bytes, r.peer.temporary_bytes)]
-        in_mib = NOTHING if None in sizes or not sizes else " / ".join(f"{n / 2**20:.0f}" for n in sizes)
-        text = f"{headline.text} ({passes[0].row.shape})"
-        of_pass = {r.row.what: ratio_text(r.median) for r in passes}
-        lines.append([text, headline.peer, *(of_pass.get(what, NOTHING) for what in PASSES), in_mib])
-    return as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
-
-
 def compiling(rows: Sequence[Row]) -> str:
     """The median time to trace and compile, over all cases of a benchmark."""
     known = [ratio for ratio in ratios_to_peers(rows) if None not in (ratio.row.compile_s, ratio.peer.compile_s)]
@@ -251,21 +234,32 @@ def compiling(rows: Sequence[Row]) -> str:
     for (name, what, peer), found in grouped(known, lambda r: (r.row.benchmark, r.row.what, r.peer.candidate)).items():
         seconds = [statistics.median(getattr(r, side).compile_s for r in found) for side in ("row", "peer")]
         lines.append([name.replace("_", " "), what, peer, *map(number, seconds), ratio_text(seconds[0] / seconds[1])])
-    return as_markdown(["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"], lines)
+    header = ["benchmark", "what", "against", "masksafe s", "the other's s", "ratio"]
+    return f"Measured {environment(rows)}.\n\n{as_markdown(header, lines)}"
 
 
-def environment(rows: Sequence[Row]) -> str:
-    """On what, with what and when the benchmarks were measured."""
-    lines = []
-    for (machine, python, versions, date), group in grouped(
-        rows, lambda r: (r.machine, r.python, r.versions, r.date)
-    ).items():
-        names = dict.fromkeys(row.benchmark.replace("_", " ") for row in group)
-        rounds = sorted(row.rounds for row in group)
-        lines.append(
-            f"- {', '.join(names)}: {date}, {machine}, Python {python}, {versions}; {rounds[0]} to {rounds[-1]} rounds"
-        )
-    return "\n".join(lines)
+def environment(rows: Sequence[Any], packages: Sequence[str] = ()) -> str:
+    """When, on what and with which versions the rows were measured: of each what occurs among them.
+
+    With the names of packages it has their versions alone, without them all and Python's.
+    """
+    versions = {text: text.split()[0] for line in distinct(rows, "versions") for text in line.split(", ")}
+    of_package = grouped(versions, versions.__getitem__)
+    python = [] if packages else [f"Python {version}" for version in distinct(rows, "python")]
+    dates = sorted(distinct(rows, "date"))
+    parts = [" to ".join(dict.fromkeys([dates[0], dates[-1]])), *map(" and ".join, (distinct(rows, "machine"), python))]
+    parts += [" and ".join(of_package[name]) for name in packages or of_package if name in of_package]
+    return ", ".join(filter(None, parts))
+
+
+def distinct(rows: Sequence[Any], column: str) -> list[str]:
+    """The texts of a column, if the rows have it."""
+    return list(dict.fromkeys(text for row in rows if (text := getattr(row, column, ""))))
+
+
+def jax_of(rows: Sequence[Any]) -> str:
+    """The version, such as "jax 0.12.0.1"."""
+    return " and ".join(dict.fromkeys(found for row in rows for found in re.findall(r"\bjax [\d.]+", row.versions)))
 
 
 # Pages

@@ -4,8 +4,8 @@
 
 Both split time over the devices inside `jax.shard_map`. The ring sends keys and values on, a part at a time; the other
 gathers them, and tells attention the positions of its queries. Times are those of eight devices that take turns on the
-cores, and count the work of all: a real ring waits for its slowest device, and shares no memory. So the bytes are what
-to look at: the temporary memory of a device, and what each receives from the others, read from the compiled program.
+cores, and count the work of all: a real ring waits for its slowest device, and shares no memory. `exchanges.py` says
+what a device receives from the others.
 """
 
 import functools
@@ -18,18 +18,15 @@ DEVICES = 8
 if "jax" not in sys.modules:  # which reads it once
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={DEVICES} {os.environ.get('XLA_FLAGS', '')}"
 
-import hlo  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
-from command import DOCS, PAGE, QUICK, main  # noqa: E402
+from command import main  # noqa: E402
 from jax.sharding import AxisType, NamedSharding, PartitionSpec  # noqa: E402
-from measure import GRADIENT, PASSES, Benchmark, Case, Work, by_x, pulled_back, random_normal  # noqa: E402
-from results import as_markdown, fill, number  # noqa: E402
+from measure import Benchmark, Case, Work, by_x, random_normal  # noqa: E402
 
 import masksafe  # noqa: E402
 
 RING, GATHERED = CANDIDATES = ("ring", "gathered")
-MIB = 2**20
 SIZES = {"tiny": (1, 256, 2, 64), "large": (1, 8192, 4, 64)}  # batch, time, heads, width
 WINDOW = 512
 MASKS = {
@@ -93,35 +90,5 @@ CASES = [
 BENCHMARK = Benchmark("ring_attention", "Ring attention", ((RING, GATHERED),), CASES)
 
 
-def compiled(mask: str, shape: tuple[int, ...], candidate: str, what: str) -> tuple[float, float]:
-    """MiB that a device receives, and of its temporary arrays."""
-    work = prepare(mask, shape)
-    fn, args = work.functions[candidate], work.args
-    fn, args = pulled_back(fn, args, work.leaves) if what == GRADIENT else (fn, args)
-    place = NamedSharding(mesh(), IN_TIME)
-    program = jax.jit(fn, out_shardings=place).lower(*jax.tree.map(lambda x: jax.device_put(x, place), args)).compile()
-    exchanges = hlo.exchanges(hlo.kernels(program.as_text()))
-    return hlo.received_bytes(exchanges, DEVICES) / MIB, program.memory_analysis().temp_size_in_bytes / MIB
-
-
-def bytes_table(size: str) -> str:
-    """For each mask and pass what a device receives and holds: the ring, the other."""
-    lines = []
-    for mask in MASKS:
-        for what in PASSES:
-            found = [compiled(mask, SIZES[size], candidate, what) for candidate in CANDIDATES]
-            received, held = zip(*found, strict=True)
-            lines.append([mask, what, *map(number, received), *map(number, held)])
-    units = [f"{unit} MiB: {candidate}" for unit in ("received", "temporary") for candidate in CANDIDATES]
-    return as_markdown(["mask", "what", *units], lines)
-
-
-def publish_bytes(is_quick: bool) -> None:
-    page = (QUICK if is_quick else DOCS) / PAGE
-    page.write_text(fill(page.read_text(), "ring_attention bytes", bytes_table("tiny" if is_quick else "large")))
-
-
 if __name__ == "__main__":
     main([BENCHMARK])
-    if "--plot-only" not in sys.argv:
-        publish_bytes("--quick" in sys.argv)

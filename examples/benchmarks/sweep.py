@@ -24,10 +24,11 @@ import normalization
 import routers
 import segments
 import softmax
-from command import DOCS, measure_all, parse
+from command import measure_all, parse, tell
 from measure import VALUE, Benchmark, Case, Row, Work, by_x, eager_too, random_bits
+from pages import DOCS, both, csv_of, fill_pages, section_of
 from plots import draw_by_work
-from results import best_peers, by_work, fill, read_csv, worst
+from results import best_peers, by_work, counts, read_csv, worst
 from rich.console import Console
 from rich.markdown import Markdown
 
@@ -207,23 +208,27 @@ def cases_of_products() -> list[Case]:
 BENCHMARK = Benchmark("sweep", "The sweep", (), cases_of_rows() + cases_of_products())
 
 
-def publish(rows: Sequence[Row], docs: Path, console: Console) -> None:
-    """The worst ratios and the means on the terminal; the means on the page as well, and the picture."""
-    found = best_peers(rows)
+def section(docs: Path) -> str:
+    """What stands on the page: for each kind of work the ratios of the minima to those of the fastest peer."""
+    rows, older = both("sweep", docs)
+    draw_by_work(best_peers(rows), docs / "_static" / "benchmarks" / "sweep.png")
+    return section_of(BENCHMARK, rows, older, lambda rows: by_work(best_peers(rows)), summary)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    found = [ratio.minimum for ratio in best_peers(rows)]
+    return f"{counts(found)}, {sum(ratio > 2 for ratio in found)} above 2."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    console, options = Console(), parse([BENCHMARK], arguments)
+    failures = [] if options.plot_only else measure_all([BENCHMARK], options, console)
+    found = best_peers(read_csv(csv_of("sweep", options.docs, options.folder)))
     console.print(Markdown(worst(found, WORST)), Markdown(by_work(found)))
-    picture = Path("_static") / "benchmarks" / "sweep.png"
-    draw_by_work(found, docs / picture)
-    if docs.resolve() == DOCS.resolve():
-        page = docs / "performance.md"
-        link = "[All figures as CSV](benchmarks/sweep.csv)"
-        section = "\n\n".join([f"![The sweep: ratios of times]({picture})", by_work(found), link])
-        page.write_text(fill(page.read_text(), "sweep", section))
+    if not options.folder and options.docs.resolve() == DOCS.resolve():
+        fill_pages(DOCS, {"sweep": section(DOCS)})
+    tell(failures)
 
 
 if __name__ == "__main__":
-    console, options = Console(), parse([BENCHMARK], None)
-    csv = options.docs / "benchmarks" / "sweep.csv"
-    failures = [] if options.plot_only else measure_all([BENCHMARK], options, console)
-    publish(read_csv(csv), options.docs, console)
-    if failures:
-        raise SystemExit("\n".join(["These cases failed:", *failures]))
+    main()

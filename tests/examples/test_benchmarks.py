@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import measure
 import numpy as np
+import operations
+import overview
+import pages
 import plots
 import pytest
 import results
@@ -18,9 +21,8 @@ import segments
 WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x: x}, (jnp.ones(3),))
 CASES = [measure.Case("power", "none", "float32", size, "3", lambda: WORK) for size in ("tiny", "large")]
 BENCHMARK = measure.Benchmark("powers", "Powers", (("masksafe", "optax"), ("masksafe", "torch")), CASES)
-PAGE = "# Page\n" + "".join(
-    f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in ("powers", "slower", "compiling", "environment")
-)
+PLACES = ("powers", "headlines", "libraries", "slowest", "slower", "compiling", "programs")
+PAGE = "# Page\n" + "".join(f"<!-- table: {name} -->\nold\n<!-- end -->\n" for name in PLACES)
 
 
 @pytest.fixture
@@ -90,15 +92,72 @@ def test_table_has_both_passes_and_marks_what_is_slower(rows):
 
 
 def test_only_what_is_slower_is_listed(rows):
-    text, _, *table = results.slower(rows).splitlines()
+    measured, text, table = results.slower(rows).split("\n\n")
+    assert measured == f"Measured {results.environment(rows)}."
     assert text == "Of 2 ratios to other libraries 1 exceed 1.1 (0 in calls shorter than 0.1 ms)."
-    assert len(table) == 3
-    assert "1.25 (+0.400 ms)" in table[-1]
-    assert results.slower(rows[2:]) == "Of 1 ratios to other libraries 0 exceed 1.1 (0 in calls shorter than 0.1 ms)."
+    assert len(table.splitlines()) == 3
+    assert "1.25 (+0.400 ms)" in table
+    assert results.slower(rows[2:]).endswith(
+        "Of 1 ratios to other libraries 0 exceed 1.1 (0 in calls shorter than 0.1 ms)."
+    )
 
 
 def test_compile_times(rows):
     assert "| 0.500      | 0.250         | **2.00** |" in results.compiling(rows)
+
+
+def test_environment_tells_all_that_occurs(rows):
+    assert results.environment(rows) == '2026-11-01, CPU "x", 2 cores, Python 3.13, jax 1, optax 2'
+    later = dataclasses.replace(rows[0], date="2026-11-03", machine="another", versions="jax 2, optax 2")
+    found = results.environment([later, *rows], ["jax"])
+    assert found == '2026-11-01 to 2026-11-03, another and CPU "x", 2 cores, jax 2 and jax 1'
+
+
+@pytest.fixture
+def older(rows):
+    return [dataclasses.replace(row, versions="jax 0.10.2, optax 2", median_ms=3.0) for row in rows]
+
+
+@pytest.fixture
+def headline(monkeypatch):
+    line = overview.Headline("powers", "power", "none", "float32", "tiny", "optax", "a power", "power")
+    monkeypatch.setattr(overview, "HEADLINES", [line])
+
+
+def test_headlines_have_both_versions_and_what_was_measured_in_each(rows, older, headline):
+    measured, table = overview.headlines(rows, older).split("\n\n")
+    versions = "jax 1 (Python 3.13) and, in brackets, jax 0.10.2 (Python 3.13)"
+    assert measured == f'Measured with {versions}: 2026-11-01, CPU "x", 2 cores, optax 2.'
+    assert "| a power (3) | optax   | **1.25** (1.00) | 0.00 (1.00)   | -" in table
+    assert "(" not in overview.headlines(rows, []).splitlines()[-1].replace("(3)", "")
+    assert overview.drawn(rows) == {"power (optax)": {"value": 1.25, "value with gradient": 0.002}}
+
+
+def test_means_of_each_library_have_both_versions(rows, older):
+    line = overview.libraries(rows, older).splitlines()[-1]
+    assert [cell.strip() for cell in line.strip("|").split("|")] == [
+        *("optax", "**1.25** (1.00)", "1 of 1 (0 of 1)", "0.002 (1.00)".replace("0.002", "0.00"), "0 of 1 (0 of 1)")
+    ]
+
+
+def test_only_the_slowest_kinds_of_long_calls_are_on_the_first_page(rows, older, monkeypatch):
+    line = overview.slowest(rows, older).splitlines()[-1]
+    assert line.startswith("| powers: power | value | optax   | **1.25** (1.00) | 1 of 1 (0 of 1) | 1.25 (+0.400 ms)")
+    slow = [dataclasses.replace(row, work=f"{n}", eager=n == 0) for n in range(20) for row in rows]
+    assert len(overview.slowest(slow, []).split("\n\n")[-1].splitlines()) == 2 + overview.MOST_LINES
+    short = [dataclasses.replace(row, median_ms=row.median_ms / 1000) for row in rows]
+    assert overview.slowest(short, []).splitlines()[-1].startswith("| ---")
+
+
+def test_programs_have_seconds_and_operations(rows, headline):
+    compiled_too = [dataclasses.replace(row, compile_s=row.compile_s or 0.25) for row in rows]
+    size = operations.Size(
+        *("powers", "power", "none", "float32", "tiny", "3", "value with gradient", "masksafe"),
+        *(30, 60, 0.5, "2026-11-01", "jax 1"),
+    )
+    sizes = [size, dataclasses.replace(size, candidate="optax", operations=20)]
+    assert "| 0.25 / 0.25" in overview.programs(compiled_too, [], sizes)
+    assert "| 30 / 20" in overview.programs(compiled_too, [], sizes)
 
 
 def test_fill_replaces_what_is_between_the_markers():
@@ -110,14 +169,14 @@ def test_fill_replaces_what_is_between_the_markers():
 
 @pytest.mark.slow
 def test_the_command_measures_draws_and_fills(without_pauses, tmp_path, monkeypatch):
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "performance.md").write_text(PAGE)
-    monkeypatch.setattr(command, "DOCS", tmp_path / "docs")
+    (tmp_path / "docs" / "performance").mkdir(parents=True)
+    (tmp_path / "docs" / "performance" / "page.md").write_text(PAGE)
+    monkeypatch.setattr(pages, "DOCS", tmp_path / "docs")
     out = tmp_path / "out"
     command.main([BENCHMARK], ["--quick", "--docs", str(out)])
-    page = (out / "performance.md").read_text()
-    assert "old" not in page
-    assert "masksafe / optax" in page
+    text = (out / "performance" / "page.md").read_text()
+    assert "old" not in text
+    assert "masksafe / optax" in text
     assert (out / "_static" / "benchmarks" / "powers.png").stat().st_size > 5_000
     assert {row.size for row in results.read_csv(out / "benchmarks" / "powers.csv")} == {"tiny"}
 
@@ -166,18 +225,46 @@ def test_the_formulas_of_contrastive_losses_compute_what_masksafe_does(name, mas
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
 
 
-def test_every_benchmark_has_a_place_in_the_page_and_tiny_cases():
-    page = (command.DOCS / command.PAGE).read_text()
+def test_figures_of_the_oldest_jax_are_kept_apart(rows, tmp_path, monkeypatch):
+    results.write_csv(pages.csv_of("powers", tmp_path), rows)
+    results.write_csv(pages.csv_of("powers", tmp_path, pages.OLDEST), rows[:2])
+    assert pages.both("powers", tmp_path) == (rows, rows[:2])
+    monkeypatch.setattr(jax, "__version__", "0.10.2")
+    assert command.parse([BENCHMARK], ["--oldest"]).folder == pages.OLDEST
+    monkeypatch.setattr(jax, "__version__", "0.12.0")
+    with pytest.raises(SystemExit):
+        command.parse([BENCHMARK], ["--oldest"])
+
+
+def test_the_summary_of_the_oldest_jax_stands_below_the_table(rows, older):
+    section = pages.section_of(
+        BENCHMARK, rows, older, lambda rows: "table", lambda rows: results.summary(BENCHMARK, rows)
+    )
+    measured, picture, _, newest, oldest = section.split("\n\n")
+    assert measured == f"Measured {results.environment(rows)}."
+    assert picture.endswith("(../_static/benchmarks/powers.png)")
+    assert "2 ratios, geometric mean 0.05, 1 above 1.1. [All figures as CSV](../benchmarks/powers.csv)" in newest
+    assert oldest.startswith("jax 0.10.2: masksafe / optax: 2 ratios, geometric mean 1.00, 0 above 1.1.")
+    assert "(../benchmarks/jax-0.10/powers.csv)" in oldest
+
+
+def test_every_table_has_one_place():
+    names = {benchmark.name for benchmark in importlib.import_module("all").BENCHMARKS}
+    names |= {"meshes", "ring_attention", "sweep", "compiled", "operations", *PLACES} - {"powers"}
+    texts = [path.read_text() for path in (pages.DOCS / pages.PAGES).glob("*.md")]
+    assert sorted(name for text in texts for name in pages.PLACE.findall(text)) == sorted(names)
+
+
+def test_every_benchmark_has_tiny_cases():
     for benchmark in importlib.import_module("all").BENCHMARKS:
-        assert results.fill(page, benchmark.name, "") != page
         assert {"tiny", "large"} <= {case.size for case in benchmark.cases}
 
 
 def test_every_line_of_the_summary_is_a_case():
     benchmarks = {benchmark.name: benchmark for benchmark in importlib.import_module("all").BENCHMARKS}
-    for line in command.HEADLINES:
+    for line in overview.HEADLINES:
         benchmark = benchmarks[line.benchmark]
         cases = [(case.work, case.mask, case.dtype, case.size) for case in benchmark.cases]
         assert (line.work, line.mask, line.dtype, line.size) in cases, line
         assert ("masksafe", line.peer) in benchmark.ratios, line
-    results.fill((command.ROOT / "README.md").read_text(), "headlines", "")  # it has the markers, once
+    results.fill((pages.ROOT / "README.md").read_text(), "headlines", "")  # it has the markers, once

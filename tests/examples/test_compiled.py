@@ -95,12 +95,15 @@ def test_ops_are_in_the_order_of_their_mean_ratios(rows):
 
 
 def test_page_and_picture_are_made_from_the_csv(rows, tmp_path):
-    (tmp_path / "performance.md").write_text(PAGE)
+    page = tmp_path / "performance" / "gpu.md"
+    page.parent.mkdir()
+    page.write_text(PAGE)
     results.write_csv(compiled.csv_of("h100", tmp_path), rows, compiled.Compiled)
     compiled.main(["--plot-only", "--docs", str(tmp_path)])
-    page = (tmp_path / "performance.md").read_text()
-    assert "old" not in page
-    assert "Of 4 programs 3 move more than 1.1 times" in page
+    text = page.read_text()
+    assert "old" not in text
+    assert "Compiled 2026-11-01, jax 1." in text
+    assert "Of 4 programs 3 move more than 1.1 times" in text
     assert (tmp_path / "_static" / "benchmarks" / "compiled_h100.png").stat().st_size > 5_000
     assert results.read_csv(compiled.csv_of("h100", tmp_path), compiled.Compiled) == rows
 
@@ -111,7 +114,3 @@ def test_what_is_missing_is_told(monkeypatch):
         SystemExit, match=r'h100: nothing_of_this_name is not installed: pip install "\.\[gpu-compile\]"'
     ):
         compiled.main([])
-
-
-def test_the_page_has_a_place_for_the_table():
-    results.fill((compiled.DOCS / compiled.PAGE).read_text(), "compiled", "")

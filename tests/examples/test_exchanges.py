@@ -2,6 +2,7 @@
 
 import exchanges
 import pytest
+import results
 
 
 @pytest.mark.parametrize(
@@ -14,13 +15,13 @@ def test_table_has_what_a_program_exchanges(op):
 
 
 def test_csv_and_page_agree(tmp_path):
-    rows = exchanges.read(exchanges.TABLE)
-    exchanges.write(rows, tmp_path / "copy.csv")
-    assert exchanges.read(tmp_path / "copy.csv") == rows
+    rows = results.read_csv(exchanges.TABLE, exchanges.Row)
+    results.write_csv(tmp_path / "copy.csv", rows, exchanges.Row)
+    assert (tmp_path / "copy.csv").read_text() == exchanges.TABLE.read_text()
     assert exchanges.table(rows) in exchanges.PAGE.read_text()
 
 
 def test_every_op_is_in_the_csv_for_every_target():
-    rows = exchanges.read(exchanges.TABLE)
+    rows = results.read_csv(exchanges.TABLE, exchanges.Row)
     expected = {(op.name, op.split, t, what) for op in exchanges.OPS for t in exchanges.NUMBERS for what in op.passes}
     assert {(row.op, row.split, row.target, row.what) for row in rows} == expected

@@ -60,14 +60,12 @@ def test_the_worst_ratio_stands_first(rows):
 
 
 def test_the_page_is_made_from_the_csv(rows, tmp_path):
-    (tmp_path / "performance.md").write_text(PAGE)
+    page = tmp_path / "performance" / "compiling.md"
+    page.parent.mkdir()
+    page.write_text(PAGE)
     results.write_csv(compiled.csv_of("cpu", tmp_path), rows, operations.Size)
     compiled.main(["--target", "cpu", "--plot-only", "--docs", str(tmp_path)])
-    page = (tmp_path / "performance.md").read_text()
-    assert "old" not in page
-    assert "Of 4 programs 1 have more than twice the operations" in page
+    text = page.read_text()
+    assert "old" not in text
+    assert "Of 4 programs 1 have more than twice the operations" in text
     assert results.read_csv(compiled.csv_of("cpu", tmp_path), operations.Size) == rows
-
-
-def test_the_page_has_a_place_for_the_table():
-    results.fill((compiled.DOCS / compiled.PAGE).read_text(), "operations", "")
