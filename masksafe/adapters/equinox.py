@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import at_rank_of, message
+from masksafe._core.arguments import as_float_array, as_promoted_float_array, at_rank_of, message
 from masksafe._core.masks import as_mask, as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import Devices
@@ -55,7 +55,7 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
           where: booleans that broadcast to the shape of `x`; False is masked.
         """
         del key
-        _check_shape("LayerNorm", x, self.shape)
+        x = _as_sample("LayerNorm", x, self.shape)
         out = layer_norm(x, self.weight, self.bias, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
         return _with_state(out, state)
 
@@ -76,7 +76,7 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's; the arguments are those of `LayerNorm`."""
         del key
-        _check_shape("RMSNorm", x, self.shape)
+        x = _as_sample("RMSNorm", x, self.shape)
         where = as_mask_of("RMSNorm", where, x.shape)
         wide = x if self.bias is None else widened(x)  # it is rounded once, after the bias
         out = rms_norm(wide, self.weight, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
@@ -108,6 +108,7 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
           where: booleans that broadcast to the shape of `x`, so a mask of positions needs no axis for the channels.
         """
         del key
+        x = as_float_array("GroupNorm", "x", x, of_any_width=True)
         out = group_norm(x, self.groups, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         return _with_state(out, state)
 
@@ -117,7 +118,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
 
     Masked elements are 0, without the bias. The statistics are those of the unmasked elements of the whole batch. A
     channel with nothing left keeps its running statistics, and a batch with nothing left keeps the whole state. In mode
-    "ema", a channel with nothing left in the first batch starts from mean 0 and variance 1. Floats only.
+    "ema", a channel with nothing left in the first batch starts from mean 0 and variance 1. No complex numbers.
 
     Example:
       >>> import equinox, jax, jax.numpy as jnp
@@ -156,7 +157,8 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
         is_ema = self.mode == "ema"
         running = state.get(self.ema_state_index if is_ema else self.batch_state_index)
         promoted = (running[0] if is_ema or inference else None, self.weight, self.bias)
-        x = x.astype(jnp.result_type(x, *(a for a in promoted if a is not None)))
+        dtype = jnp.result_type(x, *(a for a in promoted if a is not None))
+        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), of_any_width=True)
         normalized = functools.partial(batch_norm, x, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         if inference:
             divisor = 1 if is_ema else self._weight_of_past(state.get(self.batch_counter))
@@ -295,10 +297,12 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         return rate, key
 
 
-def _check_shape(layer: str, x: Array, shape: tuple[int, ...]) -> None:
+def _as_sample(layer: str, x: Array, shape: tuple[int, ...]) -> Array:
+    x = as_float_array(layer, "x", x, of_any_width=True)
     if x.shape != shape:
         hint = "Write jax.vmap(layer) for a batch."
         raise ValueError(message(layer, "x", f"shape {x.shape}", f"shape {shape}, that of the layer", hint))
+    return x
 
 
 def _with_state(out: Array, state: Any) -> Any:
