@@ -27,7 +27,7 @@ from masksafe.normalization import batch_norm, group_norm, layer_norm, rms_norm
 
 __all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiheadAttention", "RMSNorm"]
 
-_NO_STATE: Any = object()
+_NO_STATE: Any = ...
 
 
 class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
@@ -125,8 +125,10 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
       >>> from masksafe.adapters.equinox import BatchNorm
       >>> layer, state = equinox.nn.make_with_state(BatchNorm)(2, "batch", mode="batch", eps=0.0)
       >>> x = jnp.array([[1.0, 5.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
-      >>> over_batch = jax.vmap(lambda x: layer(x, state, where=~jnp.isnan(x)), axis_name="batch", out_axes=(0, None))
-      >>> out, state = over_batch(x)
+      >>> def of_sample(x, where):
+      ...     return layer(x, state, where=where)
+      >>> over_batch = jax.vmap(of_sample, out_axes=(0, None), axis_name="batch")
+      >>> out, state = over_batch(x, ~jnp.isnan(x))
       >>> print(out)
       [[-1.  0.]
        [ 1.  0.]
@@ -211,14 +213,14 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
 class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
     """`equinox.nn.MultiheadAttention` by `masksafe.dot_product_attention`.
 
-    A query that sees no key in any head has output 0, without the bias of the projection. What a query or key holds
-    that the mask takes out everywhere changes nothing, also not the gradients of the projections. Dropout makes other
-    draws from the same key. Its rate is a number below 1. Floats and boolean masks only.
+    A query that sees no key in any head has output 0, without the bias of the projection. Such a query, and a key that
+    no query sees, may hold anything: no output changes, and no gradient of the projections. Dropout draws other weights
+    than equinox's from the same random key, and its rate is below 1. Floats and boolean masks only.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from masksafe.adapters.equinox import MultiheadAttention
-      >>> layer = MultiheadAttention(num_heads=2, query_size=4, use_output_bias=True, key=jax.random.key(0))
+      >>> layer = MultiheadAttention(2, 4, use_output_bias=True, key=jax.random.key(0))
       >>> x = jnp.ones((3, 4)).at[2].set(jnp.nan)
       >>> is_word = jnp.array([True, True, False])
       >>> out = layer(x, x, x, is_word[:, None] & is_word)
@@ -259,23 +261,24 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             if x.ndim != 2:
                 hint = "Write jax.vmap(layer) for a batch."
                 raise ValueError(message(name, argument, f"shape {x.shape}", "an array of rank 2", hint))
-        if len(key_) != len(value):
-            raise ValueError(message(name, "value", f"{len(value)} rows", f"{len(key_)}, as many as of key_"))
+        (time, _), (keys, _) = query.shape, key_.shape
+        if value.shape[0] != keys:
+            raise ValueError(message(name, "value", f"{value.shape[0]} rows", f"{keys}, as many as of key_"))
         is_seeing = None
         if mask is not None:
-            pairs = self.num_heads, len(query), len(key_)
+            pairs = self.num_heads, time, keys
             mask = at_rank_of(name, "mask", as_mask(name, "mask", mask), pairs, "heads, queries and keys")
             is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
             # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0.
             query, key_, value = selected(query, is_seeing), selected(key_, is_seen), selected(value, is_seen)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-        heads = [jax.vmap(project)(x).reshape(len(x), self.num_heads, -1) for project, x in projections]
+        heads = [jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections]
         if process_heads is not None:
             heads = self._processed(process_heads, heads)
         q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
-        projected: Array = jax.vmap(self.output_proj)(out.reshape(len(query), -1))
+        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, -1))
         return selected(projected, is_seeing)
 
     def _processed(self, process_heads: Callable[..., Any], heads: list[Array]) -> list[Array]:
