@@ -297,7 +297,11 @@ def attend(layer, query, key_, value, mask):
     return layer(query, key_, value, mask)
 
 
-@pytest.mark.parametrize("mask", [None, MASK[0], MASK], ids=["no mask", "for all heads", "for each head"])
+@pytest.mark.parametrize(
+    "mask",
+    [None, pytest.param(MASK[0], marks=pytest.mark.forms), MASK],
+    ids=["no mask", "for all heads", "for each head"],
+)
 def test_attention_is_equinox_own(mask):
     layers = attentions(**SIZES, **BIASES)
     actual, expected = (differentiated(layer, (QUERY, KEY_, VALUE, mask), attend) for layer in layers)
