@@ -1,0 +1,318 @@
+"""equinox's layers, computed by masksafe: to move a model, change the import.
+
+Each class is a subclass of equinox's class of its name, with its constructor and its fields. So checkpoints of one load
+into the other. equinox is imported here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.arguments import as_float_array, as_promoted_float_array, at_rank_of, message
+from masksafe._core.masks import as_mask, as_mask_of, selected
+from masksafe._core.precision import widened
+from masksafe._core.sharding import Devices
+from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.unfolded import any_of
+from masksafe.attention import dot_product_attention
+from masksafe.normalization import batch_norm, group_norm, layer_norm, rms_norm
+
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiheadAttention", "RMSNorm"]
+
+_NO_STATE: Any = ...
+
+
+class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
+    """`equinox.nn.LayerNorm` by `masksafe.layer_norm`, with `where` at the call.
+
+    Masked elements are 0, without the bias, and a sample with nothing left is 0. Floats only.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from masksafe.adapters.equinox import LayerNorm
+      >>> x = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> layer = LayerNorm(3, eps=0.0)
+      >>> print(jax.vmap(lambda x: layer(x, where=~jnp.isnan(x)))(x))
+      [[-1.  1.  0.]
+       [ 0.  0.  0.]]
+    """
+
+    def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
+        """As equinox's.
+
+        Args:
+          x: floats of the shape of the layer.
+          state: returned as it is, beside the output, if it is given.
+          key: without effect.
+          where: booleans that broadcast to the shape of `x`; False is masked.
+        """
+        del key
+        x = _as_sample("LayerNorm", x, self.shape)
+        out = layer_norm(x, self.weight, self.bias, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
+        return _with_state(out, state)
+
+
+class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
+    """`equinox.nn.RMSNorm` by `masksafe.rms_norm`, with `where` at the call.
+
+    Masked elements are 0, without the bias, and a sample with nothing left is 0. Floats only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from masksafe.adapters.equinox import RMSNorm
+      >>> x = jnp.array([1.0, 7.0, jnp.nan])
+      >>> print(RMSNorm(3, eps=0.0)(x, where=~jnp.isnan(x)))
+      [0.2 1.4 0. ]
+    """
+
+    def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
+        """As equinox's; the arguments are those of `LayerNorm`."""
+        del key
+        x = _as_sample("RMSNorm", x, self.shape)
+        where = as_mask_of("RMSNorm", where, x.shape)
+        wide = x if self.bias is None else widened(x)  # it is rounded once, after the bias
+        out = rms_norm(wide, self.weight, axis=tuple(range(x.ndim)), where=where, epsilon=self.eps)
+        if self.bias is not None:
+            out = selected(out + self.bias.astype(out.dtype), where).astype(x.dtype)
+        return _with_state(out, state)
+
+
+class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
+    """`equinox.nn.GroupNorm` by `masksafe.group_norm`, with `where` at the call.
+
+    Masked elements are 0, without the bias, and a group with nothing left is 0. Floats only.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from masksafe.adapters.equinox import GroupNorm
+      >>> x = jnp.array([1.0, 3.0, 5.0, jnp.nan])
+      >>> print(GroupNorm(2, 4, eps=0.0)(x, where=~jnp.isnan(x)))
+      [-1.  1.  0.  0.]
+    """
+
+    def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
+        """As equinox's.
+
+        Args:
+          x: floats `[channels, ...]`.
+          state: returned as it is, beside the output, if it is given.
+          key: without effect.
+          where: booleans that broadcast to the shape of `x`, so a mask of positions needs no axis for the channels.
+        """
+        del key
+        x = as_float_array("GroupNorm", "x", x, of_any_width=True)
+        out = group_norm(x, self.groups, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
+        return _with_state(out, state)
+
+
+class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
+    """`equinox.nn.BatchNorm` by `masksafe.batch_norm`, with `where` at the call.
+
+    Masked elements are 0, without the bias. The statistics are those of the unmasked elements of the whole batch. A
+    channel with nothing left keeps its running statistics, and a batch with nothing left keeps the whole state. In mode
+    "ema", a channel with nothing left in the first batch starts from mean 0 and variance 1. No complex numbers.
+
+    Example:
+      >>> import equinox, jax, jax.numpy as jnp
+      >>> from masksafe.adapters.equinox import BatchNorm
+      >>> layer, state = equinox.nn.make_with_state(BatchNorm)(2, "batch", mode="batch", eps=0.0)
+      >>> x = jnp.array([[1.0, 5.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
+      >>> def of_sample(x, where):
+      ...     return layer(x, state, where=where)
+      >>> over_batch = jax.vmap(of_sample, out_axes=(0, None), axis_name="batch")
+      >>> out, state = over_batch(x, ~jnp.isnan(x))
+      >>> print(out)
+      [[-1.  0.]
+       [ 1.  0.]
+       [ 0.  0.]]
+    """
+
+    def __call__(
+        self,
+        x: Array,
+        state: Any,
+        *,
+        key: Any = None,
+        inference: bool | None = None,
+        where: ArrayLike | None = None,
+    ) -> tuple[Array, Any]:
+        """As equinox's.
+
+        Args:
+          x: floats `[channels, ...]`.
+          state: the `equinox.nn.State` with the running statistics.
+          key: without effect.
+          inference: whether to normalise by the running statistics; by default as the layer says.
+          where: booleans that broadcast to the shape of `x`; a scalar masks a whole sample.
+        """
+        del key
+        where = as_mask_of("BatchNorm", where, x.shape)
+        inference = self.inference if inference is None else inference
+        is_ema = self.mode == "ema"
+        running = state.get(self.ema_state_index if is_ema else self.batch_state_index)
+        promoted = (running[0] if is_ema or inference else None, self.weight, self.bias)
+        dtype = jnp.result_type(x, *(a for a in promoted if a is not None))
+        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), of_any_width=True)
+        normalized = functools.partial(batch_norm, x, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
+        if inference:
+            divisor = 1 if is_ema else self._weight_of_past(state.get(self.batch_counter))
+            mean, var = (statistic / divisor for statistic in running)
+            return normalized(mean=mean, var=var)[0], state
+        lax.psum(1, self.axis_name)  # equinox's NameError where there is no such axis
+        y, *of_batch = normalized(axis_name=self.axis_name)
+        is_live = jnp.ones(1, bool) if where is None else _is_live(where, self.axis_name)
+        if not is_ema:
+            return y, self._updated(state, of_batch, is_live)
+        state, (mean, var) = self._updated_ema(state, of_batch, is_live)
+        return normalized(mean=mean, var=var)[0], state
+
+    def _updated(self, state: Any, of_batch: list[Array], is_live: Array) -> Any:
+        """The state of mode "batch" after a batch."""
+        before = state.get(self.batch_counter)
+        after = jnp.where(jnp.any(is_live), before + 1, before)
+        kept = self._weight_of_past(after) / self._weight_of_past(before)  # so that the same is divided out again
+
+        def update(old: Array, new: Array) -> Array:
+            wide = old.astype(new.dtype)
+            blend = wide * self.momentum + new * (1 - self.momentum)
+            return jnp.where(is_live, blend, wide * kept.astype(new.dtype)).astype(old.dtype)
+
+        state = state.set(self.batch_counter, after)
+        old = state.get(self.batch_state_index)
+        return state.set(self.batch_state_index, tuple(map(update, old, of_batch)))
+
+    def _weight_of_past(self, counter: Array) -> Array:
+        """By what equinox divides the statistics of mode "batch" at inference."""
+        return jnp.where(counter == 0, 1, 1 - self.momentum**counter)
+
+    def _updated_ema(self, state: Any, of_batch: list[Array], is_live: Array) -> tuple[Any, list[Array]]:
+        """The state of mode "ema" after a batch, and the statistics in it before they are rounded to its dtype."""
+        is_first = state.get(self.ema_first_time_index)
+
+        def update(old: Array, new: Array, start: float) -> Array:
+            wide = old.astype(new.dtype)
+            blend = (1 - self.momentum) * new + self.momentum * wide
+            kept = jnp.where(is_first & jnp.any(is_live), start, wide)
+            return jnp.where(is_live, jnp.where(is_first, new, blend), kept)
+
+        old = state.get(self.ema_state_index)
+        updated = [update(*statistics) for statistics in zip(old, of_batch, (0.0, 1.0), strict=True)]
+        state = state.set(self.ema_first_time_index, is_first & ~jnp.any(is_live))
+        rounded = tuple(new.astype(statistic.dtype) for new, statistic in zip(updated, old, strict=True))
+        return state.set(self.ema_state_index, rounded), updated
+
+
+class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
+    """`equinox.nn.MultiheadAttention` by `masksafe.dot_product_attention`.
+
+    A query that sees no key in any head has output 0, without the bias of the projection. Such a query, and a key that
+    no query sees, may hold anything: no output changes, and no gradient of the projections. Dropout draws other weights
+    than equinox's from the same random key, and its rate is below 1. Floats and boolean masks only.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from masksafe.adapters.equinox import MultiheadAttention
+      >>> layer = MultiheadAttention(2, 4, use_output_bias=True, key=jax.random.key(0))
+      >>> x = jnp.ones((3, 4)).at[2].set(jnp.nan)
+      >>> is_word = jnp.array([True, True, False])
+      >>> out = layer(x, x, x, is_word[:, None] & is_word)
+      >>> print(jnp.isfinite(out).all(), out[2])
+      True [0. 0. 0. 0.]
+    """
+
+    def __call__(
+        self,
+        query: Array,
+        key_: Array,
+        value: Array,
+        mask: ArrayLike | None = None,
+        *,
+        key: Any = None,
+        inference: bool | None = None,
+        deterministic: bool | None = None,
+        process_heads: Callable[..., Any] | None = None,
+    ) -> Array:
+        """As equinox's.
+
+        Args:
+          query: floats `[time, query_size]`.
+          key_: floats `[keys, key_size]`.
+          value: floats `[keys, value_size]`.
+          mask: booleans that broadcast to `[num_heads, time, keys]`; False is masked.
+          key: the random key for dropout.
+          inference: whether to leave out dropout; by default as the layer says.
+          deterministic: equinox's deprecated name of `inference`.
+          process_heads: a function of the projected queries, keys and values `[..., num_heads, width]` that returns
+            others of the same shapes.
+        """
+        name = "MultiheadAttention"
+        if deterministic is not None:
+            inference = deterministic
+            warnings.warn(f"{name}: deterministic is deprecated in favour of inference.", stacklevel=2)
+        for argument, x in (("query", query), ("key_", key_), ("value", value)):
+            if x.ndim != 2:
+                hint = "Write jax.vmap(layer) for a batch."
+                raise ValueError(message(name, argument, f"shape {x.shape}", "an array of rank 2", hint))
+        (time, _), (keys, _) = query.shape, key_.shape
+        if value.shape[0] != keys:
+            raise ValueError(message(name, "value", f"{value.shape[0]} rows", f"{keys}, as many as of key_"))
+        is_seeing = None
+        if mask is not None:
+            pairs = self.num_heads, time, keys
+            mask = at_rank_of(name, "mask", as_mask(name, "mask", mask), pairs, "heads, queries and keys")
+            is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
+            # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0.
+            query, key_, value = selected(query, is_seeing), selected(key_, is_seen), selected(value, is_seen)
+        projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
+        heads = [jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections]
+        if process_heads is not None:
+            heads = self._processed(process_heads, heads)
+        q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
+        rate, dropout_key = self._dropout(key, inference)
+        out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
+        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, -1))
+        return selected(projected, is_seeing)
+
+    def _processed(self, process_heads: Callable[..., Any], heads: list[Array]) -> list[Array]:
+        processed = list(process_heads(*heads))
+        found, expected = [x.shape for x in processed], [x.shape for x in heads]
+        if found != expected:
+            raise ValueError(message("MultiheadAttention", "process_heads", f"shapes {found}", f"shapes {expected}"))
+        return processed
+
+    def _dropout(self, key: Any, inference: bool | None) -> tuple[Any, Any]:
+        """The rate and the random key of dropout."""
+        rate = self.dropout.p
+        is_without = isinstance(rate, int | float) and rate == 0
+        if is_without or (self.dropout.inference if inference is None else inference):
+            return 0.0, None
+        if key is None:  # equinox's type of error
+            hint = "Or write inference=True, which is without dropout."
+            raise RuntimeError(message("MultiheadAttention", "key", "None", "a random key for dropout", hint))
+        return rate, key
+
+
+def _as_sample(layer: str, x: Array, shape: tuple[int, ...]) -> Array:
+    x = as_float_array(layer, "x", x, of_any_width=True)
+    if x.shape != shape:
+        hint = "Write jax.vmap(layer) for a batch."
+        raise ValueError(message(layer, "x", f"shape {x.shape}", f"shape {shape}, that of the layer", hint))
+    return x
+
+
+def _with_state(out: Array, state: Any) -> Any:
+    return out if state is _NO_STATE else (out, state)
+
+
+def _is_live(where: Array, axis_name: Any) -> Array:
+    """Of each channel, or of all at once, whether the batch has an unmasked element."""
+    names = axis_name if isinstance(axis_name, str) else tuple(axis_name)
+    return Devices(names).any(any_of(where, range(1, where.ndim)))

@@ -1,0 +1,487 @@
+"""masksafe's layers for equinox: equinox's own on clean input, safe under masks, with the same checkpoints."""
+
+import io
+
+import chex
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from masksafe.adapters import equinox as ours
+
+theirs = equinox.nn
+KEY = jax.random.key(0)
+GARBAGE = [np.nan, np.inf, -1e30]
+MODES = ["ema", "batch"]
+
+
+def of_both(make):
+    """What `make` makes of masksafe's layers and of equinox's, with the same parameters, no two of them alike."""
+    return tuple(jax.tree.map(spread, make(module)) for module in (ours, theirs))
+
+
+def spread(leaf):
+    is_parameter = equinox.is_inexact_array(leaf)
+    return (
+        (leaf + jnp.cos(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)).astype(leaf.dtype) if is_parameter else leaf
+    )
+
+
+@equinox.filter_jit
+def differentiated(layer, arrays, call):
+    """The output of `call(layer, *arrays)`, and the gradients of all that is a float."""
+
+    def total(of):
+        out = call(*of)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    (_, out), gradients = equinox.filter_value_and_grad(total, has_aux=True)((layer, *arrays))
+    return out, arrays_of(gradients[0]), gradients[1:]
+
+
+def arrays_of(tree):
+    return jax.tree.leaves(equinox.filter(tree, equinox.is_array))
+
+
+def leaves_with_paths(tree):
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def assert_same_leaves(ours, theirs):
+    (leaves, expected) = (dict(leaves_with_paths(tree)) for tree in (ours, theirs))
+    assert list(leaves) == list(expected)
+    assert all(np.array_equal(leaf, expected[path]) for path, leaf in leaves.items())
+
+
+# Norms of one sample.
+
+NORMS = {
+    "layer norm": (lambda nn: nn.LayerNorm(8), (8,)),
+    "layer norm of two axes": (lambda nn: nn.LayerNorm((3, 8), 1e-3, use_bias=False), (3, 8)),
+    "layer norm without parameters": (lambda nn: nn.LayerNorm((3, 8), use_weight=False, use_bias=False), (3, 8)),
+    "rms norm": (lambda nn: nn.RMSNorm((3, 8)), (3, 8)),
+    "rms norm without bias": (lambda nn: nn.RMSNorm(8, 1e-3, use_bias=False), (8,)),
+    "rms norm without weight": (lambda nn: nn.RMSNorm(8, use_weight=False), (8,)),
+    "group norm": (lambda nn: nn.GroupNorm(2, 4), (4, 3, 5)),
+    "group norm of channels alone": (lambda nn: nn.GroupNorm(2, 8, 1e-3), (8,)),
+    "group norm without parameters": (lambda nn: nn.GroupNorm(2, channelwise_affine=False), (4, 5)),
+}
+MASKED_NORMS = ["layer norm of two axes", "layer norm", "rms norm", "group norm"]
+all_norms = pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
+masked_norms = pytest.mark.parametrize("name", MASKED_NORMS)
+
+
+def sample(shape):
+    return jax.random.normal(jax.random.key(1), shape) + 2
+
+
+def with_mask(layer, x, where):
+    return layer(x, where=where)
+
+
+@all_norms
+def test_norm_is_equinox_own(make, shape):
+    actual, expected = (differentiated(layer, (sample(shape),), lambda layer, x: layer(x)) for layer in of_both(make))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@all_norms
+def test_norm_has_equinox_fields(make, shape):
+    mine, its = of_both(make)
+    assert_same_leaves(mine, its)
+    assert isinstance(mine, type(its))
+    assert type(mine).__name__ == type(its).__name__
+    assert {k: v for k, v in vars(mine).items() if k not in ("weight", "bias")} == {
+        k: v for k, v in vars(its).items() if k not in ("weight", "bias")
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["layer norm", "rms norm", "group norm"])
+def test_norm_of_16_bits_is_rounded_once(name, dtype):
+    make, shape = NORMS[name]
+    mine, its = of_both(make)
+    x = sample(shape).astype(dtype)
+    assert mine(x).dtype == its(x).dtype == dtype
+    exact = its(x.astype(jnp.float32))
+    chex.assert_trees_all_close(mine(x).astype(jnp.float32), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
+
+
+@masked_norms
+def test_norm_under_a_mask_is_untouched_by_garbage(name):
+    make, shape = NORMS[name]
+    layer, _ = of_both(make)
+    where = jax.random.bernoulli(jax.random.key(2), 0.6, shape)
+    clean = differentiated(layer, (jnp.where(where, sample(shape), 0), where), with_mask)
+    assert (clean[0][~where] == 0).all()
+    assert (clean[2][0][~where] == 0).all()
+    assert (clean[2][0][where] != 0).any()
+    for garbage in GARBAGE:
+        dirty = differentiated(layer, (jnp.where(where, sample(shape), garbage), where), with_mask)
+        chex.assert_trees_all_equal(dirty, clean)
+
+
+@masked_norms
+def test_norm_of_nothing_is_zero(name):
+    make, shape = NORMS[name]
+    layer, _ = of_both(make)
+    x, nothing = jnp.full(shape, jnp.nan), jnp.zeros(shape, bool)
+    results = differentiated(layer, (x, nothing), with_mask)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(results))
+
+
+def test_masks_of_norms_broadcast_from_the_last_axis():
+    x = sample((4, 5))
+    is_position = jnp.array([True, True, False, True, False])
+    layer, own = of_both(lambda nn: nn.GroupNorm(2, 4))
+    np.testing.assert_allclose(
+        layer(x, where=is_position)[:, is_position], own(x[:, is_position]), rtol=1e-4, atol=1e-5
+    )
+    layer, own = of_both(lambda nn: nn.RMSNorm((4, 5), use_weight=False, use_bias=False))
+    assert (layer(x, where=is_position)[:, ~is_position] == 0).all()
+
+
+@all_norms
+def test_norm_hands_a_state_on(make, shape):
+    layer, _ = of_both(make)
+    out, state = layer(sample(shape), None, key=KEY)
+    assert state is None
+    np.testing.assert_array_equal(out, layer(sample(shape)))
+
+
+# Batch norm.
+
+BATCHES = jax.random.normal(jax.random.key(3), (3, 6, 4, 5)) * jnp.array([1.0, 2.0, 0.5])[:, None, None, None] + 1
+
+
+def batch_norms(mode, **arguments):
+    return of_both(lambda nn: nn.BatchNorm(4, "batch", mode=mode, momentum=0.8, **arguments))
+
+
+def over_batch(layer, x, state, where=None, **arguments):
+    def call(x, state, where):
+        return layer(x, state, **arguments) if where is None else layer(x, state, where=where, **arguments)
+
+    return jax.vmap(call, (0, None, 0), (0, None), axis_name="batch")(x, state, where)
+
+
+@equinox.filter_jit
+def trained(layer, batches, where=None):
+    """Outputs in training and at inference, and the state, with the gradients of the sum of sines of all outputs."""
+
+    def total(of):
+        layer, batches = of
+        state, outs = theirs.State(layer), []
+        for n, batch in enumerate(batches):
+            out, state = over_batch(layer, batch, state, None if where is None else where[n])
+            outs.append(out)
+        out, state = over_batch(layer, batches[0], state, None if where is None else where[0], inference=True)
+        outs.append(out)
+        return sum(jnp.sum(jnp.sin(out)) for out in outs), (outs, jax.tree.leaves(state))
+
+    (_, results), gradients = equinox.filter_value_and_grad(total, has_aux=True)((layer, batches))
+    return results, arrays_of(gradients[0]), gradients[1]
+
+
+@pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.forms)])
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_norm_is_equinox_own(mode, affine):
+    actual, expected = (trained(layer, BATCHES) for layer in batch_norms(mode, channelwise_affine=affine))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_batch_norm_within_vmap_are_equinox_own(mode):
+    def of_sample(layer, state):
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, state)[0])))
+        return jax.jit(jax.vmap(gradient, axis_name="batch"))(BATCHES[0])
+
+    actual, expected = (of_sample(layer, theirs.State(layer)) for layer in batch_norms(mode))
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_masked_samples_of_batch_norm_are_as_if_taken_out(mode):
+    layer, own = batch_norms(mode)
+    is_sample = jnp.array([True, False, True, True, False, True])
+    where = jnp.broadcast_to(is_sample, (3, 6))
+    (outs, state), *gradients = trained(layer, jnp.where(is_sample[:, None, None], BATCHES, jnp.nan), where)
+    (expected, expected_state), *expected_gradients = trained(own, BATCHES[:, is_sample])
+    chex.assert_trees_all_close(state, expected_state, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close([out[is_sample] for out in outs], expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(gradients[0], expected_gradients[0], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(gradients[1][:, is_sample], expected_gradients[1], rtol=1e-4, atol=1e-5)
+    assert all((out[~is_sample] == 0).all() for out in outs)
+    assert (gradients[1][:, ~is_sample] == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_norm_under_a_mask_is_untouched_by_garbage(mode):
+    layer, _ = batch_norms(mode)
+    where = jax.random.bernoulli(jax.random.key(4), 0.6, BATCHES.shape)
+    clean = trained(layer, jnp.where(where, BATCHES, 0), where)
+    for garbage in GARBAGE:
+        chex.assert_trees_all_equal(trained(layer, jnp.where(where, BATCHES, garbage), where), clean)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_batch_of_nothing_is_zero_and_leaves_the_state(mode):
+    layer, _ = batch_norms(mode)
+    for batches in (BATCHES[:0], BATCHES[:1]):
+        state = theirs.State(layer)
+        for batch in batches:
+            _, state = over_batch(layer, batch, state)
+        before = jax.tree.leaves(state)
+        out, state = over_batch(layer, jnp.full_like(BATCHES[0], jnp.nan), state, jnp.zeros(6, bool))
+        assert (out == 0).all()
+        chex.assert_trees_all_equal(jax.tree.leaves(state), before)
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_channel_of_nothing_keeps_its_statistics(mode, batches):
+    layer, _ = batch_norms(mode)
+    where = jnp.ones((6, 4, 1), bool).at[:, 1].set(False)
+
+    def at_inference(state):
+        return over_batch(layer, BATCHES[0], state, inference=True)[0]
+
+    state = theirs.State(layer)
+    for batch in BATCHES[:batches]:
+        _, state = over_batch(layer, batch, state)
+    expected = at_inference(state)
+    out, state = over_batch(layer, BATCHES[2], state, where)
+    assert (out[:, 1] == 0).all()
+    actual = at_inference(state)
+    if batches == 0 and mode == "ema":  # as with mean 0 and variance 1
+        expected = expected.at[:, 1].set(BATCHES[0][:, 1] * layer.weight[1] + layer.bias[1])
+    np.testing.assert_allclose(actual[:, 1], expected[:, 1], rtol=1e-4, atol=1e-5)
+    assert not np.allclose(actual[:, 0], expected[:, 0], rtol=1e-2)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "dtype", "affine"), [("batch", None, True), ("batch", None, False), ("ema", "bfloat16", True)]
+)
+def test_batch_norm_of_16_bits_has_equinox_dtypes(mode, dtype, affine, inference):
+    def run(layer):
+        out, state = over_batch(layer, BATCHES[0].astype(jnp.bfloat16), theirs.State(layer), inference=inference)
+        return out.astype(jnp.float32), out.dtype, [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state)]
+
+    actual, expected = (run(layer) for layer in batch_norms(mode, dtype=dtype, channelwise_affine=affine))
+    assert actual[1:] == expected[1:]
+    if not inference:
+        np.testing.assert_allclose(actual[0], expected[0], rtol=0.05, atol=0.05)
+
+
+# Attention.
+
+SIZES = {"key_size": 5, "value_size": 7, "output_size": 6, "qk_size": 3, "vo_size": 2}
+BIASES = {f"use_{name}_bias": True for name in ("query", "key", "value", "output")}
+QUERY, KEY_, VALUE = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(4, 8), (6, 5), (6, 7)]))
+MASK = jax.random.bernoulli(jax.random.key(5), 0.6, (2, 4, 6)).at[:, :, 0].set(True)
+
+
+def attentions(**arguments):
+    return of_both(lambda nn: nn.MultiheadAttention(2, 8, key=KEY, **arguments))
+
+
+def rotate(query, key, value):
+    rope = jax.vmap(theirs.RotaryPositionalEmbedding(4), in_axes=1, out_axes=1)
+    return rope(query), rope(key), value
+
+
+def attend(layer, query, key_, value, mask):
+    return layer(query, key_, value, mask)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [None, pytest.param(MASK[0], marks=pytest.mark.forms), MASK],
+    ids=["no mask", "for all heads", "for each head"],
+)
+def test_attention_is_equinox_own(mask):
+    layers = attentions(**SIZES, **BIASES)
+    actual, expected = (differentiated(layer, (QUERY, KEY_, VALUE, mask), attend) for layer in layers)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_are_processed_as_by_equinox():
+    def rotated(layer, x, mask):
+        return layer(x, x, x, mask, process_heads=rotate)
+
+    actual, expected = (differentiated(layer, (QUERY, MASK[0, :, :4]), rotated) for layer in attentions())
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+    layer, _ = attentions()
+    with pytest.raises(ValueError, match=r"^MultiheadAttention: process_heads: got shapes \[\(4, 1, 4\)"):
+        layer(QUERY, QUERY, QUERY, process_heads=lambda q, k, v: (q[:, :1], k, v))
+
+
+def test_attention_has_equinox_fields():
+    assert_same_leaves(*attentions(**SIZES, **BIASES, dropout_p=0.5))
+
+
+@pytest.mark.parametrize("form", ["for all heads", "for each head"])
+def test_masked_rows_of_attention_are_gone(form):
+    """The third key is masked for all queries, and the last query sees no key; the weights get no NaN of either."""
+    mask = MASK.at[:, :, 2].set(False).at[:, 3].set(False)
+    mask = mask[0] if form == "for all heads" else mask
+    layer, _ = attentions(**SIZES, **BIASES)
+
+    def run(garbage):
+        arrays = (QUERY.at[3].set(garbage), KEY_.at[2].set(garbage), VALUE.at[2].set(garbage), mask)
+        return differentiated(layer, arrays, attend)
+
+    clean = out, _, (d_query, d_key, d_value, _) = run(0.0)
+    assert all((row == 0).all() for row in (out[3], d_query[3], d_key[2], d_value[2]))
+    assert (out[:3] != 0).all()
+    for garbage in GARBAGE:
+        chex.assert_trees_all_equal(run(garbage), clean)
+
+
+def test_masked_attention_is_that_of_the_keys_that_are_left():
+    layer, own = attentions(**SIZES, **BIASES)
+    is_key = jnp.array([True, False, True, True, False, False])
+    actual = layer(QUERY, KEY_, VALUE, jnp.broadcast_to(is_key, (4, 6)))
+    np.testing.assert_allclose(actual, own(QUERY, KEY_[is_key], VALUE[is_key]), rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_of_attention():
+    layer, own = attentions(dropout_p=0.5)
+    draw = equinox.filter_jit(lambda key, **arguments: layer(QUERY, QUERY, QUERY, key=key, **arguments))
+    expected = own(QUERY, QUERY, QUERY, inference=True)
+    for without in (draw(None, inference=True), equinox.nn.inference_mode(layer)(QUERY, QUERY, QUERY, key=KEY)):
+        np.testing.assert_allclose(without, expected, rtol=1e-4, atol=1e-5)
+    with pytest.warns(UserWarning, match="deterministic"):
+        np.testing.assert_allclose(layer(QUERY, QUERY, QUERY, deterministic=True), expected, rtol=1e-4, atol=1e-5)
+    draws = equinox.filter_jit(equinox.filter_vmap(lambda key: layer(QUERY, QUERY, QUERY, key=key)))(
+        jax.random.split(KEY, 2000)
+    )
+    assert (abs(draws.mean(0) - expected) <= 5 * draws.std(0) / len(draws) ** 0.5 + 1e-6).all()
+    assert (draws[0] != draws[1]).any()
+    with pytest.raises(RuntimeError, match=r"^MultiheadAttention: key: got None; expected a random key for dropout"):
+        layer(QUERY, QUERY, QUERY)
+
+
+def test_attention_of_mixed_dtypes_has_equinox_dtype():
+    for dtypes in (["bfloat16"] * 3, ["float32", "bfloat16", "float32"]):
+        arrays = [jnp.ones((2, 8), dtype) for dtype in dtypes]
+        layer, own = attentions(dtype=jnp.bfloat16)
+        assert layer(*arrays).dtype == own(*arrays).dtype
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_batch_is_refused_where_a_sample_is_expected(name):
+    with pytest.raises(ValueError, match=rf"^{name}: x: got shape \(2, 8\); expected shape \(8,\)"):
+        getattr(ours, name)(8)(jnp.ones((2, 8)))
+    layer, _ = attentions()
+    with pytest.raises(
+        ValueError, match=r"^MultiheadAttention: query: got shape \(1, 4, 8\); expected an array of rank 2"
+    ):
+        layer(QUERY[None], QUERY, QUERY)
+
+
+def test_bad_arguments_are_refused():
+    attention, _ = attentions()
+    with pytest.raises(TypeError, match=r"^MultiheadAttention: mask: got dtype float32; expected bool"):
+        attention(QUERY, QUERY, QUERY, jnp.ones((4, 4)))
+    with pytest.raises(
+        ValueError, match=r"^MultiheadAttention: mask: got shape \(5, 4\); expected a shape that broadcast"
+    ):
+        attention(QUERY, QUERY, QUERY, jnp.ones((5, 4), bool))
+    with pytest.raises(ValueError, match=r"^MultiheadAttention: value: got 4 rows; expected 3"):
+        attention(QUERY, QUERY[:3], QUERY)
+    for make, shape in NORMS.values():
+        for dtype in ("complex64", "int32"):
+            layer = make(ours)
+            with pytest.raises(
+                TypeError, match=f"^{type(layer).__name__}: x: got dtype {dtype}; expected a float dtype"
+            ):
+                layer(jnp.ones(shape, dtype))
+    layer, state = theirs.make_with_state(ours.BatchNorm)(4, "batch", mode="batch")
+    with pytest.raises(TypeError, match=r"^BatchNorm: x: got dtype complex64; expected a float dtype"):
+        over_batch(layer, BATCHES[0].astype(jnp.complex64), state)
+    with pytest.raises(TypeError, match=r"^RMSNorm: where: got dtype float32; expected bool"):
+        ours.RMSNorm(8)(jnp.ones(8), where=jnp.ones(8))
+
+
+@pytest.mark.parametrize("axis_name", ["batch", None])
+def test_batch_norm_needs_its_axis(axis_name):
+    for module in (ours, theirs):
+        layer, state = theirs.make_with_state(module.BatchNorm)(4, axis_name, mode="batch")
+        with pytest.raises(NameError):
+            layer(BATCHES[0, 0], state)
+
+
+# A whole model.
+
+SOURCE = """
+import equinox, jax
+from LAYERS import BatchNorm, GroupNorm, LayerNorm, MultiheadAttention, RMSNorm
+
+class Model(equinox.Module):
+    embed: equinox.nn.Linear
+    attention: MultiheadAttention
+    norms: list
+    batch_norm: BatchNorm
+
+    def __init__(self, key):
+        first, second = jax.random.split(key)
+        self.embed = equinox.nn.Linear(3, 8, key=first)
+        self.attention = MultiheadAttention(2, 8, use_output_bias=True, key=second)
+        self.norms = [LayerNorm(8), RMSNorm(8), GroupNorm(2, 4)]
+        self.batch_norm = BatchNorm(4, axis_name="batch", mode="batch")
+
+    def __call__(self, x, mask, state):
+        layer_norm, rms_norm, group_norm = self.norms
+        x = jax.vmap(layer_norm)(jax.vmap(self.embed)(x))
+        x = jax.vmap(rms_norm)(x + self.attention(x, x, x, mask))
+        return self.batch_norm(group_norm(x), state)
+"""
+INPUTS = jax.random.normal(jax.random.key(6), (5, 4, 3))
+CAUSAL = jnp.tril(jnp.ones((4, 4), bool))
+
+
+def model_of(layers):
+    namespace = {}
+    exec(SOURCE.replace("LAYERS", layers), namespace)
+    return theirs.make_with_state(namespace["Model"])(KEY)
+
+
+@pytest.fixture(scope="module")
+def models():
+    return model_of("masksafe.adapters.equinox"), model_of("equinox.nn")
+
+
+def test_a_model_is_moved_by_one_import(models):
+    @equinox.filter_jit
+    def step(model, state):
+        def loss(model, state):
+            call = equinox.filter_vmap(model, in_axes=(0, None, None), out_axes=(0, None), axis_name="batch")
+            out, state = call(INPUTS, CAUSAL, state)
+            return jnp.mean(jnp.sin(out)), (out, state)
+
+        (_, (out, state)), gradients = equinox.filter_value_and_grad(loss, has_aux=True)(model, state)
+        model = equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
+        return out, arrays_of(model), arrays_of(state)
+
+    actual, expected = (step(*model) for model in models)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("moved", [0, 1], ids=["to equinox", "from equinox"])
+def test_checkpoints_are_the_same(models, moved):
+    source, target = models[moved], models[1 - moved]
+    source = jax.tree.map(lambda leaf: leaf + 1 if equinox.is_inexact_array(leaf) else leaf, source)
+    assert_same_leaves(models[0], models[1])
+    file = io.BytesIO()
+    equinox.tree_serialise_leaves(file, source)
+    file.seek(0)
+    loaded = equinox.tree_deserialise_leaves(file, target)
+    assert type(loaded[0].norms[0]) is type(target[0].norms[0])
+    assert_same_leaves(loaded, source)
