@@ -227,7 +227,10 @@ class Devices(NamedTuple):
     def gathered(self, x: Array) -> Array:
         """The arrays of all devices along a new axis, the first; the same on each."""
         of_mesh, of_vmap = self._of_mesh_and_vmap
-        here = jnp.reshape(lax.all_gather(x, of_vmap) if of_vmap else x[None], (-1, *x.shape))
+        here = x
+        for name in reversed(of_vmap):  # one after the other: JAX does not gather over several axes of vmap at once
+            here = lax.all_gather(here, name)
+        here = jnp.reshape(here, (-1, *x.shape))
         if not of_mesh:
             return here
         # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.

@@ -202,6 +202,22 @@ def test_gradients_of_batch_norm_within_vmap_are_equinox_own(mode):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_batch_norm_over_two_axes_is_equinox_own():
+    x, where = BATCHES.swapaxes(1, 2), jnp.arange(12).reshape(3, 4) != 5
+
+    def run(layer, **masks):
+        call = lambda x, state, where: layer(x, state, **dict.fromkeys(masks, where))  # noqa: E731
+        for name in ("batch", "time"):
+            call = jax.vmap(call, (0, None, 0), (0, None), axis_name=name)
+        out, state = call(x, theirs.State(layer), where)
+        return out, jax.tree.leaves(state)
+
+    layer, own = of_both(lambda nn: nn.BatchNorm(6, ("batch", "time"), mode="batch"))
+    chex.assert_trees_all_close(run(layer), run(own), rtol=1e-4, atol=1e-5)
+    out, _ = run(layer, where=where)
+    np.testing.assert_array_equal((out == 0).all((2, 3)), ~where)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_masked_samples_of_batch_norm_are_as_if_taken_out(mode):
     layer, own = batch_norms(mode)
