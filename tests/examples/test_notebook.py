@@ -1,9 +1,9 @@
-"""The notebook of the guides: its cells run in order, and print what its committed outputs say.
+r"""The notebook of the guides: its cells run in order, and print what its committed outputs say.
 
 They run in a namespace of their own, without Jupyter: the notebook has no magic commands, and shows nothing but what it
 prints and draws. To write its outputs anew, after `pip install nbconvert ipykernel`:
 
-    python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \\
+    python -m nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False \
         docs/guides/padded_classifier.ipynb
 """
 
