@@ -13,7 +13,7 @@ project_copyright = "the masksafe contributors, Apache-2.0"
 version = release = masksafe.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -27,6 +27,8 @@ nitpicky = False  # the docstrings name functions of JAX and optax, whose sites 
 # Markdown.
 myst_enable_extensions = ["dollarmath", "attrs_inline", "deflist"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # the notebook has its outputs
+nb_merge_streams = True
 
 # Docstrings.
 autodoc_member_order = "bysource"
