@@ -72,9 +72,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         "an argument to booleans, True where it is masked",
     )
     parser.add_argument("--peers", default="all", help=f"none, all, or some of {','.join(PEERS)}; default: %(default)s")
-    names = {"metavar": "OPS", "type": lambda text: text.split(",")}
-    parser.add_argument("--only", **names, default=[""], help="parts of names: run only ops that match one")
-    parser.add_argument("--ops", **names, help=argparse.SUPPRESS)  # the name of --only in 0.2; it goes in 0.4
+    parser.add_argument(
+        "--only", metavar="OPS", type=_parts, default=[""], help="parts of names: run only ops that match one"
+    )
+    parser.add_argument("--ops", type=_parts, help=argparse.SUPPRESS)  # the name of --only in 0.2; it goes in 0.4
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     options = parser.parse_args(arguments)
     if options.ops is not None:
@@ -89,6 +90,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"argument --peers: {', '.join(sorted(unknown))} is none of none, all, {', '.join(PEERS)}")
     return options
+
+
+def _parts(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _chosen_peers(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The types that signatures use: arrays and what converts to them, axes, words, functions; and a `jax.jit` with types."""
+"""The types that signatures use: arrays and what converts to one, axes, words, functions; a `jax.jit` with types."""
 
 import functools
 from collections.abc import Callable, Sequence
