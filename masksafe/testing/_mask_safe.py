@@ -327,7 +327,8 @@ def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if is_float(leaf):
         return rng.normal(scale=100.0, size=leaf.shape).astype(leaf.dtype)
     limits = jnp.iinfo(leaf.dtype)
-    return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
+    drawn: np.ndarray = rng.integers(int(limits.min), int(limits.max), leaf.shape, dtype=leaf.dtype, endpoint=True)
+    return drawn
 
 
 def _masked_leaves(call: _Call) -> list[Any]:
