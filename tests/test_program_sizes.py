@@ -98,7 +98,7 @@ BOUNDS = {
     ("apply_where", "elements"): (38, 52),
     ("standardize", "none"): (51, 154),
     ("standardize", "elements"): (121, 243),
-    ("var_mean", "none"): (148, 177),
+    ("var_mean", "none"): (148, 178),
     ("var_mean", "elements"): (148, 201),
     ("squared_error", "none"): (6, 11),
     ("squared_error", "masked"): (14, 27),
