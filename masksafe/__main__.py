@@ -20,6 +20,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--peers", default="all", help=f"none, all, or some of {','.join(PEERS)}; default: %(default)s")
     parser.add_argument(
-        "--only",
-        metavar="OPS",
-        type=lambda text: text.split(","),
-        default=[""],
-        help="parts of names: run only ops that match one",
+        "--only", metavar="OPS", type=_parts, default=[""], help="parts of names: run only ops that match one"
     )
+    parser.add_argument("--ops", type=_parts, help=argparse.SUPPRESS)  # the name of --only in 0.2; it goes in 0.4
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to this file")
     options = parser.parse_args(arguments)
+    if options.ops is not None:
+        warnings.warn("--ops is deprecated and goes in masksafe 0.4: write --only.", DeprecationWarning, stacklevel=2)
+        options.only = options.ops
     if options.case is not None:
         try:
             options.case = _own_function.load(options.case)
@@ -89,6 +90,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     if unknown:
         parser.error(f"argument --peers: {', '.join(sorted(unknown))} is none of none, all, {', '.join(PEERS)}")
     return options
+
+
+def _parts(text: str) -> list[str]:
+    return text.split(",")
 
 
 def _chosen_peers(text: str) -> list[str]:

@@ -97,7 +97,7 @@ def _split_dimensions(mesh: AbstractMesh, arrays: list[Array], names: list[Parti
     taken: set[str] = set()
     sizes: dict[str, list[int]] = {}
     for x, names_of_x in zip(arrays, names, strict=True):
-        for name, size, part in zip(names_of_x, x.shape, jax.typeof(x).sharding.spec.partitions, strict=False):
+        for name, size, part in zip(names_of_x, x.shape, tuple(jax.typeof(x).sharding.spec), strict=False):
             if name is None or size == 1:
                 continue
             sizes.setdefault(name, []).append(size)

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend import core
+
+_core: Any = core  # the types of jax 0.12 have no ClosedJaxpr
 
 
 def is_program(x: Any) -> bool:
     """Whether `x` is a program, with its constants or without."""
-    return isinstance(x, (ClosedJaxpr, Jaxpr))
+    return isinstance(x, (_core.ClosedJaxpr, core.Jaxpr))
 
 
 def open_program(program: Any) -> tuple[Any, Sequence[Any]]:
@@ -18,5 +20,5 @@ def open_program(program: Any) -> tuple[Any, Sequence[Any]]:
 
 def as_function(program: Any, constants: Sequence[Any]) -> Callable[..., Sequence[Any]]:
     """The function of the inputs that a program with these constants computes."""
-    function: Callable[..., Sequence[Any]] = jaxpr_as_fun(ClosedJaxpr(program, constants))
+    function: Callable[..., Sequence[Any]] = core.jaxpr_as_fun(_core.ClosedJaxpr(program, constants))
     return function

@@ -1,8 +1,8 @@
-"""The types that signatures use: arrays, values that convert to arrays, axes, functions; and a `jax.jit` with types."""
+"""The types that signatures use: arrays and what converts to one, axes, words, functions; a `jax.jit` with types."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 from jax import Array as Array
@@ -10,6 +10,7 @@ from jax.typing import ArrayLike as ArrayLike
 
 Axis = int | Sequence[int]
 Axes = tuple[int, ...]
+LossReduction = Literal["mean", "sum", "none"]
 Function = TypeVar("Function", bound=Callable[..., Any])
 Tree = TypeVar("Tree")
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
 from masksafe._reductions import mean
 from masksafe.losses._negatives import Config, Reduction, Scaling, Side, over_negatives
 from masksafe.losses._rows import _reading
@@ -32,7 +32,7 @@ class _Static(NamedTuple):
     """It is static."""
 
     config: Config
-    reduction: str
+    reduction: LossReduction
 
 
 @public_op
@@ -44,7 +44,7 @@ def info_nce_loss(
     where: ArrayLike | None = None,
     ids: ArrayLike | None = None,
     symmetric: bool = True,
-    reduction: str = "mean",
+    reduction: LossReduction = "mean",
     axis_name: sharding.AxisName = None,
     block_size: int | None = None,
 ) -> Array:
@@ -111,7 +111,7 @@ def sigmoid_contrastive_loss(
     bias: ArrayLike = 0.0,
     where: ArrayLike | None = None,
     ids: ArrayLike | None = None,
-    reduction: str = "mean",
+    reduction: LossReduction = "mean",
     axis_name: sharding.AxisName = None,
     block_size: int | None = None,
 ) -> Array:

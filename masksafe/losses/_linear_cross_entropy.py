@@ -14,7 +14,7 @@ from masksafe._core import arguments, label_checks, precision, row_moments, scal
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -29,7 +29,7 @@ _FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative
 class _Options(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
-    reduction: str
+    reduction: LossReduction
     label_smoothing: float
     z_loss: float
     class_weights: ArrayLike | None
@@ -72,7 +72,7 @@ def linear_softmax_cross_entropy(
     *,
     bias: ArrayLike | None = None,
     where: ArrayLike | None = None,
-    reduction: str = "mean",
+    reduction: LossReduction = "mean",
     logit_soft_cap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,

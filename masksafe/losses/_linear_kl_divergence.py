@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import cast
+from typing import Literal, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,10 +14,10 @@ from masksafe._core import label_checks, labels
 from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
 from masksafe._core.masks import as_mask, as_mask_of, either, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _reading
-from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Divergence, Kind, TopK, is_repeated
+from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Direction, Divergence, Kind, TopK, is_repeated
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import token_outputs, weighted_sum
 from masksafe.losses._rows._sources import Inputs, Linear
@@ -38,10 +38,10 @@ def linear_kl_divergence(
     where: ArrayLike | None = None,
     class_mask: ArrayLike | None = None,
     temperature: float = 1.0,
-    direction: str = "forward",
+    direction: Direction = "forward",
     beta: float = 0.5,
     target_gradients: bool = False,
-    reduction: str = "mean",
+    reduction: LossReduction = "mean",
     block_size: int | None = None,
 ) -> Array:
     r"""Divergence of a student's softmax from a teacher's, each that of a linear layer, without logits in memory.
@@ -133,10 +133,10 @@ def linear_kl_divergence_with_top_k_targets(
     where: ArrayLike | None = None,
     class_mask: ArrayLike | None = None,
     temperature: float = 1.0,
-    direction: str = "forward",
+    direction: Direction = "forward",
     beta: float = 0.5,
-    rest: str = "bucket",
-    reduction: str = "mean",
+    rest: Literal["bucket", "drop"] = "bucket",
+    reduction: LossReduction = "mean",
     block_size: int | None = None,
 ) -> Array:
     r"""`linear_kl_divergence` from a teacher of which only the k most probable classes of each token are known.

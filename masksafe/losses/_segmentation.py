@@ -12,7 +12,7 @@ from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, LossReduction
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -28,7 +28,7 @@ def dice_loss(
     alpha: ArrayLike = 0.5,
     beta: ArrayLike = 0.5,
     apply_softmax: bool = True,
-    reduction: str = "mean",
+    reduction: LossReduction = "mean",
     ignore_background: bool = False,
     axis: Axis | None = None,
     where: ArrayLike | None = None,

@@ -1,7 +1,7 @@
 """Whether a function's derivatives match its values."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,15 @@ from masksafe.testing import _trees
 from masksafe.testing._trees import only_floats, random_like
 
 _OP = "assert_gradients"
-_MODES = ("fwd", "rev")
+_Mode = Literal["fwd", "rev"]
+_MODES: tuple[_Mode, ...] = get_args(_Mode)
 
 
 def assert_gradients(
     fn: Callable[..., Any],
     *args: Any,
     order: int = 2,
-    modes: Sequence[str] = _MODES,
+    modes: Sequence[_Mode] = _MODES,
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,

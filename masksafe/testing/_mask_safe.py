@@ -1,7 +1,7 @@
 """Whether the masked elements of a function's arguments are gone."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from masksafe.testing import _trees
 from masksafe.testing._trees import Tree, is_float, only_floats, random_like
 
 _OP = "assert_mask_safe"
-_TRANSFORMS = ("eager", "jit", "vmap", "disable_jit")
+_Transform = Literal["eager", "jit", "vmap", "disable_jit"]
+_TRANSFORMS: tuple[_Transform, ...] = get_args(_Transform)
 _RANDOM = "random numbers"
 _MIXTURE = "a mixture of all kinds"
 _FIRST = "the first kind that an array can hold"
@@ -25,7 +26,7 @@ def assert_mask_safe(
     output_mask: Any = None,
     order: int = 2,
     garbage: Sequence[float] | None = None,
-    transforms: Sequence[str] = _TRANSFORMS,
+    transforms: Sequence[_Transform] = _TRANSFORMS,
     seed: int = 0,
     empty: tuple[Any, ...] | None = None,
 ) -> None:
@@ -294,7 +295,8 @@ def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     if is_float(leaf):
         return rng.normal(scale=100.0, size=leaf.shape).astype(leaf.dtype)
     limits = jnp.iinfo(leaf.dtype)
-    return rng.integers(int(limits.min), int(limits.max), size=leaf.shape, dtype=leaf.dtype, endpoint=True)
+    drawn: np.ndarray = rng.integers(int(limits.min), int(limits.max), leaf.shape, dtype=leaf.dtype, endpoint=True)
+    return drawn
 
 
 def _masked_leaves(call: _Call) -> list[Any]:

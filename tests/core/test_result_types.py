@@ -54,4 +54,4 @@ def test_arguments_and_results_of_a_mean_are_those_of_the_function(has_aux: bool
     assert_type(value_and_grad_of_mean(with_aux, 0, has_aux)(x, x), tuple[Any, Any])
     assert_type(MaskedMean.sum([MaskedMean.of(x)]).value, jax.Array)
     with pytest.raises(TypeError):
-        value_and_grad_of_mean(mean_loss)(params, x, factor="1")  # type: ignore[arg-type]
+        value_and_grad_of_mean(mean_loss)(params, x, factor="1")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

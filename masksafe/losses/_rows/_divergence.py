@@ -31,7 +31,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +45,8 @@ from masksafe.losses._rows._formula import Classes, Formula, largest_logit
 
 Sums = TypeVar("Sums")
 
-FORWARD, REVERSE, JENSEN_SHANNON = DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+Direction = Literal["forward", "reverse", "jensen_shannon"]
+FORWARD, REVERSE, JENSEN_SHANNON = DIRECTIONS = get_args(Direction)
 
 
 class TopK(NamedTuple):

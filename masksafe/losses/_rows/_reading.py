@@ -1,17 +1,17 @@
 """The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
 
 import numbers
-from typing import Any, TypedDict
+from typing import Any, TypedDict, get_args
 
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_integer_labels
 from masksafe._core.masks import as_mask_of
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe.losses._rows._sources import Linear
 
-REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = get_args(LossReduction)
 
 
 class LabelOptions(TypedDict, total=False):
