@@ -39,7 +39,11 @@ def cleared_inputs(
 
 def cleared(x: Any, is_live: Array | None) -> Any:
     """`x` `[..., time, features]`, 0 at the positions that are not live. None stays None."""
-    return x if x is None or is_live is None else selected(jnp.asarray(x), is_live[..., None])
+    if x is None or is_live is None:
+        return x
+    if is_live.ndim >= jnp.ndim(x):  # a mask of a batch of one, for inputs without a batch
+        is_live = is_live.reshape(is_live.shape[1 - jnp.ndim(x) :])
+    return selected(jnp.asarray(x), is_live[..., None])
 
 
 @jitted(0, 1, 2)  # one program: it does not write an array of all pairs

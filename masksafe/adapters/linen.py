@@ -56,11 +56,11 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from masksafe.adapters.linen import RMSNorm
-      >>> x = jnp.array([[1.0, 7.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> x = jnp.array([[2.0, -2.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
       >>> y, _ = RMSNorm().init_with_output(jax.random.key(0), x, mask=~jnp.isnan(x))
-      >>> print(y)
-      [[0.2 1.4 0. ]
-       [0.  0.  0. ]]
+      >>> print(y.round(3))
+      [[ 1. -1.  0.]
+       [ 0.  0.  0.]]
     """
 
     @_compact

@@ -55,10 +55,10 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> from masksafe.adapters.nnx import RMSNorm
-      >>> x = jnp.array([[1.0, 7.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
-      >>> print(RMSNorm(3, rngs=nnx.Rngs(0))(x, mask=~jnp.isnan(x)))
-      [[0.2 1.4 0. ]
-       [0.  0.  0. ]]
+      >>> x = jnp.array([[2.0, -2.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> print(RMSNorm(3, rngs=nnx.Rngs(0))(x, mask=~jnp.isnan(x)).round(3))
+      [[ 1. -1.  0.]
+       [ 0.  0.  0.]]
     """
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:

@@ -208,6 +208,15 @@ def test_attention_drops_weights_and_refuses_to_store_them():
         layer(X, sow_weights=True)
 
 
+def test_attention_takes_inputs_without_a_batch_and_another_function():
+    identity = lambda query, key, value, **options: value  # noqa: E731
+    layer = attention(ours, attention_fn=identity)
+    out = layer(X[1], mask=PAIRS[1:2])
+    assert out.shape == X[1].shape
+    np.testing.assert_allclose(out[:2], layer.out(layer.value(X[1]))[:2], rtol=1e-6)
+    assert jnp.all(out[2:] == 0)
+
+
 # A whole model.
 
 SOURCE = """
