@@ -1,7 +1,7 @@
 """Layers of `flax.linen` in which masked means gone: one changed import moves a model. This module imports flax.
 
 Each class is a subclass of flax's of the same name, with the same attributes and variables, so that checkpoints load
-both ways. Only the call is new. `use_fast_variance` has no effect: the variance keeps its digits and is as fast.
+both ways. Only the call is new. `use_fast_variance` has no effect: the variance never cancels.
 `force_float32_reductions=False` changes dtypes, and no reduction: they are in float32. `axis_index_groups` is refused.
 """
 

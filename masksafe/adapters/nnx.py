@@ -1,7 +1,7 @@
 """Layers of `flax.nnx` in which masked means gone: one changed import moves a model. This module imports flax.
 
 Each class is a subclass of flax's with the same constructor, parameters, statistics and metadata, so that checkpoints
-load both ways. Only the call is new. `use_fast_variance` has no effect: the variance keeps its digits and is as fast.
+load both ways. Only the call is new. `use_fast_variance` has no effect: the variance never cancels.
 `axis_index_groups` is refused.
 """
 
