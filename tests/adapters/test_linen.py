@@ -158,6 +158,13 @@ def test_attention_to_a_context_with_nothing_left(keyword):
     np.testing.assert_allclose(outs[0][:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
+def test_attention_promotes_queries_and_context_as_flax_does():
+    own, layer = (attention(library, param_dtype=jnp.bfloat16) for library in (linen, ours))
+    variables = initialized(own)
+    outs = [each.apply(variables, X.astype(jnp.bfloat16), X) for each in (layer, own)]
+    assert_close(*outs, jnp.bfloat16)
+
+
 def test_attention_decodes_step_by_step_what_it_computes_at_once():
     layer = attention(ours)
     variables = initialized(layer)
