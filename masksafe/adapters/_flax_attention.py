@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
 from masksafe.attention import dot_product_attention
@@ -40,7 +42,7 @@ def flax_attention(
       dropout_rate: probability that a weight becomes 0.
       deterministic: no dropout.
       broadcast_dropout: without effect: dropout draws every weight by itself.
-      dtype: the dtype in which flax asks to compute; None is that of the inputs.
+      dtype: the dtype in which flax asks to compute; None is the one to which the inputs promote.
       precision: without effect; `jax.default_matmul_precision` has one.
       module: the layer in which flax asks to store the weights. They never exist as a whole, so it is refused.
       **arguments: further ones of `dot_product_attention`, set by `functools.partial`: sinks, segments, `score_mod`...
@@ -72,8 +74,8 @@ def flax_attention(
     if module is not None:
         hint = "Do not set sow_weights."
         raise ValueError(message("flax_attention", "module", type(module).__name__, "None", hint))
-    if dtype is not None:
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    dtype = jnp.result_type(query, key, value) if dtype is None else dtype
+    query, key, value = (x.astype(dtype) for x in (query, key, value))
     has_dropout = dropout_rate != 0 and not deterministic
     if has_dropout and dropout_rng is None:
         hint = "Or deterministic=True, which is without dropout."

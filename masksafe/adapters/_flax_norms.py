@@ -1,0 +1,128 @@
+"""What the norms of `flax.nnx` and `flax.linen` have in common, which is all but their parameters.
+
+A `layer` is a module of either: the options have the same names in both. flax is not imported here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+
+from masksafe import _reductions
+from masksafe._core import arguments, masks
+from masksafe._core.typing import Array, Axes
+from masksafe.normalization import batch_norm, group_norm
+
+
+def axes_of(layer: Any, x: Array, axes: Any) -> Axes:
+    """The axes of an option in the order of `x`, which is that of the parameters of flax."""
+    axes = tuple(axes) if isinstance(axes, Iterable) else (axes,)
+    return tuple(sorted(arguments.canonical_axes(_name(layer), axes, x.ndim)))
+
+
+def feature_axes_of_batch(layer: Any, x: Array) -> Axes:
+    """The axes of a batch norm's parameters and statistics."""
+    return axes_of(layer, x, layer.axis)
+
+
+def normalize_rows(
+    layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any, dtype: Any
+) -> Array:
+    """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
+    x, where = _read(layer, x, mask, dtype)
+    rows, features = (axes_of(layer, x, axes) for axes in (layer.reduction_axes, layer.feature_axes))
+    shape = [x.shape[a] for a in features]
+    parameters = {name: p.reshape(shape) for name, p in (("scale", scale), ("bias", bias)) if p is not None}
+    options = {"axis": rows, "where": where, "epsilon": layer.epsilon, "axis_name": layer.axis_name}
+    if rows == features or not parameters:
+        return op(x, **parameters, **options).astype(dtype)
+    y = op(x.astype(jnp.promote_types(x.dtype, jnp.float32)), **options)
+    others = [a for a in range(x.ndim) if a not in features]
+    for name, parameter in parameters.items():
+        parameter = jnp.expand_dims(parameter, others)
+        y = y * parameter if name == "scale" else y + parameter
+    return masks.selected(y, where).astype(dtype)
+
+
+def normalize_groups(
+    layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any, dtype: Any
+) -> Array:
+    """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
+    x, where = _read(layer, x, mask, dtype)
+    given = layer.reduction_axes
+    rows = axes_of(layer, x, (*range(1, x.ndim - 1), -1) if given is None else given)
+    if x.ndim - 1 not in rows:
+        expected = "axes with the last one, which is that of the features"
+        raise ValueError(arguments.message(_name(layer), "reduction_axes", f"value {given}", expected))
+    of_samples = [a for a in range(x.ndim) if a not in rows]
+    order = [*of_samples, *rows]
+
+    def samples_first(array: Array) -> Array:
+        shape = [(x if a in of_samples else array).shape[a] for a in range(x.ndim)]
+        samples = math.prod(shape[a] for a in of_samples)
+        return jnp.broadcast_to(array, shape).transpose(order).reshape(samples, *(shape[a] for a in rows))
+
+    y = group_norm(
+        samples_first(x),
+        num_groups,
+        scale,
+        bias,
+        where=None if where is None else samples_first(where),
+        epsilon=layer.epsilon,
+        axis_name=layer.axis_name,
+    )
+    back = sorted(range(x.ndim), key=order.__getitem__)
+    return y.reshape([x.shape[a] for a in order]).transpose(back).astype(dtype)
+
+
+def normalize_batch(
+    layer: Any,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Any,
+    dtype: Any,
+    *,
+    mean: Array | None = None,
+    var: Array | None = None,
+    axis_name: Any = None,
+) -> tuple[Array, Callable[[Array, Array], Array], Array, Array]:
+    """`batch_norm`: its result, the step of a running average, and the statistics.
+
+    The running average of a feature with nothing left stays as it is.
+    """
+    x, where = _read(layer, x, mask, dtype)
+    features = feature_axes_of_batch(layer, x)
+    options = {"axis": features, "where": where, "epsilon": layer.epsilon, "axis_name": axis_name}
+    y, mean, var = batch_norm(x, scale, bias, mean=mean, var=var, **options)
+
+    def step(average: Array, statistic: Array) -> Array:
+        moved: Array = layer.momentum * average + (1 - layer.momentum) * statistic
+        if where is None and x.size:
+            return moved
+        rest = tuple(a for a in range(x.ndim) if a not in features)
+        count = _reductions.sum(jnp.ones(x.shape), rest, where, axis_name=axis_name)
+        return jnp.where(count > 0, moved, average)
+
+    return y.astype(dtype), step, mean, var
+
+
+def _read(layer: Any, x: Any, mask: Any, dtype: Any) -> tuple[Array, Array | None]:
+    """`x` in the dtype of the result, unless it is wider, and the mask at its rank."""
+    name = _name(layer)
+    if layer.axis_index_groups is not None:
+        found, hint = f"value {layer.axis_index_groups}", "The statistics are those of all devices of axis_name."
+        raise ValueError(arguments.message(name, "axis_index_groups", found, "None", hint))
+    x = arguments.as_array(name, "x", x)
+    x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
+    if mask is None:
+        return x, None
+    where = arguments.as_array(name, "mask", mask) != 0  # flax's masks may be numbers
+    return x, arguments.at_rank_of(name, "mask", where, x.shape, "x")
+
+
+def _name(layer: Any) -> str:
+    return type(layer).__name__

@@ -1,0 +1,173 @@
+"""Layers of `flax.nnx` in which masked means gone: one changed import moves a model. This module imports flax.
+
+Each class is a subclass of flax's with the same constructor, parameters, statistics and metadata, so that checkpoints
+load both ways. Only the call is new. `use_fast_variance` has no effect: the variance never cancels.
+`axis_index_groups` is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.module import first_from
+from flax.nnx.nn.dtypes import canonicalize_dtype
+
+from masksafe._core.typing import Array, ArrayLike
+from masksafe.adapters import _flax_norms
+from masksafe.adapters._flax_attention import flax_attention
+from masksafe.adapters._flax_masks import cleared, cleared_inputs
+from masksafe.normalization import layer_norm, rms_norm
+
+__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiHeadAttention", "RMSNorm"]
+
+
+class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
+    """`flax.nnx.LayerNorm`, computed by `masksafe.layer_norm`.
+
+    The call takes flax's `mask`, which broadcasts to `x`; True or nonzero keeps. Masked elements are 0, and so is a row
+    with nothing left.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import LayerNorm
+      >>> x = jnp.array([[1.0, 3.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> print(LayerNorm(3, rngs=nnx.Rngs(0))(x, mask=~jnp.isnan(x)).round(3))
+      [[-1.  1.  0.]
+       [ 0.  0.  0.]]
+    """
+
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
+        parameters = _value(self.scale), _value(self.bias)
+        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
+        return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask, dtype)
+
+
+class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
+    """`flax.nnx.RMSNorm`, computed by `masksafe.rms_norm`, with the masks of `LayerNorm`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import RMSNorm
+      >>> x = jnp.array([[2.0, -2.0, jnp.nan], [jnp.nan, jnp.nan, jnp.nan]])
+      >>> print(RMSNorm(3, rngs=nnx.Rngs(0))(x, mask=~jnp.isnan(x)).round(3))
+      [[ 1. -1.  0.]
+       [ 0.  0.  0.]]
+    """
+
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:
+        promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        dtype = canonicalize_dtype(promoted, scale, dtype=self.dtype)
+        return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask, dtype)
+
+
+class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
+    """`flax.nnx.GroupNorm`, computed by `masksafe.group_norm`, with the masks of `LayerNorm`.
+
+    A group with nothing left is 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import GroupNorm
+      >>> x = jnp.array([[1.0, 3.0, jnp.nan, jnp.nan]])
+      >>> print(GroupNorm(4, num_groups=2, rngs=nnx.Rngs(0))(x, mask=~jnp.isnan(x)).round(3))
+      [[-1.  1.  0.  0.]]
+    """
+
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
+        parameters = _value(self.scale), _value(self.bias)
+        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
+        return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask, dtype)
+
+
+class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
+    """`flax.nnx.BatchNorm`, computed by `masksafe.batch_norm`, with the masks of `LayerNorm`.
+
+    The running statistics are those of the unmasked elements; with `axis_name`, of all devices. They stay as they are
+    where a feature has nothing left. The mask holds with running statistics too: masked elements are 0.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import BatchNorm
+      >>> x = jnp.array([[1.0, jnp.nan], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
+      >>> layer = BatchNorm(2, momentum=0.5, rngs=nnx.Rngs(0))
+      >>> print(layer(x, mask=~jnp.isnan(x)).round(3))
+      [[-1.  0.]
+       [ 1.  0.]
+       [ 0.  0.]]
+      >>> print(layer.mean[...], layer.var[...])
+      [1. 0.] [1. 1.]
+    """
+
+    def __call__(
+        self, x: ArrayLike, use_running_average: bool | None = None, *, mask: ArrayLike | None = None
+    ) -> Array:
+        error = "No `use_running_average` was given, neither to BatchNorm nor to its call."
+        uses_average = first_from(use_running_average, self.use_running_average, error_msg=error)
+        values = (_value(variable) for variable in (self.mean, self.var, self.scale, self.bias))
+        promoted, mean, var, scale, bias = self.promote_dtype((x, *values), dtype=self.dtype)
+        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
+        if uses_average:
+            return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, dtype, mean=mean, var=var)[0]
+        y, step, mean, var = _flax_norms.normalize_batch(
+            self, promoted, scale, bias, mask, dtype, axis_name=self.axis_name
+        )
+        for average, statistic in ((self.mean, mean), (self.var, var)):
+            average[...] = jax.lax.stop_gradient(step(average[...], statistic))
+        return y
+
+
+class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
+    """`flax.nnx.MultiHeadAttention`, whose `attention_fn` is by default `masksafe.adapters.flax_attention`.
+
+    A position is gone if `mask`, together with `is_causal`, leaves none of its pairs: the output of such a query is 0,
+    without the bias of the projection, and what such a query, key or value holds changes no output and no gradient.
+    What an `attention_fn` masks besides is gone in the attention, and not in the projections.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import MultiHeadAttention
+      >>> valid = jnp.array([[True, True, False], [False, False, False]])
+      >>> x = jnp.where(valid[..., None], jnp.ones((2, 3, 4)), jnp.nan)
+      >>> layer = MultiHeadAttention(2, 4, decode=False, rngs=nnx.Rngs(0))
+      >>> out = layer(x, mask=nnx.make_attention_mask(valid, valid))
+      >>> print((out != 0).any(axis=-1))
+      [[ True  True False]
+       [False False False]]
+    """
+
+    __init__ = functools.partialmethod(nnx.MultiHeadAttention.__init__, attention_fn=flax_attention)
+
+    def __call__(
+        self,
+        inputs_q: ArrayLike,
+        inputs_k: ArrayLike | None = None,
+        inputs_v: ArrayLike | None = None,
+        *,
+        mask: ArrayLike | None = None,
+        decode: bool | None = None,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Array:
+        has_cache = bool(self.decode if decode is None else decode)
+        is_causal = is_causal and not has_cache  # the mask of the cache is causal
+        *inputs, sees = cleared_inputs(mask, inputs_q, inputs_k, inputs_v, is_causal=is_causal, has_cache=has_cache)
+        if is_causal and mask is not None and jnp.shape(inputs_q)[-2] == 1:  # to `flax_attention` it is decoding
+            mask, is_causal = (jnp.asarray(mask) != 0) & (jnp.arange(jnp.shape(inputs[1])[-2]) == 0), False
+        out = super().__call__(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
+        result: Array = cleared(out, sees)
+        return result
+
+
+def _value(variable: Any) -> Array | None:
+    return None if variable is None else variable[...]
