@@ -1,7 +1,8 @@
 """equinox's layers, computed by masksafe: to move a model, change the import.
 
 Each class is a subclass of equinox's class of its name, with its constructor and its fields. So checkpoints of one load
-into the other. equinox is imported here and nowhere else.
+into the other. equinox is imported here and nowhere else. A type checker takes each class for a dataclass of its
+fields, so it is told of the constructor.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox
 import jax
@@ -45,6 +46,9 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
        [ 0.  0.  0.]]
     """
 
+    if TYPE_CHECKING:
+        __init__ = equinox.nn.LayerNorm.__init__
+
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
 
@@ -73,6 +77,9 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
       [0.2 1.4 0. ]
     """
 
+    if TYPE_CHECKING:
+        __init__ = equinox.nn.RMSNorm.__init__
+
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's; the arguments are those of `LayerNorm`."""
         del key
@@ -97,6 +104,9 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
       >>> print(GroupNorm(2, 4, eps=0.0)(x, where=~jnp.isnan(x)))
       [-1.  1.  0.  0.]
     """
+
+    if TYPE_CHECKING:
+        __init__ = equinox.nn.GroupNorm.__init__
 
     def __call__(self, x: Array, state: Any = _NO_STATE, *, key: Any = None, where: ArrayLike | None = None) -> Any:
         """As equinox's.
@@ -134,6 +144,9 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
        [ 1.  0.]
        [ 0.  0.]]
     """
+
+    if TYPE_CHECKING:
+        __init__ = equinox.nn.BatchNorm.__init__
 
     def __call__(
         self,
@@ -227,6 +240,9 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
       >>> print(jnp.isfinite(out).all(), out[2])
       True [0. 0. 0. 0.]
     """
+
+    if TYPE_CHECKING:
+        __init__ = equinox.nn.MultiheadAttention.__init__
 
     def __call__(
         self,

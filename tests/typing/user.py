@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 import masksafe
 from masksafe import MaskedMean, adapters, attention_masks, losses
+from masksafe.adapters import equinox, linen, nnx
 
 X, KERNEL, LABELS, KEEP = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.array([0, 2]), jnp.array([True, False])
 HEADS = jnp.ones((1, 2, 1, 4))
@@ -104,6 +105,16 @@ def means() -> None:
     with_name = masksafe.value_and_grad_of_mean(mean_loss_and_name, has_aux=True)
     assert_type(with_name(X, X)[0], tuple[jax.Array, str])
     masksafe.value_and_grad_of_mean(mean_loss, chunks=2)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
+
+
+def layers(rngs: Any) -> None:
+    """Layers of flax and equinox: constructors are the libraries' own, calls are typed."""
+    assert_type(nnx.LayerNorm(4, rngs=rngs)(X, mask=KEEP[:, None]), jax.Array)
+    assert_type(nnx.BatchNorm(4, rngs=rngs)(X, use_running_average=False, mask=KEEP[:, None]), jax.Array)
+    assert_type(linen.GroupNorm(num_groups=2)(X), jax.Array)
+    out: jax.Array = equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
+    assert_type(equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
+    nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def masks_and_adapters() -> None:
