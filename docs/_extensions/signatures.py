@@ -62,7 +62,8 @@ def type_of(annotation: Any, names: dict[str, Any]) -> Any:
 def default_of(default: Any) -> Any:
     if id(default) in NAMES:
         return Text(NAMES[id(default)])
-    return Text(default.__name__) if inspect.isfunction(default) or inspect.isclass(default) else default
+    is_named = inspect.isfunction(default) or (inspect.isclass(default) and default is not inspect.Parameter.empty)
+    return Text(default.__name__) if is_named else default
 
 
 def with_types(
