@@ -53,6 +53,7 @@ def assert_same_text(printed, committed):
     assert [float(number) for number in NUMBER.findall(printed)] == pytest.approx(expected, abs=0.04)
 
 
+@pytest.mark.slow  # half a minute
 def test_the_notebook_prints_what_its_outputs_say(cells, monkeypatch):
     monkeypatch.setattr(plt, "show", lambda: None)  # there is no window
     namespace = {"__name__": "__main__"}
