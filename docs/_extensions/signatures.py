@@ -63,7 +63,9 @@ def default_of(default: Any) -> Any:
     if id(default) in NAMES:
         return Text(NAMES[id(default)])
     is_named = inspect.isfunction(default) or (inspect.isclass(default) and default is not inspect.Parameter.empty)
-    return Text(default.__name__) if is_named else default
+    if is_named:
+        return Text(default.__name__)
+    return Text("...") if " object at 0x" in repr(default) else default  # a mark of another library's
 
 
 def with_types(

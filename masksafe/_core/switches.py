@@ -94,7 +94,7 @@ def forward_mode() -> SwitchContext:
     (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
 
     Returns:
-      A context manager, which warns if it is never entered: the call alone does nothing.
+      A context manager. The call alone does nothing, and warns.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -148,7 +148,7 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
       mode: "off", "checkify" or "raise".
 
     Returns:
-      A context manager, which warns if it is never entered: the call alone does nothing.
+      A context manager. The call alone does nothing, and warns.
 
     Raises:
       ValueError: for another mode; and on leaving, in place of JAX's error about a check that has not been
