@@ -196,7 +196,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type:
             cache = Cache(length, self.get_variable("cache", "cache_index"))
         queries, keys, values, sees = cleared_inputs(self, mask, inputs_q, keys, inputs_v, cache=cache)
         given = {"inputs_k": keys} if inputs_kv is None else {"inputs_k": inputs_k, "inputs_kv": keys}
-        out = super().__call__(queries, inputs_v=values, mask=mask, **given, **options)
+        # Not the method that flax has wrapped, which would record a second call of this layer.
+        attend = linen.MultiHeadDotProductAttention.__call__.__wrapped__
+        out = attend(self, queries, inputs_v=values, mask=mask, **given, **options)
         result: Array = cleared(out, sees)
         return result
 

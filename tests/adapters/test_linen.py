@@ -197,6 +197,13 @@ def test_attention_refuses_a_mask_that_would_enlarge_its_inputs():
         attention(ours).init(jax.random.key(1), X[:1], mask=PAIRS)
 
 
+def test_a_call_of_attention_is_recorded_once():
+    layer = attention(ours)
+    out, state = layer.apply(initialized(layer), filled(jnp.nan), mask=PAIRS, capture_intermediates=True)
+    (recorded,) = state["intermediates"]["__call__"]
+    np.testing.assert_array_equal(recorded, out)
+
+
 def test_attention_drops_weights_and_refuses_to_store_them():
     layer = attention(ours, dropout_rate=0.5)
     variables = layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, deterministic=True)
