@@ -120,7 +120,7 @@ def _read(layer: Any, x: Any, mask: Any, dtype: Any) -> tuple[Array, Array | Non
     x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
     if mask is None:
         return x, None
-    where = arguments.as_array(name, "mask", mask) != 0  # flax's masks may be numbers
+    where = arguments.as_array(name, "mask", mask).astype(bool)  # flax's masks may be numbers
     return x, arguments.at_rank_of(name, "mask", where, x.shape, "x")
 
 

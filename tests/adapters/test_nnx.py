@@ -250,6 +250,20 @@ def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
     assert layer.cache_index[...] == 0
 
 
+@pytest.mark.parametrize("mask", [PAIRS, PAIRS.astype(bool)])
+def test_masks_need_no_promotion_of_dtypes_or_ranks(mask):
+    layer, of_rows = attention(ours), ours.LayerNorm(CHANNELS, rngs=nnx.Rngs(1))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert jnp.isfinite(layer(filled(jnp.nan), mask=mask, is_causal=True)).all()
+        assert jnp.isfinite(layer(X[:, :1], X, mask=mask[:, :, :1], is_causal=True)).all()
+        assert jnp.isfinite(of_rows(filled(jnp.nan), mask=jnp.array(MASK, mask.dtype))).all()
+
+
+def test_a_nan_in_a_mask_keeps_as_any_other_nonzero_number():
+    layer = ours.RMSNorm(CHANNELS, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(layer(X, mask=jnp.full((1, 1, 1), jnp.nan)), layer(X))
+
+
 def test_attention_drops_weights_and_refuses_to_store_them():
     layer = attention(ours, dropout_rate=0.5, deterministic=False)
     assert jnp.any(layer(X) != layer(X))
