@@ -285,8 +285,9 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             pairs = self.num_heads, time, keys
             mask = at_rank_of(name, "mask", as_mask(name, "mask", mask), pairs, "heads, queries and keys")
             is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
-            # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0.
-            query, key_, value = selected(query, is_seeing), selected(key_, is_seen), selected(value, is_seen)
+            # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0. Rows of 1,
+            # since process_heads may have no derivative at 0.
+            query, key_, value = selected(query, is_seeing, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         heads = [jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections]
         if process_heads is not None:

@@ -335,6 +335,18 @@ def test_heads_are_processed_as_by_equinox():
         layer(QUERY, QUERY, QUERY, process_heads=lambda q, k, v: (q[:, :1], k, v))
 
 
+def test_masked_heads_may_be_normalised():
+    def total(layer, x):
+        normalize = lambda *heads: [a / jnp.linalg.norm(a, axis=-1, keepdims=True) for a in heads]  # noqa: E731
+        is_word = jnp.array([True, True, False, False])
+        return jnp.sum(layer(x, x, x, is_word[:, None] & is_word, process_heads=normalize) ** 2)
+
+    layer, _ = attentions()
+    garbage = [equinox.filter_grad(total)(layer, QUERY.at[2:].set(value)) for value in (jnp.nan, 0.0)]
+    chex.assert_tree_all_finite(arrays_of(garbage))
+    chex.assert_trees_all_equal(*map(arrays_of, garbage))
+
+
 def test_attention_has_equinox_fields():
     assert_same_leaves(*attentions(**SIZES, **BIASES, dropout_p=0.5))
 
