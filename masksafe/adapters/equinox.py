@@ -8,6 +8,7 @@ fields, so it is told of the constructor.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -289,14 +290,18 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             # since process_heads may have no derivative at 0.
             query, key_, value = selected(query, is_seeing, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-        heads = [jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections]
+        heads = [self._heads(jax.vmap(project)(x)) for project, x in projections]
         if process_heads is not None:
             heads = self._processed(process_heads, heads)
         q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
-        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, -1))
+        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:])))
         return selected(projected, is_seeing)
+
+    def _heads(self, projected: Array) -> Array:
+        length, width = projected.shape
+        return projected.reshape(length, self.num_heads, width // self.num_heads)
 
     def _processed(self, process_heads: Callable[..., Any], heads: list[Array]) -> list[Array]:
         processed = list(process_heads(*heads))

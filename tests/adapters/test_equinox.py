@@ -376,6 +376,14 @@ def test_masked_attention_is_that_of_the_keys_that_are_left():
     np.testing.assert_allclose(actual, own(QUERY, KEY_[is_key], VALUE[is_key]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(("time", "keys"), [(0, 3), (3, 0), (0, 0)])
+def test_attention_without_queries_or_keys(time, keys):
+    layer, _ = attentions()
+    query, key_ = (jnp.ones((length, QUERY.shape[1])) for length in (time, keys))
+    for mask in (None, jnp.ones((time, keys), bool)):
+        np.testing.assert_array_equal(layer(query, key_, key_, mask), jnp.zeros((time, QUERY.shape[1])))
+
+
 def test_dropout_of_attention():
     layer, own = attentions(dropout_p=0.5)
     draw = equinox.filter_jit(lambda key, **arguments: layer(QUERY, QUERY, QUERY, key=key, **arguments))

@@ -264,6 +264,13 @@ def test_a_nan_in_a_mask_keeps_as_any_other_nonzero_number():
     np.testing.assert_array_equal(layer(X, mask=jnp.full((1, 1, 1), jnp.nan)), layer(X))
 
 
+@pytest.mark.parametrize("name", MASKED)
+def test_norms_refuse_another_number_of_features(name):
+    layer = norm(ours, name)
+    with pytest.raises(ValueError, match=rf"^{MASKED[name][0]}: x: got 4 features in shape .*; expected 6"):
+        layer(X[..., :4])
+
+
 def test_attention_drops_weights_and_refuses_to_store_them():
     layer = attention(ours, dropout_rate=0.5, deterministic=False)
     assert jnp.any(layer(X) != layer(X))
