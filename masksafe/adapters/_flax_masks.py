@@ -24,7 +24,7 @@ class Cache(NamedTuple):
     """The cache of a layer that decodes, before the step."""
 
     length: int
-    index: Array  # where the step writes its key
+    position: Array  # where the step writes its key
 
 
 def cleared_inputs(
@@ -49,7 +49,7 @@ def cleared_inputs(
     while mask.ndim > len(pairs) and mask.shape[0] == 1:  # a mask of a batch of one, for inputs without a batch
         mask = mask[0]
     mask = at_rank_of(name, "mask", mask, pairs, "batch, heads, queries and keys")
-    sees, seen = _positions(is_causal, time, number, mask, None if cache is None else cache.index)
+    sees, seen = _positions(is_causal, time, number, mask, None if cache is None else cache.position)
     clear = cleared if cache is None else _without_nan
     return Cleared(cleared(queries, sees), clear(keys, seen), clear(values, seen), sees)
 
