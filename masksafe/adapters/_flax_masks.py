@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from masksafe._core.arguments import as_array, at_rank_of, message
 from masksafe._core.masks import selected
 from masksafe._core.typing import Array, jitted
 
@@ -19,37 +20,68 @@ class Cleared(NamedTuple):
     sees: Array | None  # [..., time]; None: all do
 
 
+class Cache(NamedTuple):
+    """The cache of a layer that decodes, before the step."""
+
+    length: int
+    position: Array  # where the step writes its key
+
+
 def cleared_inputs(
-    mask: Any, queries: Any, keys: Any, values: Any, *, is_causal: bool = False, has_cache: bool = False
+    layer: Any, mask: Any, queries: Any, keys: Any, values: Any, *, is_causal: bool = False, cache: Cache | None = None
 ) -> Cleared:
     """For the mask of a layer, which broadcasts to `[..., heads, time, keys]`, and its inputs `[..., time, features]`.
 
     Else a NaN there would reach the gradients of the projections, as 0 * NaN. With a cache, the keys of the mask are
-    those of the cache, and only queries are cleared.
+    those of the cache. A key that its own query does not see may be seen by a later one, so its finite numbers stay,
+    and only NaN and infinity become 0.
     """
     if keys is None and values is None:
         keys = queries
-    time, number = jnp.shape(queries)[-2], jnp.shape(queries if keys is None else keys)[-2]
+    *batch, time, _ = jnp.shape(queries)
+    number_given = jnp.shape(queries if keys is None else keys)[-2]
+    number = number_given if cache is None else cache.length
     if mask is None and not (is_causal and number > time):
         return Cleared(queries, keys, values, None)
-    sees, seen = _positions(is_causal, time, number, jnp.ones((), bool) if mask is None else jnp.asarray(mask))
-    of_keys = None if has_cache else seen
-    return Cleared(cleared(queries, sees), cleared(keys, of_keys), cleared(values, of_keys), sees)
+    name, pairs = type(layer).__name__, (*batch, layer.num_heads, time, number)
+    _check_leading_axes(name, (*batch, number_given), inputs_k=keys, inputs_v=values)
+    mask = jnp.ones((), bool) if mask is None else as_array(name, "mask", mask)
+    while mask.ndim > len(pairs) and mask.shape[0] == 1:  # a mask of a batch of one, for inputs without a batch
+        mask = mask[0]
+    mask = at_rank_of(name, "mask", mask, pairs, "batch, heads, queries and keys")
+    sees, seen = _positions(is_causal, time, number, mask, None if cache is None else cache.position)
+    clear = cleared if cache is None else _without_nan
+    return Cleared(cleared(queries, sees), clear(keys, seen), clear(values, seen), sees)
 
 
 def cleared(x: Any, is_live: Array | None) -> Any:
     """`x` `[..., time, features]`, 0 at the positions that are not live. None stays None."""
-    if x is None or is_live is None:
-        return x
-    if is_live.ndim >= jnp.ndim(x):  # a mask of a batch of one, for inputs without a batch
-        is_live = is_live.reshape(is_live.shape[1 - jnp.ndim(x) :])
-    return selected(jnp.asarray(x), is_live[..., None])
+    return x if x is None or is_live is None else selected(jnp.asarray(x), is_live[..., None])
+
+
+def _without_nan(x: Any, is_live: Array) -> Any:
+    """As `cleared`, but only NaN and infinity become 0."""
+    return None if x is None else selected(jnp.asarray(x), is_live[..., None] | jnp.isfinite(x))
+
+
+def _check_leading_axes(name: str, leading: tuple[int, ...], **inputs: Any) -> None:
+    """Refuses keys or values of another batch than that of the queries: the mask would enlarge them."""
+    for argument, x in inputs.items():
+        if x is not None and jnp.shape(x)[:-1] != leading:
+            expected = f"{leading} before the features, the batch of inputs_q and the number of keys"
+            raise ValueError(message(name, argument, f"shape {jnp.shape(x)}", expected))
 
 
 @jitted(0, 1, 2)  # one program: it does not write an array of all pairs
-def _positions(is_causal: bool, time: int, number: int, mask: Array) -> tuple[Array, Array]:
-    """Which queries see a key, and which keys are seen."""
-    pairs = (mask != 0).reshape((1,) * (3 - mask.ndim) + mask.shape)
+def _positions(is_causal: bool, time: int, number: int, mask: Array, index: Array | None) -> tuple[Array, Array]:
+    """Which queries see a key, and which keys are seen; with an index of a cache, whether the key there is."""
+    pairs = mask.astype(bool)
+    rows, columns = ((1,) * (mask.ndim - 2) + shape for shape in ((time, 1), (1, number)))
+    if index is not None:
+        column = jnp.arange(number, dtype=index.dtype).reshape(columns)
+        pairs &= column <= index
+        is_own = column == jnp.minimum(index, number - 1)  # flax writes a key beyond the end into the last column
+        return jnp.any(pairs, (-3, -1)), jnp.any(pairs & is_own, (-3, -1))
     if is_causal:
-        pairs &= jnp.arange(time)[:, None] >= jnp.arange(number)
+        pairs &= jnp.arange(time).reshape(rows) >= jnp.arange(number).reshape(columns)
     return jnp.any(pairs, (-3, -1)), jnp.any(pairs, (-3, -2))

@@ -34,6 +34,7 @@ def normalize_rows(
     """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
     x, where = _read(layer, x, mask, dtype)
     rows, features = (axes_of(layer, x, axes) for axes in (layer.reduction_axes, layer.feature_axes))
+    _check_features(layer, x, features, scale, bias)
     shape = [x.shape[a] for a in features]
     parameters = {name: p.reshape(shape) for name, p in (("scale", scale), ("bias", bias)) if p is not None}
     options = {"axis": rows, "where": where, "epsilon": layer.epsilon, "axis_name": layer.axis_name}
@@ -52,6 +53,7 @@ def normalize_groups(
 ) -> Array:
     """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
     x, where = _read(layer, x, mask, dtype)
+    _check_features(layer, x, (x.ndim - 1,), scale, bias)
     given = layer.reduction_axes
     rows = axes_of(layer, x, (*range(1, x.ndim - 1), -1) if given is None else given)
     if x.ndim - 1 not in rows:
@@ -96,6 +98,7 @@ def normalize_batch(
     """
     x, where = _read(layer, x, mask, dtype)
     features = feature_axes_of_batch(layer, x)
+    _check_features(layer, x, features, scale, bias, mean, var)
     options = {"axis": features, "where": where, "epsilon": layer.epsilon, "axis_name": axis_name}
     y, mean, var = batch_norm(x, scale, bias, mean=mean, var=var, **options)
 
@@ -120,8 +123,17 @@ def _read(layer: Any, x: Any, mask: Any, dtype: Any) -> tuple[Array, Array | Non
     x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
     if mask is None:
         return x, None
-    where = arguments.as_array(name, "mask", mask) != 0  # flax's masks may be numbers
+    where = arguments.as_array(name, "mask", mask).astype(bool)  # flax's masks may be numbers
     return x, arguments.at_rank_of(name, "mask", where, x.shape, "x")
+
+
+def _check_features(layer: Any, x: Array, features: Axes, *parameters: Array | None) -> None:
+    """Refuses an `x` with another number of features than the parameters."""
+    number = math.prod(x.shape[a] for a in features)
+    for parameter in parameters:
+        if parameter is not None and parameter.size != number:
+            found, expected = f"{number} features in shape {x.shape}", f"{parameter.size}, as many as of the parameters"
+            raise ValueError(arguments.message(_name(layer), "x", found, expected))
 
 
 def _name(layer: Any) -> str:

@@ -8,6 +8,7 @@ fields, so it is told of the constructor.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -285,17 +286,22 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
             pairs = self.num_heads, time, keys
             mask = at_rank_of(name, "mask", as_mask(name, "mask", mask), pairs, "heads, queries and keys")
             is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
-            # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0.
-            query, key_, value = selected(query, is_seeing), selected(key_, is_seen), selected(value, is_seen)
+            # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0. Rows of 1,
+            # since process_heads may have no derivative at 0.
+            query, key_, value = selected(query, is_seeing, 1), selected(key_, is_seen, 1), selected(value, is_seen, 1)
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
-        heads = [jax.vmap(project)(x).reshape(x.shape[0], self.num_heads, -1) for project, x in projections]
+        heads = [self._heads(jax.vmap(project)(x)) for project, x in projections]
         if process_heads is not None:
             heads = self._processed(process_heads, heads)
         q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
-        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, -1))
+        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:])))
         return selected(projected, is_seeing)
+
+    def _heads(self, projected: Array) -> Array:
+        length, width = projected.shape
+        return projected.reshape(length, self.num_heads, width // self.num_heads)
 
     def _processed(self, process_heads: Callable[..., Any], heads: list[Array]) -> list[Array]:
         processed = list(process_heads(*heads))

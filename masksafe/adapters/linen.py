@@ -18,7 +18,7 @@ from masksafe._core.arguments import message
 from masksafe._core.typing import Array, ArrayLike, Axes, Function
 from masksafe.adapters import _flax_norms
 from masksafe.adapters._flax_attention import flax_attention
-from masksafe.adapters._flax_masks import cleared, cleared_inputs
+from masksafe.adapters._flax_masks import Cache, cleared, cleared_inputs
 from masksafe.normalization import layer_norm, rms_norm
 
 __all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiHeadAttention", "MultiHeadDotProductAttention", "RMSNorm"]
@@ -155,7 +155,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type:
 
     A position is gone if `mask` leaves none of its pairs: the output of such a query is 0, without the bias of the
     projection, and what such a query, key or value holds changes no output and no gradient. What another `attention_fn`
-    masks besides is gone in the attention, and not in the projections.
+    masks besides is gone in the attention, and not in the projections. A step of decoding sees the cache up to its own
+    key. A later query may see a key that its own query does not: such a key and value stay in the cache, with 0 for the
+    NaN and infinity of their inputs.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -188,9 +190,15 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type:
                 hint = "The attention is computed in blocks, without flax's einsums."
                 raise ValueError(message(type(self).__name__, name, "a function", "None", hint))
         keys = inputs_k if inputs_kv is None else inputs_kv
-        queries, keys, values, sees = cleared_inputs(mask, inputs_q, keys, inputs_v, has_cache=self.decode)
+        cache = None
+        if self.decode and self.has_variable("cache", "cached_key"):
+            length = self.get_variable("cache", "cached_key").shape[-3]
+            cache = Cache(length, self.get_variable("cache", "cache_index"))
+        queries, keys, values, sees = cleared_inputs(self, mask, inputs_q, keys, inputs_v, cache=cache)
         given = {"inputs_k": keys} if inputs_kv is None else {"inputs_k": inputs_k, "inputs_kv": keys}
-        out = super().__call__(queries, inputs_v=values, mask=mask, **given, **options)
+        # Not the method that flax has wrapped, which would record a second call of this layer.
+        attend = linen.MultiHeadDotProductAttention.__call__.__wrapped__
+        out = attend(self, queries, inputs_v=values, mask=mask, **given, **options)
         result: Array = cleared(out, sees)
         return result
 

@@ -19,7 +19,7 @@ from flax.nnx.nn.dtypes import canonicalize_dtype
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.adapters import _flax_norms
 from masksafe.adapters._flax_attention import flax_attention
-from masksafe.adapters._flax_masks import cleared, cleared_inputs
+from masksafe.adapters._flax_masks import Cache, cleared, cleared_inputs
 from masksafe.normalization import layer_norm, rms_norm
 
 __all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiHeadAttention", "RMSNorm"]
@@ -131,7 +131,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
 
     A position is gone if `mask`, together with `is_causal`, leaves none of its pairs: the output of such a query is 0,
     without the bias of the projection, and what such a query, key or value holds changes no output and no gradient.
-    What an `attention_fn` masks besides is gone in the attention, and not in the projections.
+    What an `attention_fn` masks besides is gone in the attention, and not in the projections. A step of decoding sees
+    the cache up to its own key. A later query may see a key that its own query does not: such a key and value stay in
+    the cache, with 0 for the NaN and infinity of their inputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -161,9 +163,14 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
     ) -> Array:
         has_cache = bool(self.decode if decode is None else decode)
         is_causal = is_causal and not has_cache  # the mask of the cache is causal
-        *inputs, sees = cleared_inputs(mask, inputs_q, inputs_k, inputs_v, is_causal=is_causal, has_cache=has_cache)
+        cache = None
+        if has_cache and self.cached_key is not None:
+            cache = Cache(self.cached_key.shape[-3], self.cache_index[...])
+        *inputs, sees = cleared_inputs(self, mask, inputs_q, inputs_k, inputs_v, is_causal=is_causal, cache=cache)
         if is_causal and mask is not None and jnp.shape(inputs_q)[-2] == 1:  # to `flax_attention` it is decoding
-            mask, is_causal = (jnp.asarray(mask) != 0) & (jnp.arange(jnp.shape(inputs[1])[-2]) == 0), False
+            mask = jnp.asarray(mask).astype(bool)
+            is_first = jnp.arange(jnp.shape(inputs[1])[-2]) == 0
+            mask, is_causal = mask & is_first.reshape((1,) * (mask.ndim - 1) + is_first.shape), False
         out = super().__call__(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
         result: Array = cleared(out, sees)
         return result

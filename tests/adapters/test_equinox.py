@@ -335,6 +335,18 @@ def test_heads_are_processed_as_by_equinox():
         layer(QUERY, QUERY, QUERY, process_heads=lambda q, k, v: (q[:, :1], k, v))
 
 
+def test_masked_heads_may_be_normalised():
+    def total(layer, x):
+        normalize = lambda *heads: [a / jnp.linalg.norm(a, axis=-1, keepdims=True) for a in heads]  # noqa: E731
+        is_word = jnp.array([True, True, False, False])
+        return jnp.sum(layer(x, x, x, is_word[:, None] & is_word, process_heads=normalize) ** 2)
+
+    layer, _ = attentions()
+    garbage = [equinox.filter_grad(total)(layer, QUERY.at[2:].set(value)) for value in (jnp.nan, 0.0)]
+    chex.assert_tree_all_finite(arrays_of(garbage))
+    chex.assert_trees_all_equal(*map(arrays_of, garbage))
+
+
 def test_attention_has_equinox_fields():
     assert_same_leaves(*attentions(**SIZES, **BIASES, dropout_p=0.5))
 
@@ -362,6 +374,14 @@ def test_masked_attention_is_that_of_the_keys_that_are_left():
     is_key = jnp.array([True, False, True, True, False, False])
     actual = layer(QUERY, KEY_, VALUE, jnp.broadcast_to(is_key, (4, 6)))
     np.testing.assert_allclose(actual, own(QUERY, KEY_[is_key], VALUE[is_key]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("time", "keys"), [(0, 3), (3, 0), (0, 0)])
+def test_attention_without_queries_or_keys(time, keys):
+    layer, _ = attentions()
+    query, key_ = (jnp.ones((length, QUERY.shape[1])) for length in (time, keys))
+    for mask in (None, jnp.ones((time, keys), bool)):
+        np.testing.assert_array_equal(layer(query, key_, key_, mask), jnp.zeros((time, QUERY.shape[1])))
 
 
 def test_dropout_of_attention():

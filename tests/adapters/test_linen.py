@@ -178,6 +178,32 @@ def test_attention_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
 
 
+def test_a_step_of_decoding_whose_query_sees_nothing_is_gone():
+    layer, mask = attention(ours, decode=True), jnp.array([False, True, True])[None, None, None]
+    variables = layer.init(jax.random.key(1), X[:1, :3])
+
+    def step(params):
+        x = jnp.full_like(X[:1, :1], jnp.nan)
+        out, _ = layer.apply({**variables, "params": params}, x, mask=mask, mutable="cache")
+        return out.sum(), out
+
+    gradient, out = jax.grad(step, has_aux=True)(variables["params"])
+    for array in jax.tree.leaves((gradient, out)):
+        assert jnp.all(array == 0)
+
+
+def test_attention_refuses_a_mask_that_would_enlarge_its_inputs():
+    with pytest.raises(ValueError, match="MultiHeadDotProductAttention: mask: got shape"):
+        attention(ours).init(jax.random.key(1), X[:1], mask=PAIRS)
+
+
+def test_a_call_of_attention_is_recorded_once():
+    layer = attention(ours)
+    out, state = layer.apply(initialized(layer), filled(jnp.nan), mask=PAIRS, capture_intermediates=True)
+    (recorded,) = state["intermediates"]["__call__"]
+    np.testing.assert_array_equal(recorded, out)
+
+
 def test_attention_drops_weights_and_refuses_to_store_them():
     layer = attention(ours, dropout_rate=0.5)
     variables = layer.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, X, deterministic=True)

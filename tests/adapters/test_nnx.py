@@ -201,6 +201,76 @@ def test_attention_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("heads", [1, HEADS])
+def test_a_step_of_decoding_whose_query_sees_nothing_is_gone(heads):
+    layer, grads = attention(ours, decode=True), nnx.grad(lambda layer, x, mask: layer(x, mask=mask).sum())
+    layer.init_cache((1, 3, CHANNELS))
+    mask = jnp.broadcast_to(jnp.array([False, True, True]), (1, heads, 1, 3))  # the later columns are not written yet
+    step = jnp.full((1, 1, CHANNELS), jnp.nan)
+    for gradient in jax.tree.leaves(nnx.to_pure_dict(grads(layer, step, mask))):
+        assert jnp.all(gradient == 0)
+    layer.init_cache((1, 3, CHANNELS))
+    assert jnp.all(layer(step, mask=mask) == 0)
+    np.testing.assert_allclose(layer(X[:1, :1], mask=mask), attention(ours)(X[:1, :1]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_later_step_may_see_a_key_that_its_own_query_does_not():
+    layer, x = attention(ours, decode=True), X[:1]
+    layer.init_cache((1, 4, CHANNELS))
+    steps = [layer(x[:, t : t + 1], mask=(jnp.arange(4) < t)[None, None, None]) for t in range(4)]
+    at_once = attention(ours)(x, mask=jnp.tri(4, k=-1)[None, None])
+    np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask", "argument"),
+    [
+        ((1, 3), (1, 3), (5, 1, 3, 3), "mask"),
+        ((2, 1), (2, 3), (2, 1, 3, 3), "mask"),
+        ((2, 3), (1, 3), (2, 1, 3, 3), "inputs_k"),
+        ((3,), (3,), (2, 1, 3, 3), "mask"),
+    ],
+)
+def test_attention_refuses_a_mask_that_would_enlarge_its_inputs(queries, keys, mask, argument):
+    q, k = (jnp.ones((*shape, CHANNELS)) for shape in (queries, keys))
+    with pytest.raises(ValueError, match=f"MultiHeadAttention: {argument}: got shape"):
+        attention(ours)(q, k, mask=jnp.ones(mask, bool))
+
+
+def test_attention_refuses_values_that_a_mask_would_enlarge():
+    with pytest.raises(ValueError, match="MultiHeadAttention: inputs_v: got shape"):
+        attention(ours)(X, X, X[:, :1], mask=PAIRS)
+
+
+def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
+    layer = attention(ours, decode=True)
+    layer.init_cache((2, 3, CHANNELS))
+    with pytest.raises(ValueError, match="MultiHeadAttention: mask: got shape"):
+        layer(X[:2, :1], mask=jnp.ones((2, 1, 3, 3), bool))
+    assert layer.cache_index[...] == 0
+
+
+@pytest.mark.parametrize("mask", [PAIRS, PAIRS.astype(bool)])
+def test_masks_need_no_promotion_of_dtypes_or_ranks(mask):
+    layer, of_rows = attention(ours), ours.LayerNorm(CHANNELS, rngs=nnx.Rngs(1))
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert jnp.isfinite(layer(filled(jnp.nan), mask=mask, is_causal=True)).all()
+        assert jnp.isfinite(layer(X[:, :1], X, mask=mask[:, :, :1], is_causal=True)).all()
+        assert jnp.isfinite(of_rows(filled(jnp.nan), mask=jnp.array(MASK, mask.dtype))).all()
+
+
+def test_a_nan_in_a_mask_keeps_as_any_other_nonzero_number():
+    layer = ours.RMSNorm(CHANNELS, rngs=nnx.Rngs(1))
+    np.testing.assert_array_equal(layer(X, mask=jnp.full((1, 1, 1), jnp.nan)), layer(X))
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_norms_refuse_another_number_of_features(name):
+    layer = norm(ours, name)
+    with pytest.raises(ValueError, match=rf"^{MASKED[name][0]}: x: got 4 features in shape .*; expected 6"):
+        layer(X[..., :4])
+
+
 def test_attention_drops_weights_and_refuses_to_store_them():
     layer = attention(ours, dropout_rate=0.5, deterministic=False)
     assert jnp.any(layer(X) != layer(X))
