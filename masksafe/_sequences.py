@@ -37,8 +37,8 @@ def next_tokens(
         `steps` tokens of the next one, in one exchange.
 
     Returns:
-      The labels `[..., T]`, of the dtype of `tokens`, and booleans `[..., T]` that say which of them exist. Pass these to the
-      loss as `where`. Where there is none, after the last token, across documents and at padding, the label is
+      The labels `[..., T]`, of the dtype of `tokens`, and booleans `[..., T]` that say which of them exist. Pass these
+      to the loss as `where`. Where there is none, after the last token, across documents and at padding, the label is
       0, so that it can index a table.
 
     Raises:
