@@ -36,9 +36,9 @@ def flax_attention(
       value: floats `[..., keys, heads, width]`.
       bias: floats that broadcast to `[..., heads, time, keys]`.
       mask: booleans, or as flax makes them floats, that broadcast to the same; 0 is masked.
-      is_causal: query t sees the keys up to t. flax passes its own value, which overrides that of a partial function: give
-        it to the call of the layer. A single query with a mask is taken for decoding, where flax's mask says what it
-        sees of the cache; some versions ask for a causal mask on top, which would hide all keys but the first.
+      is_causal: query t sees the keys up to t. Give it to the call of the layer: flax passes its own value, which
+        overrides that of a partial function. A single query with a mask is taken for decoding, where flax's mask says
+        what it sees of the cache; some versions ask for a causal mask on top, which would hide all keys but the first.
       dropout_rng: the random key for dropout; without one, dropout is refused as by flax.
       dropout_rate: probability that a weight becomes 0.
       deterministic: no dropout.
