@@ -112,6 +112,8 @@ def layers(rngs: Any) -> None:
     assert_type(nnx.LayerNorm(4, rngs=rngs)(X, mask=KEEP[:, None]), jax.Array)
     assert_type(nnx.BatchNorm(4, rngs=rngs)(X, use_running_average=False, mask=KEEP[:, None]), jax.Array)
     assert_type(linen.GroupNorm(num_groups=2)(X), jax.Array)
+    attended: jax.Array = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)(HEADS[0], is_causal=True)
+    assert_type(linen.MultiHeadAttention(num_heads=2)(attended), jax.Array)
     out: jax.Array = equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
     assert_type(equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
     nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
