@@ -1,9 +1,11 @@
-"""What the tests of both flax's libraries share: the options of their norms, a padded batch, and comparisons."""
+"""What the tests of both flax's libraries share: options of norms, a padded batch, checkpoints and comparisons."""
 
 import chex
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint
 
 CHANNELS = 6
 X = jax.random.normal(jax.random.key(0), (3, 4, CHANNELS)) * 2 + 1
@@ -58,3 +60,17 @@ def assert_same_bits(a, b):
 def filled(value, x=X, mask=MASK):
     """`x` with a value under the mask."""
     return jnp.where(mask, x, value)
+
+
+def through_msgpack(state, directory):
+    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
+
+
+def through_orbax(state, directory):
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(directory / "state", state)
+
+
+CHECKPOINTS = (through_msgpack, through_orbax)

@@ -3,12 +3,10 @@
 import functools
 
 import chex
-import flax.serialization
 import flax_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint
 import pytest
 from flax import linen
 from flax_cases import GARBAGE, MASK, MASKED, NORMS, X, assert_close, assert_same_bits, filled
@@ -250,18 +248,7 @@ def trained(model, variables):
     return value, {"params": jax.tree.map(lambda p, d: p - 0.01 * d, variables["params"], gradient), **state}
 
 
-def through_msgpack(state, directory):
-    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-
-
-def through_orbax(state, directory):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "state", state)
-
-
-@pytest.mark.parametrize("through", [through_msgpack, through_orbax])
+@pytest.mark.parametrize("through", cases.CHECKPOINTS)
 def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(through, tmp_path):
     own, moved = (model_of(module) for module in ("flax.linen", "masksafe.adapters.linen"))
     variables = own.init(jax.random.key(0), X)

@@ -3,13 +3,11 @@
 import functools
 
 import chex
-import flax.serialization
 import flax_cases as cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint
 import pytest
 from flax import nnx
 from flax_cases import CHANNELS, GARBAGE, MASK, MASKED, NORMS, X, assert_close, assert_same_bits, filled
@@ -335,18 +333,7 @@ def trained(model):
     return [train(model, optimizer, X) for _ in range(2)]
 
 
-def through_msgpack(state, directory):
-    return flax.serialization.from_bytes(state, flax.serialization.to_bytes(state))
-
-
-def through_orbax(state, directory):
-    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(directory / "state", state)
-
-
-@pytest.mark.parametrize("through", [through_msgpack, through_orbax])
+@pytest.mark.parametrize("through", cases.CHECKPOINTS)
 def test_a_model_moves_by_one_import_with_its_checkpoint_and_back(through, tmp_path):
     own, moved = (model_of(line) for line in ("flax.nnx", "masksafe.adapters.nnx"))
     assert type(moved.norms[0]) is ours.LayerNorm
