@@ -12,7 +12,8 @@ Every case is run with harmless values and with garbage under the mask. Its outp
 With MODULE:FUNCTION the function of yours that FUNCTION returns, with its arguments and masks, gets the same verdicts
 from the tools of masksafe.testing.
 
-The exit status is 0 if masksafe, or your function, is right everywhere, 1 if it is not, 2 for bad options.
+The exit status is 0 if masksafe, or your function, is right everywhere, 1 if it is not or jaxlib computes wrong sums,
+2 for bad options.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Any
 
 import jax
 
-from masksafe._report import _own_function, _show
+from masksafe._report import _own_function, _probe, _show
 from masksafe._report._case import Case
 from masksafe._report._cases import all_cases
 from masksafe._report._libraries import PEERS, is_installed, runner
@@ -44,6 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     peers = _chosen_peers(options.peers)
     versions = _versions(peers)
     _show.table("What runs here", ["", "version"], list(versions.items()))
+    fault = _probe.fault()
+    if fault:
+        print(fault)
 
     of_devices = {}
     for device, chosen in _assign_cases(cases):
@@ -57,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     _summarise(of_devices | of_peers, keeps)
     if options.json:
         options.json.write_text(json.dumps(_as_json(versions, cases, of_devices | of_peers, keeps), indent=1) + "\n")
-    return 0 if keeps else 1
+    return 0 if keeps and not fault else 1
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:

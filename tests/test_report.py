@@ -1,5 +1,6 @@
 """`python -m masksafe`: what it finds, prints, writes and returns."""
 
+import importlib.metadata
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 import masksafe
 from masksafe.__main__ import main
-from masksafe._report import _show
+from masksafe._report import _probe, _show
 from masksafe._report._cases import Case, all_cases
 from masksafe._report._libraries import PEERS, _ops, is_installed, runner
 from masksafe._report._verdict import Verdict, judge
@@ -113,6 +114,15 @@ def test_status_is_one_if_the_contract_is_broken(capsys, monkeypatch):
     monkeypatch.setitem(_ops("masksafe"), "smooth_labels", lambda labels, alpha, where: labels)
     assert main(["--peers", "none", "--only", "smooth_labels"]) == 1
     assert "does NOT keep its contract" in capsys.readouterr().out
+
+
+def test_a_jaxlib_that_computes_wrong_sums_is_named(capsys, monkeypatch):
+    assert _probe.fault() is None
+    monkeypatch.setattr(_probe, "mean", lambda losses: 0.99 * masksafe.mean(losses))
+    assert main(["--peers", "none", "--only", "smooth_labels"]) == 1
+    out = capsys.readouterr().out
+    assert f"jaxlib {importlib.metadata.version('jaxlib')} computes wrong sums here" in out
+    assert "keeps its contract" in out  # which is not to blame
 
 
 @pytest.mark.slow

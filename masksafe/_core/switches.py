@@ -203,9 +203,7 @@ def set_label_checks(mode: LabelChecks) -> None:
       >>> masksafe.set_label_checks("raise")
       >>> masksafe.set_label_checks("off")
     """
-    context: Any = _label_checks
-    setter = context if hasattr(context, "set_global") else context._obj  # jax 0.10.0 has it on the inner object only
-    setter.set_global(_check_mode("set_label_checks", "mode", mode))
+    _label_checks.set_global(_check_mode("set_label_checks", "mode", mode))
 
 
 def label_check_mode() -> str:

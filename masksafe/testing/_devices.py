@@ -33,7 +33,7 @@ class Device:
 
 def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
     """The sizes of the axes over which a shard_map splits."""
-    manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]  # the latter in jax 0.10.0
+    manual = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]  # the latter in jax 0.10
     return {name: size for name, size in params["mesh"].shape.items() if name in manual}
 
 
