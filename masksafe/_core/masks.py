@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_array, as_real_array, at_rank_of, message
@@ -66,6 +67,14 @@ def as_weights_of(op: str, weights: Any, shape: Sequence[int], of: str = "x") ->
     if weights is None:
         return None
     return at_rank_of(op, "weights", as_real_array(op, "weights", weights), shape, of)
+
+
+def promoted_with(x: Array, weights: Array | None) -> Array:
+    """`x` in the dtype of its product with the weights; None changes nothing."""
+    if weights is None:
+        return x
+    with jax.numpy_dtype_promotion("standard"):  # weights may have a dtype of their own under a strict flag too
+        return x.astype(jnp.result_type(x, weights))
 
 
 class Weighting(NamedTuple):

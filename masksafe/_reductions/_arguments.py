@@ -32,10 +32,11 @@ class Call(NamedTuple):
     devices: sharding.Devices
     keepdims: bool
 
-    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array | None, Array | None]:
-        """What is reduced, and the mask and the weights at the rank of `x`."""
+    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array, Array | None, Array | None]:
+        """What is reduced: how, the elements in the dtype of the result, and their mask and weights at their rank."""
         how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.devices)
-        return how, masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
+        where, weights = masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
+        return how, masks.promoted_with(x, weights), where, weights
 
 
 def prepared(

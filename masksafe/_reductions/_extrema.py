@@ -102,7 +102,7 @@ def min(  # noqa: A001
 @jitted(0)
 def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
     x = arguments.as_real_array(call.op, "x", x)
-    how, where, _ = call.read(x, where, weights)
+    how, x, where, _ = call.read(x, where, weights)
     is_float = jnp.issubdtype(x.dtype, jnp.floating)
     return how.shaped((_of_floats if is_float else _evaluate)(how, x, where))
 

@@ -286,7 +286,7 @@ def _value(total: _Sum, count: _Sum) -> Array:
 
 @jitted(0)
 def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
-    how, where, weights = call.read(x, where, weights)
+    how, x, where, weights = call.read(x, where, weights)
     where, weights = masks.weighting_of(x, where, weights)
     x = masks.selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else row_moments.weighted(widened(x), weights)

@@ -38,8 +38,8 @@ def sum(  # noqa: A001
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The sum, of the dtype that `jnp.sum` gives, but of integers with weights a float; float16 and bfloat16 are
-      accumulated in float32. The gradient with respect to a masked element is exactly 0.
+      The sum, of the dtype that `jnp.sum` gives of the product of `x` and `weights`, but with weights always a float;
+      float16 and bfloat16 are accumulated in float32. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean, or `weights` are not real.
@@ -60,7 +60,7 @@ def sum(  # noqa: A001
 
 @jitted(0)
 def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, where, weights = call.read(x, where, weights)
+    how, x, where, weights = call.read(x, where, weights)
     dtype = float_dtype(x.dtype)
     if weights is None and (not how.devices.are_many or x.dtype != dtype):  # or a sum of integers
         return how.devices.sum(jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
@@ -99,8 +99,8 @@ def mean(
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The mean, of the dtype that `jnp.mean` gives; float16 and bfloat16 are accumulated in float32 and
-      rounded once. The gradient with respect to a masked element is exactly 0.
+      The mean, of the dtype that `jnp.mean` gives of the product of `x` and `weights`; float16 and bfloat16 are
+      accumulated in float32 and rounded once. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean, or `weights` are not real.
@@ -122,7 +122,7 @@ def mean(
 
 @jitted(0)
 def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, where, weights = call.read(x, where, weights)
+    how, x, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
     total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)

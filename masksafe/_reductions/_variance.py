@@ -50,8 +50,8 @@ def var(
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The variance, of the dtype that `jnp.var` gives; float16 and bfloat16 are accumulated in float32 and rounded
-      once. The gradient with respect to a masked element is exactly 0.
+      The variance, of the dtype that `jnp.var` gives of the product of `x` and `weights`; float16 and bfloat16 are
+      accumulated in float32 and rounded once. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `where` is not boolean, `weights` are not real, or `correction` is not a number; or if `x` is
@@ -106,8 +106,8 @@ def var_mean(
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      `(var, mean)`, of the dtypes that `jnp.var` and `jnp.mean` give; float16 and bfloat16 are
-      accumulated in float32 and rounded once. Gradients with respect to masked elements are exactly 0.
+      `(var, mean)`, of the dtypes that `jnp.var` and `jnp.mean` give of the product of `x` and `weights`; float16 and
+      bfloat16 are accumulated in float32 and rounded once. Gradients with respect to masked elements are exactly 0.
 
     Raises:
       TypeError: also if `x` is complex and there are weights or an `axis_name`.
@@ -135,7 +135,7 @@ _AxesAndCorrection = tuple[Axes, float]
 @jitted(0, 1)
 def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`, as floats."""
-    how, where, weights = call.read(x, where, weights)
+    how, x, where, weights = call.read(x, where, weights)
     x = x.astype(float_dtype(x.dtype))
     if jnp.iscomplexobj(x) and (weights is not None or how.devices.are_many):
         raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))

@@ -64,6 +64,7 @@ def compute(
         where = _fitting(op, "where", masks.as_mask(op, "where", where), data)
     if weights is not None:
         weights = _fitting(op, "weights", arguments.as_real_array(op, "weights", weights), data)
+    data = masks.promoted_with(data, weights)
     number = _as_number(op, num_segments, ids, where)
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))

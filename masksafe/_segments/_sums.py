@@ -43,8 +43,9 @@ def segment_sum(
         count the segments of all devices, and each gets all of them.
 
     Returns:
-      The sums `[num_segments, ...]`, of the dtype that `jnp.sum` gives; float16 and bfloat16 are summed in float32 and
-      rounded once. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
+      The sums `[num_segments, ...]`, of the dtype that `jnp.sum` gives of the product of `data` and `weights`, but with
+      weights always a float; float16 and bfloat16 are summed in float32 and rounded once. A NaN shows in its own
+      segment alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, or `num_segments` is None and the ids
@@ -99,8 +100,9 @@ def segment_mean(
         count the segments of all devices, and each gets all of them.
 
     Returns:
-      The means `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are summed in float32 and rounded
-      once. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
+      The means `[num_segments, ...]`, of the dtype of the product of `data` and `weights`; float16 and bfloat16
+      are summed in float32 and rounded once. A NaN shows in its own segment alone. The gradient with respect to a
+      masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, or `num_segments` is None and the ids

@@ -68,9 +68,9 @@ def segment_var(
         count the segments of all devices, and each gets all of them.
 
     Returns:
-      The variances `[num_segments, ...]`, of the dtype of `data`; float16 and bfloat16 are computed in float32 and
-      rounded once. A large offset costs no digits, and equal elements have a variance of exactly 0. A NaN shows in its
-      own segment alone. The gradient with respect to a masked element is exactly 0.
+      The variances `[num_segments, ...]`, of the dtype of the product of `data` and `weights`; float16 and bfloat16 are
+      computed in float32 and rounded once. A large offset costs no digits, and equal elements have a variance of
+      exactly 0. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None

@@ -165,6 +165,19 @@ def test_float16_is_accumulated_in_float32():
 
 
 @pytest.mark.parametrize(
+    ("of_x", "of_weights"), [("float16", "float32"), ("bfloat16", "float16"), ("float32", "bfloat16"), (int, "float16")]
+)
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_a_weighted_reduction_has_the_dtype_of_the_product(of_x, of_weights, promotion):
+    x, weights = jnp.full(8192, 8, of_x), jnp.full(8192, 1.0625, of_weights)
+    product = x * weights
+    with jax.numpy_dtype_promotion(promotion):
+        total, (var, mean) = masksafe.sum(x, weights=weights), masksafe.var_mean(x, weights=weights)
+    assert total.dtype == var.dtype == mean.dtype == product.dtype
+    assert (total, var, mean) == (jnp.float32(69632).astype(product.dtype), 0, 8)  # in float16 it is infinite
+
+
+@pytest.mark.parametrize(
     ("dtype", "offset", "rtol"), [("float32", 1e4, 1e-5), ("float16", 1e3, 1e-3), forms("bfloat16", 1e3, 1e-2)]
 )
 def test_variance_survives_a_large_mean(dtype, offset, rtol):

@@ -173,6 +173,14 @@ def test_16_bits_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "var"])
+def test_a_weighted_reduction_has_the_dtype_of_the_product(name):
+    x, ids = jnp.full(8192, 8, jnp.float16), jnp.zeros(8192, jnp.int32)
+    result = segment(name)(x, ids, 1, weights=jnp.full(8192, 1.0625, jnp.float32))
+    assert result.dtype == jnp.float32
+    assert result == {"sum": 69632, "mean": 8, "var": 0}[name]
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "var"])
 def test_weights(name):
     weights = RNG.uniform(0.5, 2, N).astype(np.float32)
     weights[IDS == 4] = 0
