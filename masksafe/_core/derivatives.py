@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core.sharding import Shardings, vary_alike
+from masksafe._core.sharding import Shardings, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Function
+from masksafe._core.typing import Array, Function
 
 
 def with_reverse_rule(
@@ -52,6 +52,64 @@ def with_reverse_rule(
         return op  # type: ignore[return-value]
 
     return decorate
+
+
+def rule(
+    plain: Function,
+    forward: Callable[..., tuple[Any, Any]],
+    reverse: Callable[..., tuple[Any, ...]],
+    in_reverse: Callable[..., tuple[Any, ...]],
+) -> Function:
+    """An op with a hand-written reverse rule, and with the derivatives of `plain` wherever JAX needs other ones.
+
+    All take a static argument first. `plain` is the op as JAX may differentiate it, to any order and in both modes.
+    `forward` returns the same output, and residuals. `in_reverse` and `reverse` take the arguments as a tuple, the
+    residuals and the cotangent of the output. The former returns the arguments for the reverse pass, in which what the
+    user has replaced after the op may be masked as well, and `reverse` their cotangents, with None for an array without
+    one.
+    """
+
+    def plain_forward(config: Any, *args: Any) -> tuple[Any, Any]:
+        residuals = jax.eval_shape(functools.partial(forward, config), *args)[1]
+        return plain(config, *args), zeros_of_types(residuals, args)
+
+    def plain_reverse(config: Any, args: tuple[Any, ...], residuals: Any, d_output: Any) -> tuple[Any, ...]:
+        results = jax.eval_shape(functools.partial(reverse, config), args, residuals, d_output)
+        leaves: list[Any]
+        tree: Any
+        leaves, tree = jax.tree.flatten(args)
+        wanted = [i for i, d in enumerate(tree.flatten_up_to(results)) if d is not None]
+
+        def of_wanted(*values: Array) -> Any:
+            new = dict(zip(wanted, values, strict=True))
+            return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
+
+        found = jax.vjp(of_wanted, *(leaves[i] for i in wanted))[1](d_output)
+        return jax.tree.unflatten(jax.tree.structure(results), found)  # type: ignore[no-any-return]
+
+    evaluate, pull_back = with_derivatives_of(plain_forward)(forward), with_derivatives_of(plain_reverse)(reverse)
+
+    def forward_with_types(config: Any, *args: Any) -> tuple[Any, Any]:
+        output, residuals = evaluate(config, *args)
+        return output, (args, residuals, Shardings.of(args))
+
+    def reverse_to_types(config: Any, kept: tuple[Any, Any, Shardings], d_output: Any) -> Any:
+        args, residuals, shardings = kept
+        args = in_reverse(config, args, residuals, d_output)
+        return shardings.apply(pull_back(config, args, residuals, d_output))
+
+    with_rule = jax.custom_vjp(lambda config, *args: evaluate(config, *args)[0], nondiff_argnums=(0,))
+    with_rule.defvjp(forward_with_types, reverse_to_types)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    @functools.wraps(plain)
+    def op(config: Any, *args: Any) -> Any:
+        if uses_plain_rules():
+            return plain(config, *args)
+        # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
+        return with_rule(config, *vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
+
+    return op  # type: ignore[return-value]
 
 
 def explains_forward_mode(fn: Function) -> Function:

@@ -14,28 +14,7 @@ from masksafe._core import derivatives, own_shard_map, platforms, sharding, tile
 from masksafe._core.typing import Array, Axes, Tree
 
 
-def map_row_blocks(
-    fn: Callable[..., Tree],
-    *args: Any,
-    leading: int | None = None,
-    arithmetic: Callable[..., Tree] | None = None,
-) -> Tree:
-    """As `by_row_blocks` for an `fn` without totals; rows lie along the last axis unless `leading` is given."""
-
-    def without_totals(fn: Callable[..., Tree]) -> Callable[..., tuple[Tree, Any]]:
-        return lambda *arrays: (fn(*arrays), ())
-
-    leading = jax.tree.leaves(args)[0].ndim - 1 if leading is None else leading
-    in_one_pass = None if arithmetic is None else without_totals(arithmetic)
-    return by_row_blocks(without_totals(fn), leading, *args, arithmetic=in_one_pass)[0]
-
-
-def by_row_blocks(
-    fn: Callable[..., tuple[Tree, Any]],
-    leading: int,
-    *args: Any,
-    arithmetic: Callable[..., tuple[Tree, Any]] | None = None,
-) -> tuple[Tree, Any]:
+def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = None, has_totals: bool = False) -> Tree:
     """`fn(*args)`, computed block by block on a CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
@@ -44,39 +23,27 @@ def by_row_blocks(
     on each device. Other arrays that no loop may go through, as on an automatic mesh, are computed in one pass.
 
     Args:
-      fn: a function that treats every row by itself. It returns a pytree of arrays with the leading axes of
-        the rows, and a pytree of totals, which are sums over the rows and have no leading axes. It has to
-        work for any number of leading axes.
-      leading: the number of leading axes, which number the rows; the other axes lie within a row.
+      fn: a function that treats every row by itself, for any number of leading axes. It returns a pytree of arrays with
+        the leading axes of the rows; if it has totals, a tuple of that and a pytree of sums over the rows.
       *args: pytrees of arrays. The first array has all rows; the others have its rank, and leading axes that broadcast
         to its own.
-      arithmetic: the same as `fn` for a CPU, in a form that neither compares nor selects elements, but only results of
-        rows. For rows of most sizes it needs no blocks; see `platforms.computes_rows_in_cache`.
+      leading: the number of leading axes, which number the rows; the other axes lie within a row. None: all but one.
+      has_totals: whether `fn` has totals.
     """
+    rows = jax.tree.leaves(args)[0]
+    leading = rows.ndim - 1 if leading is None else leading
     if not sharding.are_whole(args):
-        return _on_each_device(fn, leading, args, arithmetic)
-    rows, *_ = arrays = jax.tree.leaves(args)
-    elements = math.prod(rows.shape[leading:])
-    if arithmetic is not None:
-        in_one_pass, whole = arithmetic, [a for a in arrays if math.prod(a.shape[leading:]) == elements]
-        if platforms.computes_rows_in_cache(elements, rows.dtype, len(whole)):
-            return platforms.on_cpu_or_elsewhere(lambda *args: platforms.unfused(in_one_pass(*args)), fn, *args)
-    if not sharding.may_loop(args):
+        return _on_each_device(fn, leading, has_totals, args)  # type: ignore[no-any-return]
+    count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
+    block = max(1, platforms.choices().row_block_elements // max(1, elements))
+    if not sharding.may_loop(args) or count <= 2 * block:
         return fn(*args)
-    choices = platforms.choices()
-    are_short = arithmetic is not None and elements < choices.elements_of_row_in_cache.start
-    most = choices.row_block_elements * (choices.blocks_of_short_rows if are_short else 1)
-    count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
-    if count <= 2 * block:
-        return fn(*args)
-    loop = _Loop(fn, rows.shape[:leading], tiles.divisor_near(count, block))
-    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)
+    loop = _Loop(fn, has_totals, rows.shape[:leading], tiles.divisor_near(count, block))
+    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)  # type: ignore[no-any-return]
 
 
-def _on_each_device(
-    fn: Callable[..., tuple[Tree, Any]], leading: int, args: Any, arithmetic: Callable[..., tuple[Tree, Any]] | None
-) -> tuple[Tree, Any]:
-    """`by_row_blocks` of the rows on each device, if a mesh splits no row and each device has many; else one pass."""
+def _on_each_device(fn: Callable[..., Any], leading: int, has_totals: bool, args: Any) -> Any:
+    """The rows on each device, if a mesh splits no row and each device has many; else one pass."""
     rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
@@ -85,12 +52,16 @@ def _on_each_device(
         return fn(*args)
     axes = split.axes(*of_rows)
 
-    def on_device(*args: Any) -> tuple[Tree, Any]:
-        mapped, totals = by_row_blocks(fn, leading, *args, arithmetic=arithmetic)
+    def on_device(*args: Any) -> Any:
+        results = map_row_blocks(fn, *args, leading=leading, has_totals=has_totals)
+        if not has_totals:
+            return results
+        mapped, totals = results
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    mapped, totals = jax.eval_shape(fn, *args)
-    of_results = jax.tree.map(lambda _: of_rows, mapped), jax.tree.map(lambda _: PartitionSpec(), totals)
+    of_results: Any = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
+    if has_totals:
+        of_results = of_results[0], jax.tree.map(lambda _: PartitionSpec(), of_results[1])
     return split.map(on_device, args, names, of_results)
 
 
@@ -109,24 +80,26 @@ def axes_of_row(axes: Axes, ndim: int) -> Axes:
 
 
 class _Loop(NamedTuple):
-    fn: Callable[..., tuple[Any, Any]]
+    fn: Callable[..., Any]
+    has_totals: bool
     leading: tuple[int, ...]
     block: int  # rows
 
 
-def _in_one_pass(loop: _Loop, *args: Any) -> tuple[Any, Any]:
+def _in_one_pass(loop: _Loop, *args: Any) -> Any:
     return loop.fn(*args)
 
 
 @derivatives.with_derivatives_of(_in_one_pass)
-def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
+def _in_blocks(loop: _Loop, *args: Any) -> Any:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     whole, rest = divmod(math.prod(loop.leading), loop.block)
 
     def apply(start: Array | int, size: int) -> tuple[Any, Any]:
         parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
-        mapped, totals = loop.fn(*jax.tree.unflatten(tree, parts))
+        results = loop.fn(*jax.tree.unflatten(tree, parts))
+        mapped, totals = results if loop.has_totals else (results, ())
         return jax.tree.map(as_bits, mapped), totals
 
     def step(carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Any]:
@@ -134,7 +107,8 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
         mapped, added = apply(start, loop.block)
         return (jax.tree.map(jnp.add, totals, added), start + loop.block), mapped
 
-    outputs, totals = jax.eval_shape(loop.fn, *args)
+    shapes = jax.eval_shape(loop.fn, *args)
+    outputs, totals = shapes if loop.has_totals else (shapes, ())
     totals = sharding.vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
     (totals, _), blocks = lax.scan(step, (totals, jnp.zeros((), jnp.int32)), length=whole)
     parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
@@ -145,7 +119,8 @@ def _in_blocks(loop: _Loop, *args: Any) -> tuple[Any, Any]:
     def join(like: Any, *parts: Array) -> Any:
         return from_bits(parts[0] if len(parts) == 1 else jnp.concatenate(parts), like.dtype).reshape(like.shape)
 
-    return jax.tree.map(join, outputs, *parts), totals
+    mapped = jax.tree.map(join, outputs, *parts)
+    return (mapped, totals) if loop.has_totals else mapped
 
 
 def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:

@@ -1,35 +1,17 @@
-"""Softmax cross-entropy of integer labels and of distributions, with one common core."""
+"""Softmax cross-entropy of integer labels and of distributions."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple, cast
-
-import jax
 import jax.numpy as jnp
-from jax import lax
 
-from masksafe._core import arguments, label_checks, platforms, sharding
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
-from masksafe.losses._cross_entropy_rows import (
-    Plan,
-    Rows,
-    evaluate_rows,
-    gradient_of_exps,
-    is_sound,
-    missed_slopes,
-    probs_minus_targets,
-    takes_part,
-    target_costs,
-)
 from masksafe.losses._labelled import Labelled, read_integer_labels
-from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened, from_rows
-
-# The public functions: they check the arguments and call the core.
+from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened
+from masksafe.losses._rows._cross_entropy import CrossEntropy
+from masksafe.losses._rows._dense import OfLabels, OfTargets, label_outputs, target_loss_of_rows
 
 
 @public_op
@@ -185,18 +167,9 @@ def softmax_cross_entropy_with_integer_labels(
     )
     axis_name = sharding.as_axis_name(op, axis_name)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
-    loss = _cross_entropy(_Config(axes, inputs.logits.dtype, axis_name), inputs, None)
-    return label_checks.nan_where_bad(sharding.Devices(axis_name).shared(loss), bad_rows)
-
-
-def weighted_cross_entropy(logits: Array, targets: Array, where: Array | None) -> Array:
-    """The loss of targets that have the shape of the logits and need not be distributions; nothing is checked."""
-    return _cross_entropy(_Config((logits.ndim - 1,), logits.dtype), Labelled(logits, targets, where), None)
-
-
-def poly_loss(axes: Axes, dtype: Any, logits: Array, targets: Array, where: Array | None, epsilon: Array) -> Array:
-    """The loss of targets that have the shape of the logits, for an epsilon of each row; nothing is checked."""
-    return _cross_entropy(_Config(axes, dtype), Labelled(logits, targets, where), epsilon)
+    (loss,) = label_outputs(OfLabels(CrossEntropy(), axes, axis_name), inputs, None)
+    loss = sharding.Devices(axis_name).shared(loss.astype(inputs.logits.dtype))
+    return label_checks.nan_where_bad(loss, bad_rows)
 
 
 def soft_cross_entropy(
@@ -220,138 +193,10 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    return label_checks.nan_where_bad(_cross_entropy(_Config(axes, dtype), inputs, None), bad_rows)
+    return label_checks.nan_where_bad(target_loss_of_rows(OfTargets(axes), inputs, None).astype(dtype), bad_rows)
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:
     """Whether `x`, which broadcasts to `shape`, has its full size on the axes of the classes."""
     aligned = (1,) * (len(shape) - x.ndim) + x.shape
     return all(aligned[a] == shape[a] for a in axes)
-
-
-# The core. It takes the arguments in the user's layout, which avoids copies among the residuals. It is jitted, which
-# hides the NaN of masked elements even from jax_debug_nans.
-
-
-class _Config(NamedTuple):
-    """The static arguments."""
-
-    axes: Axes  # of the classes
-    dtype: Any  # of the loss
-    axis_name: str | None = None  # the mesh axis over which the classes are split
-
-
-def _forward(config: _Config, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Any]:
-    if _may_keep_exps(config, inputs):
-        kept, rows = _evaluate_and_keep(config.axes, inputs)
-    else:
-        kept, rows = inputs.logits, _evaluate(config, False, inputs, epsilon)
-    return _loss_of_rows(config, inputs.logits, rows), (inputs._replace(logits=kept), epsilon, rows)
-
-
-def _reverse(config: _Config, residuals: Any, d_loss: Array) -> tuple[Labelled, Array | None]:
-    d_loss = sharding.Devices(config.axis_name).sum(d_loss)
-    pull_back = _pull_back_kept if _may_keep_exps(config, residuals[0]) else _pull_back
-    return cast(tuple[Labelled, Array | None], pull_back(config.axes, *residuals, d_loss))
-
-
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _cross_entropy(config: _Config, inputs: Labelled, epsilon: Array | None) -> Array:
-    return _loss_of_rows(config, inputs.logits, _evaluate(config, True, inputs, epsilon))
-
-
-def _loss_of_rows(config: _Config, logits: Array, rows: Rows) -> Array:
-    loss: Array = rows.loss.squeeze(-1).astype(config.dtype)
-    return loss if config.axis_name is None else sharding.vary_with(loss, logits)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _evaluate(config: _Config, loss_alone: bool, inputs: Labelled, epsilon: Array | None) -> Rows:
-    # In blocks, the devices would have to exchange sums once per block.
-    plan = Plan(config.axis_name is None, loss_alone, config.axis_name)
-    return evaluate_rows(plan, *inputs.rows(config.axes), _of_rows(epsilon))
-
-
-def _of_rows(x: Array | None) -> Array | None:
-    return None if x is None else x[..., None]
-
-
-# With labels, a CPU keeps the exponentials in place of the logits, and the reverse pass multiplies them where they are:
-# to compute them takes as long as all else. Those of 16-bit logits would be twice as large. A mask of classes would be
-# applied once before the maximum and once after the exponentials, each time to an array in memory.
-
-
-def _may_keep_exps(config: _Config, inputs: Labelled) -> bool:
-    logits, labels, where = inputs
-    may_loop = config.axis_name is None and sharding.may_loop(inputs)
-    return may_loop and masks_rows(where, config.axes) and logits.dtype.itemsize >= 4 and not is_soft(labels)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate_and_keep(axes: Axes, inputs: Labelled) -> tuple[Array, Rows]:
-    """The exponentials on a CPU, elsewhere the logits; and the rows."""
-
-    def on_cpu(inputs: Labelled) -> tuple[Array, Rows]:
-        rows = evaluate_rows(Plan(in_blocks=False, keeps_exps=True), *inputs.rows(axes))
-        return from_rows(axes, inputs.logits, cast(Array, rows.exps)), rows._replace(exps=None)
-
-    def elsewhere(inputs: Labelled) -> tuple[Array, Rows]:
-        return inputs.logits, evaluate_rows(Plan(in_blocks=False), *inputs.rows(axes))
-
-    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, inputs)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pull_back_kept(axes: Axes, kept: Labelled, _: None, rows: Rows, d_loss: Array) -> tuple[Labelled, None]:
-    def on_cpu(kept: Labelled, rows: Rows, d_loss: Array) -> Array:
-        exps, _, mask = kept.rows(axes)
-        d_x = gradient_of_exps(rows._replace(exps=exps), mask, d_loss.astype(rows.loss.dtype)[..., None])
-        return from_rows(axes, kept.logits, d_x)
-
-    def elsewhere(kept: Labelled, rows: Rows, d_loss: Array) -> Array:
-        d_inputs: Labelled = _pull_back(axes, kept, None, rows, d_loss)[0]
-        return d_inputs.logits
-
-    d_logits = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, kept, rows, d_loss)
-    return Labelled(d_logits, None, None), None
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pull_back(
-    axes: Axes, inputs: Labelled, epsilon: Array | None, rows: Rows, d_loss: Array
-) -> tuple[Labelled, Array | None]:
-    (logits, labels, _), (x, t, mask), epsilon = inputs, inputs.rows(axes), _of_rows(epsilon)
-    if sharding.are_whole(logits):
-        # A CPU computes the exponentials again, else the forward pass would write them to memory for the reverse pass.
-        rows, x, t = platforms.unfused_on_cpu((rows, x, t))
-        if is_soft(t) and platforms.fits_into_a_kernel(axes, logits.shape):
-            rows, x, t = platforms.on_cpu_or_elsewhere(_keep_rows, _evaluate_again, rows, x, t, mask, epsilon)
-    d_loss = d_loss.astype(rows.loss.dtype)[..., None]
-    live = takes_part(is_sound(rows), d_loss, mask)
-    slopes = probs_minus_targets(x, t, mask, rows)
-    costs = target_costs(x, t, mask, rows) if is_soft(t) else None
-    d_epsilon = None
-    if epsilon is not None:
-        of_logits, of_targets = missed_slopes(x, t, mask, rows)
-        slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
-        d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
-    # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
-    if costs is None:
-        return Labelled(d_logits, None, None), None
-    live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)
-    d_labels = from_rows(axes, labels, jnp.where(live, costs * d_loss, 0))
-    return Labelled(d_logits, d_labels, None), d_epsilon
-
-
-def _keep_rows(rows: Rows, x: Array, t: Array, *_: Array | None) -> tuple[Rows, Array, Array]:
-    return rows, x, t
-
-
-def _evaluate_again(
-    rows: Rows, x: Array, t: Array, mask: Array | None, epsilon: Array | None
-) -> tuple[Rows, Array, Array]:
-    # The kernel that writes the gradient reads the whole row anyway. Kept results of the forward pass would be computed
-    # by a kernel of their own, with one more pass over the logits, since XLA's kernels for rows have only one result.
-    x, t = lax.optimization_barrier((x, t))
-    return evaluate_rows(Plan(in_blocks=False), x, t, mask, epsilon), x, t

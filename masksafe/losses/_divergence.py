@@ -217,12 +217,12 @@ class _Config(NamedTuple):
 def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
     dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(config.axes, len(config.shape))
 
-    def of_rows(log_p: Array, t: Array, mask: Array | None) -> tuple[Array, tuple[()]]:
+    def of_rows(log_p: Array, t: Array, mask: Array | None) -> Array:
         terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
-        return jnp.sum(selected(terms, mask), row_axes), ()
+        return jnp.sum(selected(terms, mask), row_axes)
 
     log_p, t = broadcast_alike((log_p, t), config.shape)
-    loss: Array = row_blocks.by_row_blocks(of_rows, row_blocks.leading_axes(config.axes), log_p, t, mask)[0]
+    loss = row_blocks.map_row_blocks(of_rows, log_p, t, mask, leading=row_blocks.leading_axes(config.axes))
     return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, config.axes))
 
 

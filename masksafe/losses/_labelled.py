@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from masksafe._core import arguments, label_checks
+import jax.numpy as jnp
+
+from masksafe._core import arguments, label_checks, sharding
+from masksafe._core.labels import class_index
+from masksafe._core.masks import selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses import _layout
 
@@ -45,3 +49,20 @@ def read_integer_labels(
     labels = _layout.broadcast_widened(labels, rows)
     bad_rows = label_checks.check_integer_labels(op, labels, where, axes, shape, axis_name)
     return Labelled(_layout.broadcast_widened(logits, shape), labels, where), axes, bad_rows
+
+
+def at_label(x: Array, where: Array | None, label: Array) -> Array:
+    """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
+    index = jnp.clip(label, 0, max(0, x.shape[-1] - 1)).astype(jnp.int32)
+    if where is None or where.shape[-1] == 1:
+        return _picked(x, index)
+    # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
+    return selected(_picked(x, index), _picked(where, index), -jnp.inf)
+
+
+def _picked(x: Array, index: Array) -> Array:
+    if x.shape[-1] == 0 or sharding.is_sharded(x) or sharding.is_sharded(index):  # JAX refuses to index along these
+        shape = jnp.broadcast_shapes(x.shape, (*index.shape[:-1], 1))
+        picked = jnp.where(class_index(shape) == index, x, jnp.zeros((), x.dtype))
+        return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else jnp.sum(picked, -1, keepdims=True)
+    return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")

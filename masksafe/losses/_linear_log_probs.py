@@ -9,7 +9,6 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._log_probs import LogProbAndEntropy
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import token_outputs
 from masksafe.losses._rows._sources import Inputs
@@ -95,7 +94,6 @@ def linear_log_probs(
       is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
       gradients of 0 and no influence. Both have gradients.
 
-      * A log-probability close to 0 and an entropy close to 0 have a small relative error.
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
       * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. With a soft
@@ -122,11 +120,9 @@ def linear_log_probs(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
-    formula = LogProbAndEntropy(*of_logits) if with_entropy else CrossEntropy(*of_logits)
+    formula = CrossEntropy(*of_logits, with_entropy=with_entropy)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
-    outputs = token_outputs(options, Inputs((layer,), labels, None, where))
-    if with_entropy:
-        log_probs, entropies = outputs
-        return label_checks.nan_where_bad(log_probs, bad_rows), entropies
-    return label_checks.nan_where_bad(0 - outputs[0], bad_rows)
+    losses, *entropies = token_outputs(options, Inputs((layer,), labels, None, where))
+    log_probs = label_checks.nan_where_bad(0 - losses, bad_rows)
+    return (log_probs, entropies[0]) if with_entropy else log_probs

@@ -11,8 +11,9 @@ from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
-from masksafe.losses._cross_entropy import weighted_cross_entropy
+from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import find_live_rows, wide_selected
+from masksafe.losses._rows._dense import OfTargets, target_loss_of_rows
 
 
 @public_op
@@ -71,7 +72,8 @@ def ranking_softmax_loss(
     targets = wide_selected(jnp.broadcast_to(labels, shape), mask)
     if weights is not None:
         targets *= wide_selected(weights, mask)
-    losses = weighted_cross_entropy(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
+    inputs = Labelled(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
+    losses = target_loss_of_rows(OfTargets((len(shape) - 1,)), inputs, None)
     live_rows = find_live_rows(mask, (len(shape) - 1,))
     live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
     losses = selected(losses, live_rows).astype(dtype)

@@ -346,19 +346,19 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
     total = functools.partial(unfolded.sum_of, axis=axes, keepdims=True)
 
     # All three sums read the vectors at once. To find the units first is a further pass, which ordinary rows save.
-    def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Any, tuple[()]]:
+    def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
         a, b = (wide_selected(x, where) for x in (a, b))
-        return tuple(map(total, (a * b, jnp.square(a), jnp.square(b)))), ()
+        return tuple(map(total, (a * b, jnp.square(a), jnp.square(b))))
 
-    def exactly(a: Array, b: Array, where: Array | None) -> tuple[_CosineSums, tuple[()]]:
+    def exactly(a: Array, b: Array, where: Array | None) -> _CosineSums:
         (a, unit_a), (b, unit_b) = (_scaled(wide_selected(x, where), axes) for x in (a, b))
-        return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b), ()
+        return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b)
 
     def on_cpu(a: Array, b: Array, where: Array | None) -> Any:
         # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
         is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
-        blocks = functools.partial(row_blocks.by_row_blocks, unscaled, leading)
-        product, square_a, square_b = platforms.unfused((unscaled if is_fused else blocks)(a, b, where)[0])
+        blocks = functools.partial(row_blocks.map_row_blocks, unscaled, leading=leading)
+        product, square_a, square_b = platforms.unfused((unscaled if is_fused else blocks)(a, b, where))
         limits = jnp.finfo(product.dtype)
         of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in (square_a, square_b))
         is_ordinary_row = of_a & of_b
@@ -368,11 +368,11 @@ def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _Cosine
         return lax.cond(jnp.all(is_ordinary_row), lambda *_: ordinary, exactly_in_blocks, a, b, where)
 
     def exactly_in_blocks(*args: Any) -> Any:
-        return row_blocks.by_row_blocks(exactly, leading, *args)[0]
+        return row_blocks.map_row_blocks(exactly, *args, leading=leading)
 
     if not sharding.may_loop((a, b, where)):
         return cast(_CosineSums, exactly_in_blocks(a, b, where))
-    in_one_pass = lambda *args: exactly(*args)[0]  # noqa: E731
+    in_one_pass = exactly
     return cast(_CosineSums, platforms.on_cpu_or_elsewhere(on_cpu, in_one_pass, a, b, where))
 
 

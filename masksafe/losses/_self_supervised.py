@@ -199,16 +199,16 @@ def _evaluate_triplets(
     ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
     row_axes = row_blocks.axes_of_row(axes, ndim)
 
-    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Any, tuple[()]]:
+    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Array, ...]:
         a, p, n = (wide_selected(x, mask) for x in (a, p, n))
         known = degree if known_degree is None else known_degree
-        return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n)), ()
+        return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
 
     arrays: Any = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
     if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
-        sums, _ = sums_of_rows(*arrays)
+        sums = sums_of_rows(*arrays)
     else:
-        sums, _ = row_blocks.by_row_blocks(sums_of_rows, row_blocks.leading_axes(axes), *arrays)
+        sums = row_blocks.map_row_blocks(sums_of_rows, *arrays, leading=row_blocks.leading_axes(axes))
     # In a row with nothing left, the root is taken of 1, where its derivative is finite whatever eps is.
     of_p, of_n = (jnp.power(selected(jnp.squeeze(s, axes) + eps, live_rows, 1), 1 / degree) for s in sums)
     losses = jnp.maximum(of_p - of_n + margin, 0)

@@ -121,7 +121,7 @@ def _pull_back(config: Config, inputs: Inputs, statistics: Statistics | None, d_
             d_y = widened(d_y)
             return _pull_back_block(config, inputs, statistics, d_y * unfolded.unknown(1, d_y.dtype))
 
-        return row_blocks.by_row_blocks(of_block, config.leading(x), *args)
+        return row_blocks.map_row_blocks(of_block, *args, leading=config.leading(x), has_totals=True)
 
     def elsewhere(inputs: Inputs, statistics: Statistics | None, d_y: Array) -> tuple[Array, _ScaleAndBias]:
         if not masks_rows(where, config.axes):

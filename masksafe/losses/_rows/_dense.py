@@ -1,0 +1,157 @@
+"""Rows of logits that are an array: a CPU takes their sums in blocks of rows, which stay in the cache.
+
+The arguments are in the user's layout, which avoids copies among the residuals. A mask of rows has no business within
+the rows: it is applied to what comes out of them.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from masksafe._core import row_blocks, sharding, unfolded
+from masksafe._core.derivatives import rule
+from masksafe._core.labels import class_index
+from masksafe._core.masks import both, masks_rows, selected
+from masksafe._core.typing import Array, Axes
+from masksafe.losses._labelled import Labelled
+from masksafe.losses._layout import from_rows
+from masksafe.losses._rows._cross_entropy import (
+    CrossEntropy,
+    Part,
+    Sums,
+    TargetSums,
+    is_sound,
+    target_loss,
+    target_slopes,
+    target_sums,
+)
+
+Outputs = tuple[Array, ...]
+
+
+class OfLabels(NamedTuple):
+    """Which outputs rows have of their labels, and where their classes are."""
+
+    formula: CrossEntropy
+    axes: Axes  # of the classes
+    axis_name: str | None = None  # the mesh axis over which the classes are split
+    masks_inputs: bool = False  # whole masked rows too, as JAX's own derivatives need it
+
+    def number(self, x: Array) -> int:
+        """How many classes all devices have."""
+        return x.shape[-1] * sharding.Devices(self.axis_name).size
+
+    def part(self, x: Array, labels: Array, where: Array | None = None) -> Part:
+        local = sharding.Devices(self.axis_name).local(labels, x.shape[-1])
+        return Part(x, class_index(x.shape) == local, where, label=None if self.axis_name else labels)
+
+
+def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Sums]:
+    x, labels, where = inputs.rows(config.axes)
+    devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
+    of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
+    if config.masks_inputs or devices.are_many:  # in blocks, the devices would have to exchange sums once per block
+        sums = formula.add_devices(config.axis_name, of_sums(x, labels, where))
+    else:
+        sums = row_blocks.map_row_blocks(of_sums, x, labels, None if masks_rows(where, (-1,)) else where)
+    live = _live_rows(x, where, config.axis_name)
+    sums = sums._replace(total=selected(sums.total, live, 1))  # the logarithm has no derivative at 0
+    outputs = formula.outputs(sums, labels, config.number(x))
+    outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
+    return sharding.vary_with(outputs, x) if devices.are_many else outputs, sums
+
+
+def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
+    """Which rows have a class left."""
+    if x.shape[-1] == 0:
+        return jnp.zeros((*x.shape[:-1], 1), bool)
+    return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
+
+
+def _plain_label_outputs(config: OfLabels, inputs: Labelled, temperature: Array | None) -> Outputs:
+    return _label_forward(config._replace(masks_inputs=True), inputs, temperature)[0]
+
+
+def _label_reverse(
+    config: OfLabels, args: tuple[Labelled, Array | None], sums: Sums, d_outputs: Outputs
+) -> tuple[Labelled, None]:
+    inputs, temperature = args
+    x, labels, where = inputs.rows(config.axes)
+    formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
+    d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
+    slopes = formula.slopes(sums, labels, config.number(x), d_rows)
+    # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
+    d_x = selected(formula.logit_cotangents(config.part(x, labels), slopes), where)
+    return Labelled(from_rows(config.axes, inputs.logits, d_x), None, None), None
+
+
+def _labels_in_reverse(
+    config: OfLabels, args: tuple[Labelled, Array | None], sums: Sums, d_outputs: Outputs
+) -> tuple[Labelled, Array | None]:
+    inputs, temperature = args
+    return _without_replaced(config.axes, inputs, sums, d_outputs), temperature
+
+
+def _without_replaced(axes: Axes, inputs: Labelled, sums: Any, d_outputs: Outputs) -> Labelled:
+    """Without rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
+    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(sums).squeeze(-1))
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes)))
+
+
+# Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
+label_outputs = rule(_plain_label_outputs, _label_forward, _label_reverse, _labels_in_reverse)
+
+
+# The loss of targets.
+
+
+class OfTargets(NamedTuple):
+    """Where the classes of rows with targets are."""
+
+    axes: Axes
+    masks_inputs: bool = False  # as of `OfLabels`
+
+
+def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Array, TargetSums]:
+    x, t, where = inputs.rows(config.axes)
+    epsilon = None if epsilon is None else epsilon[..., None]
+    if config.masks_inputs:
+        sums = target_sums(x, t, where, epsilon)
+    else:
+        sums = row_blocks.map_row_blocks(target_sums, x, t, None if masks_rows(where, (-1,)) else where, epsilon)
+    live = _live_rows(x, where)
+    sums = sums._replace(total=selected(sums.total, live, 1))
+    return selected(target_loss(sums, epsilon), live).squeeze(-1), sums
+
+
+def _plain_target_loss(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Array:
+    return _target_forward(config._replace(masks_inputs=True), inputs, epsilon)[0]
+
+
+def _target_reverse(
+    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
+) -> tuple[Labelled, Array | None]:
+    (inputs, epsilon), axes = args, config.axes
+    x, t, where = inputs.rows(axes)
+    of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
+    slopes, costs = target_slopes(x, t, where, of_rows, sums)
+    d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
+    d_logits = from_rows(axes, inputs.logits, selected(d_x, where))
+    d_labels = from_rows(axes, inputs.labels, selected(d_t, where))
+    d_epsilon = None
+    if epsilon is not None:
+        d_epsilon = selected((sums.weight - sums.caught) * d, _live_rows(x, where)).squeeze(-1)
+        d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
+    return Labelled(d_logits, d_labels, None), d_epsilon
+
+
+def _targets_in_reverse(
+    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
+) -> tuple[Labelled, Array | None]:
+    inputs, epsilon = args
+    return _without_replaced(config.axes, inputs, sums, (d_loss,)), epsilon
+
+
+# The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
+target_loss_of_rows = rule(_plain_target_loss, _target_forward, _target_reverse, _targets_in_reverse)
