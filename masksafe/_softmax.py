@@ -14,7 +14,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -198,7 +198,6 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
 # cotangent may be infinite and 0 * inf is NaN.
 
 
-@explains_forward_mode
 @jitted(0)
 def _reduce_exps(
     config: tuple[Axes, bool, bool], a: Array, b: Array | None, where: Array | None

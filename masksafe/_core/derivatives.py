@@ -40,7 +40,6 @@ def with_reverse_rule(
         primal_with_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
         primal_with_rule.defvjp(forward_with_types, reverse_to_types)
 
-        @explains_forward_mode
         @functools.partial(jax.jit, static_argnums=static_argnums)
         @functools.wraps(primal)
         def op(*args: Any) -> Any:
@@ -110,30 +109,6 @@ def rule(
         return with_rule(config, *vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
 
     return op  # type: ignore[return-value]
-
-
-def explains_forward_mode(fn: Function) -> Function:
-    """Decorates a function that calls an op: adds the way out to JAX's refusal of forward mode.
-
-    JAX refuses when it runs the op. Inside a compiled function that happens later, and the message is JAX's alone.
-    """
-
-    @functools.wraps(fn)
-    def explaining(*args: Any) -> Any:
-        try:
-            return fn(*args)
-        except TypeError as error:
-            text = str(error)
-            if "custom_vjp" in text and _FORWARD_MODE_HINT not in text:
-                error.args = (f"{text} {_FORWARD_MODE_HINT}",)
-            raise
-
-    return explaining  # type: ignore[return-value]
-
-
-_FORWARD_MODE_HINT = (
-    "masksafe's ops have forward mode (jax.jvp, jax.linearize, jax.jacfwd) inside `with masksafe.forward_mode():`."
-)
 
 
 def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:

@@ -30,11 +30,17 @@ _HINTS = {
 }
 
 
+_FORWARD_MODE_HINT = (
+    "masksafe's ops have forward mode (jax.jvp, jax.linearize, jax.jacfwd) inside `with masksafe.forward_mode():`."
+)
+
+
 def public_op(fn: Function) -> Function:
     """Decorates a public op. Type checkers see the op as it is.
 
     Its operations lie in the scope `masksafe.<op>`, which profiles and HLO show. Its refusal of a keyword that another
-    library has names the one that it has.
+    library has names the one that it has, and JAX's refusal of forward mode gets the way out. JAX refuses that when it
+    runs the op; inside a compiled function this happens later, and the message is JAX's alone.
     """
     scope = f"masksafe.{fn.__name__}"
 
@@ -46,6 +52,8 @@ def public_op(fn: Function) -> Function:
         except TypeError as error:
             if error.__traceback__ is not None and error.__traceback__.tb_next is None:  # no line of the op has run
                 _refuse_keywords(fn.__name__, inspect.signature(fn).parameters.keys(), kwargs)
+            if "custom_vjp" in str(error) and _FORWARD_MODE_HINT not in str(error):
+                error.args = (f"{error} {_FORWARD_MODE_HINT}",)
             raise
 
     return named  # type: ignore[return-value]

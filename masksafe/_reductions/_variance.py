@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import arguments, moments, platforms, row_blocks, scaling, sharding
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected, weighting_of
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
@@ -131,7 +131,6 @@ def var_mean(
 _AxesAndCorrection = tuple[Axes, float]
 
 
-@explains_forward_mode
 @jitted(0, 1)
 def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`, as floats."""

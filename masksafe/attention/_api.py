@@ -14,7 +14,6 @@ import numpy as np
 
 from masksafe._core import arguments, platforms, sharding
 from masksafe._core.arguments import message
-from masksafe._core.derivatives import explains_forward_mode
 from masksafe._core.label_checks import check_elements, nan_where_bad
 from masksafe._core.masks import as_mask, either
 from masksafe._core.own_shard_map import is_checkified
@@ -318,7 +317,6 @@ def _refusal_of_cudnn(reason: str) -> str:
 # The program of a call: the arrays at their full rank, and which pairs count.
 
 
-@explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _attend(
     plan: Plan, axis_name: AxisName, by_cudnn: _cudnn.Config | None, is_checkified: bool, arrays: _Arrays

@@ -29,7 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from masksafe._core import platforms, sharding
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import both, selected
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
@@ -152,7 +152,6 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 # The op.
 
 
-@explains_forward_mode
 @functools.partial(jax.jit, static_argnums=0)
 def attention(config: Config, operands: Operands, masks: Masks) -> Array:
     """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA."""

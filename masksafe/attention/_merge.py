@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, message
-from masksafe._core.derivatives import explains_forward_mode, with_reverse_rule
+from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
@@ -133,7 +133,6 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
         return out.astype(jnp.result_type(*parts)), lse.astype(jnp.result_type(*lses))
 
 
-@explains_forward_mode
 @jax.jit
 def _merge_widened(outs: Arrays, lses: Arrays) -> _Result:
     dtype = functools.reduce(jnp.promote_types, (wide_dtype(x.dtype) for x in (*outs, *lses)))

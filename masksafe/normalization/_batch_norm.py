@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, derivatives, masks, moments, precision, sharding, unfolded
+from masksafe._core import arguments, masks, moments, precision, sharding, unfolded
 from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Rows
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
@@ -99,7 +99,6 @@ def batch_norm(
     return _normalize_by(rows, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
 
 
-@derivatives.explains_forward_mode
 @jitted(0, 1, 2)
 def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
     y, (mean, variance) = normalize(rows, epsilon, inputs)
@@ -108,7 +107,6 @@ def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs
     return y, of_features(moments.total(mean)), of_features(variance)
 
 
-@derivatives.explains_forward_mode
 @jitted(0, 1)
 def _normalize_by(rows: Rows, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array) -> Array:
     where = masks.weighting_of(inputs.x, inputs.where, inputs.weights).where

@@ -6,7 +6,7 @@ import numbers
 
 import jax
 
-from masksafe._core import arguments, derivatives, sharding
+from masksafe._core import arguments, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.row_moments import Groups, Rows
 from masksafe._core.typing import Array, ArrayLike, jitted
@@ -91,7 +91,6 @@ def group_norm(
     return _normalize(rows, static, inputs)
 
 
-@derivatives.explains_forward_mode
 @jitted(0, 1)
 def _normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
     if not rows.axes and sharding.are_whole(inputs):

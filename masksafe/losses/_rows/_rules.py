@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import labels, own_shard_map, platforms, precision, sharding, unfolded
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import both, selected
 from masksafe._core.typing import Array
 from masksafe.losses._rows import _tiles
@@ -53,7 +53,6 @@ def _evaluate(core: _Core, options: Options, *args: Any) -> Any:
     return _evaluate_on_each_device(core, options, split, *args)
 
 
-@explains_forward_mode
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate_on_each_device(core: _Core, options: Options, split: own_shard_map.Split, *args: Any) -> Any:
     names = _dimensions(options, *args)
