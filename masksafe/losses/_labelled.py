@@ -53,7 +53,7 @@ def read_integer_labels(
 
 def at_label(x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
-    index = jnp.clip(label, 0, max(0, x.shape[-1] - 1)).astype(jnp.int32)
+    index = jnp.maximum(jnp.minimum(label, x.shape[-1] - 1), 0).astype(jnp.int32)
     if where is None or where.shape[-1] == 1:
         return _picked(x, index)
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.

@@ -100,8 +100,10 @@ class CrossEntropy(Formula):
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
 
-    def x(self, logits: Array) -> Array:
-        return self._divided(soft_capped(widened(logits), self.soft_cap))
+    def x(self, logits: Array, live: Array | None = None) -> Array:
+        """The x of some logits, -inf where they are not live."""
+        capped = soft_capped(widened(selected(logits, live)), self.soft_cap)
+        return self._divided(selected(capped, live, -jnp.inf))
 
     def _divided(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
@@ -117,7 +119,7 @@ class CrossEntropy(Formula):
 
     def sums(self, part: Part) -> Sums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
-        x = self.x(selected(part.logits, part.live, -jnp.inf))
+        x = self.x(part.logits, part.live)
         largest = largest_logit(x)
         z = x - largest
         sums = Sums(largest, total(jnp.exp(z)), self._at_label(x, part))
@@ -235,7 +237,8 @@ class CrossEntropy(Formula):
 def is_sound(sums: Any) -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    return (sums.total > 0) & (sums.total < jnp.inf)
+    sound: Array = (sums.total > 0) & (sums.total < jnp.inf)
+    return sound
 
 
 def _spread(z: Array) -> Array:

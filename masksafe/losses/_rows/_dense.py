@@ -56,7 +56,8 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
     else:
         sums = row_blocks.map_row_blocks(of_sums, x, labels, None if masks_rows(where, (-1,)) else where)
     live = _live_rows(x, where, config.axis_name)
-    sums = sums._replace(total=selected(sums.total, live, 1))  # the logarithm has no derivative at 0
+    # The logarithm has no derivative at 0; a label that is none has one that is NaN.
+    sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
     outputs = formula.outputs(sums, labels, config.number(x))
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, sums
