@@ -26,7 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,21 +114,17 @@ class CrossEntropy(Formula):
     # The sums.
 
     def nothing(self, zero: Array) -> Sums:
-        sums = Sums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero)
-        return self._with_others(sums, zero, zero, zero)
+        none = dict.fromkeys(self._terms(zero, None), zero)
+        return Sums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
     def sums(self, part: Part) -> Sums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
         largest = largest_logit(x)
         z = x - largest
-        sums = Sums(largest, total(jnp.exp(z)), self._at_label(x, part))
-        if not (self.of_all_classes or self.with_entropy):
-            return sums
-        weight, weighted = (
-            total(selected(_weighted(terms, part.class_weights), part.live)) for terms in (jnp.ones_like(z), z)
-        )
-        return self._with_others(sums, weight, weighted, total(_spread(z)))
+        terms = self._terms(z, part.class_weights)
+        others = {name: total(selected(term, part.live)) for name, term in terms.items()}
+        return Sums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
 
     def _at_label(self, x: Array, part: Part) -> Array:
         if part.label is None:
@@ -139,20 +135,25 @@ class CrossEntropy(Formula):
         """For every logit the sums over it alone."""
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
-        largest, one = jnp.clip(x, -most, most), jnp.ones_like(x)
+        largest = jnp.clip(x, -most, most)
         z = x - largest
-        sums = Sums(largest, jnp.exp(z), jnp.where(part.is_label, x, 0.0))
-        weight, weighted = (_weighted(terms, part.class_weights) for terms in (one, z))
-        return self._with_others(sums, weight, weighted, _spread(z))
+        label = jnp.where(part.is_label, x, 0.0)
+        return Sums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights))
 
-    def _with_others(self, sums: Sums, weight: Array, weighted: Array, spread: Array) -> Sums:
-        sums = sums._replace(weight=weight, weighted=weighted) if self.of_all_classes else sums
-        return sums._replace(spread=spread) if self.with_entropy else sums
+    def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
+        """What the other sums add up, by their names."""
+        terms = {}
+        if self.of_all_classes:
+            terms["weight"], terms["weighted"] = (_weighted(x, class_weights) for x in (jnp.ones_like(z), z))
+        if self.with_entropy:
+            terms["spread"] = _spread(z)
+        return terms
 
     def add(self, a: Sums, b: Sums) -> Sums:
         """The sums over two parts together."""
         largest = jnp.maximum(a.largest, b.largest)
-        return cast(Sums, jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))._replace(largest=largest))
+        total: Sums = jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))
+        return total._replace(largest=largest)
 
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
         """The sums over the classes of all devices."""
@@ -262,15 +263,14 @@ def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = No
 
 def _rebased(largest: Array, sums: Sums) -> Sums:
     """The same sums relative to another largest x, but for that itself."""
-    step = jnp.maximum(sums.largest - largest, _FAR)
+    step = sums.largest - largest
     factor = jnp.exp(step)
-    moved = sums._replace(largest=jnp.zeros_like(largest), total=sums.total * factor)
+    moved = sums._replace(largest=None, total=sums.total * factor)  # type: ignore[arg-type]
     if sums.weight is not None:
-        # The whole step: the weights do not vanish. It may overflow where the weight is 0.
-        whole = jnp.maximum(sums.largest - largest, float(jnp.finfo(step.dtype).min))
-        moved = moved._replace(weighted=sums.weighted + sums.weight * whole)
+        step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
+        moved = moved._replace(weighted=sums.weighted + sums.weight * step)
     if sums.spread is not None:
-        moved = moved._replace(spread=factor * (sums.spread + sums.total * step))
+        moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
     return moved
 
 
