@@ -299,15 +299,16 @@ def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) 
     largest = largest_logit(selected(x, where, -jnp.inf))
     z, t = _relative(x, t, where, largest)
     exps = jnp.exp(z)
-    total = jnp.sum(exps, -1, keepdims=True)
+    total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
+    total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability, and none needs one
     product = jnp.sum(jnp.where(t == 0, 0, t * z), -1, keepdims=True)
     caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
-    return TargetSums(largest, total, unfolded.sum_of(t, -1, keepdims=True), product, caught)
+    return TargetSums(largest, total, weight, product, caught)
 
 
 def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
-    """The loss of each row `[..., 1]`; 0 without targets, even if no class has a probability."""
-    loss = jnp.where(sums.weight == 0, 0, sums.weight * jnp.log(sums.total)) - sums.product
+    """The loss of each row `[..., 1]`."""
+    loss: Array = sums.weight * jnp.log(sums.total) - sums.product
     return loss if epsilon is None else loss + epsilon * (sums.weight - sums.caught)
 
 
