@@ -44,7 +44,7 @@ def softmax_cross_entropy(
         with the class: a one-hot row at a masked class has loss 0.
       * A label on a class with a logit of -inf gives loss +inf.
       * A NaN or +inf in an unmasked logit, or a NaN in an unmasked label, makes the gradient of its own row
-        NaN. The loss is NaN too, or +inf where all labels are on classes other than that of the logit +inf.
+        NaN. The loss is NaN too, or +inf because of a logit of +inf.
         Where the cotangent of the loss is 0, the gradient is 0 even then.
 
     Example:

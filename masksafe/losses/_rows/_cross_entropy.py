@@ -26,6 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -301,7 +302,10 @@ def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) 
     exps = jnp.exp(z)
     total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
     total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability, and none needs one
-    product = jnp.sum(jnp.where(t == 0, 0, t * z), -1, keepdims=True)
+    limits = jnp.finfo(z.dtype)
+    finite = jnp.clip(z, float(limits.min), float(limits.max))  # 0 times infinity would be NaN
+    product = jnp.sum(t * finite, -1, keepdims=True)
+    product += jnp.where(product < -math.sqrt(limits.max), -jnp.inf, 0)  # a target where z is -inf
     caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
     return TargetSums(largest, total, weight, product, caught)
 
