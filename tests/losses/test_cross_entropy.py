@@ -195,7 +195,8 @@ def test_bad_logit_shows_in_its_own_row_only(bad, label, loss, blocks):
     logits[2, 0], labels[2] = bad, label
     rest, args = [0, 1, 3], (labels, SHARES[labels])
     for (losses, gradient), clean in zip(of_both(logits, *args), of_both(LOGITS, *args), strict=True):
-        assert losses[2] == INF or np.isnan(losses[2]) == np.isnan(loss)  # of targets +inf, whatever the label
+        assert np.isnan(losses[2]) or losses[2] == INF
+        assert np.isnan(losses[2]) == np.isnan(loss) or bad == INF
         if bad == -INF:  # the limit of the gradient is that of probability 0
             probabilities = np.exp(logits[2]) / np.exp(logits[2]).sum()
             np.testing.assert_allclose(gradient[2], probabilities - SHARES[label], rtol=1e-5)
