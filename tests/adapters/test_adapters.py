@@ -1,12 +1,16 @@
 """The modules of layers as attributes of `masksafe.adapters`, with their libraries and without."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import masksafe
 
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 LIBRARY_OF = {"nnx": "flax", "linen": "flax", "equinox": "equinox"}
 libraries = pytest.mark.parametrize(("name", "library"), LIBRARY_OF.items())
 
@@ -46,3 +50,8 @@ def test_what_there_is():
     assert set(dir(masksafe.adapters)) == {"flax_attention", *LIBRARY_OF}
     with pytest.raises(AttributeError, match="no attribute 'haiku'"):
         _ = masksafe.adapters.haiku
+
+
+def test_the_extra_that_builds_the_site_has_the_libraries():
+    extras = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
+    assert {re.match(r"[\w-]+", requirement)[0] for requirement in extras["docs"]} >= set(LIBRARY_OF.values())
