@@ -96,7 +96,7 @@ def log_probs(
       * An unmasked label outside [0, num_classes) never wraps: the log-probability of its row is NaN, and the gradient
         through it too. The entropy does not depend on the label.
       * A label whose class is masked or has a logit of -inf has log-probability -inf. A class with a logit of
-        -inf adds nothing to the entropy.
+        -inf adds nothing to the entropy. Logits of only -inf have no probabilities: both are NaN.
       * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
         log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
       * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
