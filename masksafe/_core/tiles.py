@@ -78,12 +78,17 @@ def divide(length: int, target: int) -> Tiles:
     """As few tiles as possible of at most `target` positions, as even as possible; one tile for a symbolic length."""
     if not isinstance(length, int):
         return Tiles(length, length)
-    return Tiles(length, -(-length // max(1, -(-length // target))))
+    return Tiles(length, even_size(length, target))
+
+
+def even_size(count: int, most: int) -> int:
+    """The size of as few blocks as possible of at most `most`, as even as possible: a nearly empty one costs as much."""
+    return -(-count // max(1, -(-count // most)))
 
 
 def divisor_near(count: int, size: int) -> int:
-    """A divisor of `count` in (`size / 2`, `size`], since a remainder costs a copy of the results; else `size`."""
-    return next((n for n in range(size, size // 2, -1) if count % n == 0), size)
+    """A divisor of `count` in (`size / 2`, `size`], since a remainder costs a copy of the results; else an even size."""
+    return next((n for n in range(size, size // 2, -1) if count % n == 0), even_size(count, size))
 
 
 def whole(length: int) -> Tile:

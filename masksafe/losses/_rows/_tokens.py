@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import divisor_near, part
+from masksafe._core.tiles import divisor_near, even_size, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import unknown
 
@@ -53,7 +53,7 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, number: int, live: Array | None, size: int) -> "Packed":
         """Of so many tokens, those that are `live` first; None takes all of them."""
-        size = divisor_near(number, size) if live is None else size
+        size = divisor_near(number, size) if live is None else even_size(number, size)
         length = -(-number // size) * size
         if length == number and live is None:
             return cls(None, None, None, length // size, size, length)
@@ -70,6 +70,7 @@ class Packed(NamedTuple):
     @classmethod
     def in_place(cls, live: Array, size: int) -> "Packed":
         """Tokens that stay where they are, with the first that is left in the place of each dead one."""
+        size = even_size(live.size, size)
         length = -(-live.size // size) * size
         live = jnp.pad(live, (0, length - live.size))
         order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))
