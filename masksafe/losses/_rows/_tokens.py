@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import divisor_near, even_size, part
+from masksafe._core.tiles import divisor_near, even_size, part, with_part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import unknown
 
@@ -31,10 +31,7 @@ class Block(NamedTuple):
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
-        if x.shape == rows.shape:
-            return rows
-        starts = [jnp.asarray(start, jnp.int32) for start in (self.start, *[0] * (x.ndim - 1))]
-        return lax.dynamic_update_slice(x, rows, starts, allow_negative_indices=False)
+        return with_part(x, rows, {0: (self.start, self.size)})
 
 
 class Packed(NamedTuple):
