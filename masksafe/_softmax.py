@@ -14,7 +14,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import explains_forward_mode, with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import computed_once, explains_forward_mode, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -241,10 +241,9 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
     if are_whole((x, where)):
-        shift, total = platforms.unfused_on_cpu((shift, total))
+        largest, total = platforms.unfused_on_cpu((largest, total))
     # The sum of a row with nothing left, or with nothing but -inf, is 0, where the logarithm's derivative is infinite.
-    is_nothing = total == 0
-    return jnp.where(is_nothing, -jnp.inf, shift + jnp.log(jnp.where(is_nothing, 1, total)))
+    return largest + jnp.log(jnp.where(total == 0, 1, total))
 
 
 def _signed_logsumexp(
@@ -342,7 +341,7 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
     of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
     d_x = jnp.where(wide == largest, of_largest, of_others)
-    return selected(d_x, where, 0).astype(log_probs.dtype), None
+    return computed_once(selected(d_x, where, 0).astype(log_probs.dtype)), None
 
 
 _log_softmax = with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))(_evaluate_log_softmax)

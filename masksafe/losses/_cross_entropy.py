@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import arguments, label_checks, platforms, sharding
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import computed_once, with_reverse_rule
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
@@ -338,7 +338,7 @@ def _pull_back(
         slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
         d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
+    d_logits = computed_once(from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0)))
     if costs is None:
         return Labelled(d_logits, None, None), None
     live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)

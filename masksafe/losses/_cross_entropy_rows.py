@@ -161,12 +161,12 @@ def _rows_of_targets(
     dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None, epsilon: Array | None
 ) -> Rows:
     x = lowest_under_mask(x, where)
-    shift = below_infinity(jnp.maximum(jnp.max(x, -1, keepdims=True).astype(dtype), jnp.finfo(dtype).min))
+    shift = below_infinity(jnp.max(x, -1, keepdims=True, initial=jnp.finfo(x.dtype).min).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
     log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), unfolded.sum_of(t, -1, keepdims=True)
-    # A row of only -inf has no probabilities; labels of 0 need none.
-    log_sum = jnp.where((total == 0) & (log_sum == -jnp.inf), 0, log_sum)
+    # It is -inf in a row of only -inf, which has no probabilities; labels of 0 need none.
+    log_sum = jnp.where(total == 0, jnp.maximum(log_sum, 0), log_sum)
     products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
     loss = total * log_sum - sum_of_row(products)
     if epsilon is None:

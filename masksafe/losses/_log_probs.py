@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import arguments, label_checks, platforms, precision, row_blocks, sharding, unfolded
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import computed_once, with_reverse_rule
 from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.public_op import public_op
@@ -274,7 +274,7 @@ def _pull_back(
     d_z = _product_where_used(mask, _has_log_prob(rows), of_log_prob, d_log_p)
     if of_entropy is not None and d_entropy is not None:
         d_z += _product_where_used(mask, _has_entropy(rows), of_entropy, d_entropy)
-    return from_rows(config.axes, logits, config.divided(d_z))
+    return computed_once(from_rows(config.axes, logits, config.divided(d_z)))
 
 
 def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: Array) -> Array:
