@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import arguments, label_checks, platforms, sharding
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import computed_once, with_reverse_rule
 from masksafe._core.labels import is_soft
 from masksafe._core.masks import masks_rows
 from masksafe._core.public_op import public_op
@@ -60,7 +60,8 @@ def softmax_cross_entropy(
       * A row with no unmasked class, or whose labels are all 0, has loss 0.
       * Masked logits and labels have gradients of exactly 0. The part of a label on a masked class is removed
         with the class: a one-hot row at a masked class has loss 0.
-      * A label on a class with a logit of -inf gives loss +inf.
+      * A label on a class with a logit of -inf gives loss +inf. Logits of only -inf have no probabilities: the loss
+        is NaN.
       * A NaN or +inf in an unmasked logit, or a NaN in an unmasked label, makes the gradient of its own row
         NaN. The loss is NaN too, or +inf where all labels are on classes other than that of the logit +inf.
         Where the cotangent of the loss is 0, the gradient is 0 even then.
@@ -153,7 +154,8 @@ def softmax_cross_entropy_with_integer_labels(
       * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
         gradients of exactly 0.
       * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN.
-      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf.
+      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
+        no probabilities: the loss is NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where the logit +inf belongs to a class other than the label.
       * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so
@@ -336,7 +338,7 @@ def _pull_back(
         slopes, costs = slopes + epsilon * of_logits, cast(Array, costs) + epsilon * of_targets
         d_epsilon = jnp.where(d_loss == 0, 0, cast(Array, rows.missed) * d_loss).squeeze(-1)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_logits = from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0))
+    d_logits = computed_once(from_rows(axes, logits, jnp.where(live, slopes * d_loss, 0)))
     if costs is None:
         return Labelled(d_logits, None, None), None
     live &= (jnp.abs(costs) < jnp.inf) | (d_loss != 0)

@@ -161,10 +161,12 @@ def _rows_of_targets(
     dtype: Any, by_arithmetic: bool, x: Array, targets: Array, where: Array | None, epsilon: Array | None
 ) -> Rows:
     x = lowest_under_mask(x, where)
-    shift = below_infinity(jnp.max(x, -1, keepdims=True).astype(dtype))
+    shift = below_infinity(jnp.max(x, -1, keepdims=True, initial=jnp.finfo(x.dtype).min).astype(dtype))
     z = x.astype(dtype) - shift
     t = selected(targets.astype(dtype), where)
     log_sum, total = log_sum_exp(z, where, by_arithmetic=by_arithmetic), unfolded.sum_of(t, -1, keepdims=True)
+    # It is -inf in a row of only -inf, which has no probabilities; labels of 0 need none.
+    log_sum = jnp.where(total == 0, jnp.maximum(log_sum, 0), log_sum)
     products = product_or_zero(t, z, by_arithmetic=by_arithmetic)
     loss = total * log_sum - sum_of_row(products)
     if epsilon is None:
@@ -224,7 +226,7 @@ def missed_slopes(x: Array, t: Array, where: Array | None, rows: Rows) -> tuple[
 
 
 def is_sound(rows: Rows) -> Array:
-    """False for a row that contains a NaN or +inf, contains only -inf, or has a label out of range."""
+    """False for a row that contains a NaN or +inf, has labels but only logits of -inf, or a label out of range."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (jnp.abs(rows.log_sum) < jnp.inf) & (jnp.abs(rows.total) < jnp.inf)
 

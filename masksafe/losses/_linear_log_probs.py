@@ -98,8 +98,8 @@ def linear_log_probs(
       * A log-probability close to 0 and an entropy close to 0 have a small relative error.
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
-      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. With a soft
-        cap it excludes nothing, since the logit is finite.
+      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. If it excludes
+        all of them, both are NaN. With a soft cap it excludes nothing, since the logit is finite.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
 
     Example:

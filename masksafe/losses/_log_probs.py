@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import zero_from_primal
 
 from masksafe._core import arguments, label_checks, platforms, precision, row_blocks, sharding, unfolded
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import computed_once, with_reverse_rule
 from masksafe._core.labels import class_index, nan_unless
 from masksafe._core.masks import lowest_under_mask, selected
 from masksafe._core.public_op import public_op
@@ -96,7 +96,7 @@ def log_probs(
       * An unmasked label outside [0, num_classes) never wraps: the log-probability of its row is NaN, and the gradient
         through it too. The entropy does not depend on the label.
       * A label whose class is masked or has a logit of -inf has log-probability -inf. A class with a logit of
-        -inf adds nothing to the entropy.
+        -inf adds nothing to the entropy. Logits of only -inf have no probabilities: both are NaN.
       * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
         log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
       * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
@@ -274,7 +274,7 @@ def _pull_back(
     d_z = _product_where_used(mask, _has_log_prob(rows), of_log_prob, d_log_p)
     if of_entropy is not None and d_entropy is not None:
         d_z += _product_where_used(mask, _has_entropy(rows), of_entropy, d_entropy)
-    return from_rows(config.axes, logits, config.divided(d_z))
+    return computed_once(from_rows(config.axes, logits, config.divided(d_z)))
 
 
 def _product_where_used(mask: Array | None, is_sound: Array, slopes: Array, d: Array) -> Array:
