@@ -14,7 +14,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import computed_once, with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -85,7 +85,7 @@ def logsumexp(
       An array of the dtype of `a` (and `b`); float16 and bfloat16 are computed in float32 and rounded once. With
       `return_sign`, a tuple of it and the sign: 1, -1, or 0 where the sum is 0; for a complex sum, the sum divided by
       its magnitude. Without `return_sign` a negative sum gives NaN. The gradient is the softmax; it is exactly 0 with
-      respect to masked elements and in a row with nothing left.
+      respect to masked elements and in a row with nothing left, or with nothing but -inf.
 
     Raises:
       TypeError: if `a` or `b` is not an array of numbers or `where` is not boolean.
@@ -222,7 +222,8 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
 @jitted(0)
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
     x, where, result = residuals
-    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - _select_live(axes, where, result, 0.0))
+    shift = jnp.maximum(result, jnp.finfo(result.dtype).min)  # or of nothing but -inf the exponentials would be NaN
+    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - shift)
     return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
 
 
@@ -239,10 +240,9 @@ def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
     shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
     total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
     if are_whole((x, where)):
-        shift, total = platforms.unfused_on_cpu((shift, total))
-    # The sum of a row with nothing left is 0, and the logarithm's derivative is infinite there.
-    total = _select_live(axes, where, total, 1.0)
-    return _select_live(axes, where, shift + jnp.log(total), -jnp.inf)
+        largest, total = platforms.unfused_on_cpu((largest, total))
+    # The sum of a row with nothing left, or with nothing but -inf, is 0, where the logarithm's derivative is infinite.
+    return largest + jnp.log(jnp.where(total == 0, 1, total))
 
 
 def _signed_logsumexp(
@@ -259,13 +259,16 @@ def _signed_logsumexp(
     largest = jnp.max(selected(lax.stop_gradient(wide.real), live, -jnp.inf), axes, keepdims=True, initial=-jnp.inf)
     shift = jnp.where(jnp.isfinite(largest), largest, 0)
     terms = selected(selected(factor, live) * jnp.exp(selected(wide - shift.astype(wide.dtype), live)), live)
-    total = _select_live(axes, live, jnp.sum(terms, axes, keepdims=True), 1.0)
-    sign = _select_live(axes, live, jnp.sign(total), 0.0).astype(dtype)
+    total = jnp.sum(terms, axes, keepdims=True)
+    sign = jnp.sign(total).astype(dtype)
+    # Of terms that cancel each other the derivative is infinite; of none, or of exponentials of -inf, it is 0.
+    is_nothing = (total == 0) & (largest == -jnp.inf)
+    total = jnp.where(is_nothing, 1, total)
     is_complex = jnp.iscomplexobj(total)
     log = jnp.log(total) if is_complex and not return_sign else jnp.log(jnp.abs(total))
     if not is_complex and not return_sign:
         log = jnp.where(total < 0, jnp.nan, log)
-    result = _select_live(axes, live, log + shift.astype(log.dtype), -jnp.inf)
+    result = jnp.where(is_nothing, -jnp.inf, log + shift.astype(log.dtype))
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
@@ -337,7 +340,7 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
     of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
     d_x = jnp.where(wide == largest, of_largest, of_others)
-    return selected(d_x, where, 0).astype(log_probs.dtype), None
+    return computed_once(selected(d_x, where, 0).astype(log_probs.dtype)), None
 
 
 _log_softmax = with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))(_evaluate_log_softmax)

@@ -1,4 +1,4 @@
-"""The recipes of the guide: draws from what a mask leaves, and metrics that add up over batches."""
+"""The recipes of the guides: draws from what a mask leaves, metrics that add up over batches, and policy losses."""
 
 import doctest
 import functools
@@ -13,21 +13,22 @@ import pytest
 from sklearn.datasets import load_digits
 
 import masksafe
+from masksafe.testing import assert_mask_safe
 
-GUIDE = Path(__file__).parents[1] / "docs/guides/recipes.md"
+GUIDES = Path(__file__).parents[1] / "docs/guides"
 GARBAGE = [0.0, 1e30, np.inf, -np.inf, np.nan]
 BINS, ROWS = 10, 64
 
 
-def functions_of_the_guide():
+def functions_of_the_guide(name):
     names = {}
-    for example in doctest.DocTestParser().get_examples(GUIDE.read_text("utf8")):
-        if example.source.startswith(("import ", "def ")):
+    for example in doctest.DocTestParser().get_examples((GUIDES / f"{name}.md").read_text("utf8")):
+        if example.source.startswith(("import ", "from ", "def ")):
             exec(example.source, names)
     return types.SimpleNamespace(**names)
 
 
-recipes = functions_of_the_guide()
+recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
 
 
 # Sampling.
@@ -187,3 +188,69 @@ def test_an_unmasked_nan_shows_in_losses_and_calibration(evaluation):
     found = recipes.report(metrics(logits, labels))
     assert jnp.isnan(found["perplexity"])
     assert jnp.isnan(found["calibration error"])
+
+
+# Policies. The rows: all tokens, tool outputs inside, padding behind, padding before, one token, none.
+
+TOKENS = np.array([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0] * 5], bool)
+MASKED = ~TOKENS
+assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=(*TOKENS.shape, *shape)).astype(np.float32)
+
+
+def gae_of_tokens(rewards, values, discount, decay):
+    """In float64, of one answer without masked tokens: every sum written out."""
+    rewards, values = rewards.astype(np.float64), np.append(values, 0.0)
+    errors = rewards + discount * values[1:] - values[:-1]
+    return [sum((discount * decay) ** (s - t) * errors[s] for s in range(t, len(errors))) for t in range(len(errors))]
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_advantages_are_those_of_answers_without_masked_tokens(across):
+    rewards, values = drawn(0), drawn(1)
+    estimate = functools.partial(policies.gae, mask=TOKENS, discount=0.9, decay=0.8, across=across)
+    expected = np.zeros(TOKENS.shape)
+    for i, row in enumerate(TOKENS):
+        kept = np.flatnonzero(row)
+        answers = [kept] if across else np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1)
+        for answer in answers:
+            expected[i, answer] = gae_of_tokens(rewards[i, answer], values[i, answer], 0.9, 0.8)
+    np.testing.assert_allclose(estimate(rewards, values), expected, rtol=1e-5, atol=1e-6)
+    assert_safe(estimate, rewards, values, masked={0: MASKED, 1: MASKED})
+
+
+def test_advantages_in_a_group_are_those_of_the_answers_there_are():
+    rewards = np.array(
+        [[1.0, 0.0, 0.5], [3.0, 1.0, 7.0], [2.0, 2.0, 2.0], [4.0, 4.0, 9.0], [5.0, 1.0, 1.0], [1.0, 2.0, 3.0]]
+    )
+    where = np.array([[1, 1, 1], [0, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 1], [0, 0, 0]], bool)
+    expected = np.zeros(rewards.shape)
+    for row, group, left in zip(expected, rewards, where, strict=True):
+        if left.sum() > 1:  # a single answer has nothing to be compared with
+            row[left] = (group[left] - group[left].mean()) / (group[left].std(ddof=1) + 1e-4)
+    rewards = rewards.astype(np.float32)
+    relative = functools.partial(policies.group_relative, mask=where)
+    np.testing.assert_allclose(relative(rewards), expected, rtol=1e-5, atol=1e-6)
+    assert_safe(relative, rewards, masked={0: ~where})
+    assert jnp.isfinite(jax.jit(jax.jacrev(relative))(rewards)).all()
+
+
+def test_policy_losses_do_not_see_what_is_masked():
+    tokens = jnp.where(TOKENS, drawn(2, 7).argmax(-1), -100)
+    outputs = {"logits": drawn(3, 7), "values": drawn(4)}
+    names = ("old", "reference", "advantages", "old_values", "returns")
+    batch = {name: drawn(5 + i) for i, name in enumerate(names)}
+    masked = {0: {"logits": MASKED[..., None], "values": MASKED}, 1: dict.fromkeys(names, MASKED)}
+
+    def losses(outputs, batch):
+        of_tokens = (
+            policies.ppo_of_tokens(outputs, batch, tokens, TOKENS),
+            policies.grpo_of_tokens(outputs["logits"], batch, tokens, TOKENS),
+        )
+        averages = (policies.token_mean, policies.sequence_mean)
+        return [average(loss, TOKENS).value for loss in of_tokens for average in averages]
+
+    assert_safe(losses, outputs, batch, masked=masked, order=1)

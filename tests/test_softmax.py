@@ -214,6 +214,46 @@ def test_logsumexp_with_factors_has_the_order_of_arguments_and_the_gradients_of_
     chex.assert_trees_all_close(ours[1], theirs[1], rtol=1e-4, atol=1e-5)
 
 
+ONLY_INFINITE = np.array([[-np.inf] * 4, [-np.inf, 0, 1, 2], [-np.inf, -np.inf, 2, 1]], np.float32)
+FIRST_TWO = np.arange(4) < 2  # of the third row, too, all that is left is -inf
+ROW_CALLS = {
+    "plain": {},
+    "factors": {"b": np.array([2, 1, -0.1, 1], np.float32)},
+    "signs": {"return_sign": True},
+    "factors and signs": {"b": np.float32(-2), "return_sign": True},
+    "masked": {"where": FIRST_TWO},
+    "masked factors": {"where": FIRST_TWO, "b": np.ones((3, 4), np.float32)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", forms("bfloat16"), forms("complex64")])
+def test_logsumexp_of_nothing_but_minus_infinity_has_a_gradient_of_0(dtype):
+    """In either mode, and so has its second derivative; other rows have what they have without it."""
+
+    def of_call(call, a):
+        fn = lambda a: jax.tree.leaves(masksafe.logsumexp(a.astype(dtype), -1, **call))[0].real  # noqa: E731
+        gradient = lambda a: jax.grad(lambda a: fn(a).sum())(a)  # noqa: E731
+        with masksafe.forward_mode():
+            value, along = jax.jvp(fn, (a,), (jnp.cos(X[0, :3, :4]),))
+        return value, along, gradient(a), jax.jvp(gradient, (a,), (jnp.cos(X[0, :3, :4]),))[1]
+
+    results = jax.jit(lambda a: {name: of_call(call, a) for name, call in ROW_CALLS.items()})
+    infinite, finite = results(ONLY_INFINITE), results(np.where(np.arange(3)[:, None] == 0, 0, ONLY_INFINITE))
+    for name, (value, *derivatives) in infinite.items():
+        empty = np.array([True, False, name.startswith("masked")])
+        assert (np.asarray(value)[empty] == -np.inf).all()
+        assert not any(np.asarray(d)[empty].any() for d in derivatives)
+        for ours, same in zip((value, *derivatives), finite[name], strict=True):
+            np.testing.assert_array_equal(np.asarray(ours)[1:], np.asarray(same)[1:])
+            assert np.isfinite(np.asarray(ours)[~empty]).all()
+    np.testing.assert_array_equal(jax.grad(masksafe.logsumexp)(ONLY_INFINITE[0]), 0)  # eager
+
+
+def test_logsumexp_of_nothing_but_minus_infinity_hides_no_bad_factor():
+    infinite = np.full(2, -np.inf, np.float32)
+    assert jnp.isnan(masksafe.logsumexp(infinite, b=np.array([1, np.nan], np.float32)))
+
+
 def test_logsumexp_of_a_negative_sum_is_nan_without_its_sign():
     assert jnp.isnan(masksafe.logsumexp(np.zeros(2, np.float32), b=-np.ones(2, np.float32)))
 

@@ -125,9 +125,10 @@ def whitened(advantages: Any, where: Any) -> Any:
 
 
 def group_relative(rewards: Any, where: Any) -> Any:
+    variance = masksafe.var(rewards, axis=1, where=where, correction=1, keepdims=True)
+    std = masksafe.apply_where(variance != 0, variance, jnp.sqrt, fill_value=0.0)
     centred = rewards - masksafe.mean(rewards, axis=1, where=where, keepdims=True)
-    std = jnp.sqrt(masksafe.var(rewards, axis=1, where=where, correction=1, keepdims=True))
-    return jax.lax.stop_gradient(masksafe.mask_where(~where, centred / (std + EPSILON), 0.0))
+    return jax.lax.stop_gradient(masksafe.mask_where(~where, centred, 0.0) / (std + EPSILON))
 
 
 def entropy(logits: Any) -> Any:

@@ -128,6 +128,13 @@ def as_number(op: str, argument: str, value: Any) -> float:
         raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
 
 
+def as_one_element(op: str, argument: str, array: Array) -> Array:
+    """An array of one element, on any number of axes, as a scalar."""
+    if array.size != 1:
+        raise ValueError(message(op, argument, f"shape {array.shape}", "a scalar, or an array of one element"))
+    return array if array.ndim == 0 else array.reshape(())
+
+
 def as_epsilon(op: str, epsilon: Any) -> float:
     """A number that is known at trace time, 0 or more."""
     number = as_number(op, "epsilon", epsilon)

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core.sharding import Shardings, vary_alike, zeros_of_types
+from masksafe._core import platforms
+from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Function
 
@@ -51,6 +52,15 @@ def with_reverse_rule(
         return op  # type: ignore[return-value]
 
     return decorate
+
+
+def computed_once(cotangent: Array) -> Array:
+    """The cotangent, which a program for a CPU writes to memory before anything uses it.
+
+    Behind a product of matrices with several axes of rows, one of the two products of the reverse pass needs it
+    transposed. XLA would compute it twice, once in either order, with all of the exponentials that it is made of.
+    """
+    return platforms.unfused_on_cpu(cotangent) if are_whole(cotangent) else cotangent
 
 
 def rule(

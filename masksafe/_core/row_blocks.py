@@ -94,32 +94,30 @@ def _in_one_pass(loop: _Loop, *args: Any) -> Any:
 def _in_blocks(loop: _Loop, *args: Any) -> Any:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
-    whole, rest = divmod(math.prod(loop.leading), loop.block)
+    count = math.prod(loop.leading)
+    whole, rest = divmod(count, loop.block)
 
-    def apply(start: Array | int, size: int) -> tuple[Any, Any]:
+    def with_block(state: tuple[Any, Any], start: Array | int, size: int) -> tuple[Any, Any]:
         parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
         results = loop.fn(*jax.tree.unflatten(tree, parts))
-        mapped, totals = results if loop.has_totals else (results, ())
-        return jax.tree.map(as_bits, mapped), totals
+        mapped, added = results if loop.has_totals else (results, ())
+        # Written where it belongs: to join the remainder with the rest would copy all results.
+        put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
+        return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
-    def step(carry: tuple[Any, Array], _: None) -> tuple[tuple[Any, Array], Any]:
-        totals, start = carry
-        mapped, added = apply(start, loop.block)
-        return (jax.tree.map(jnp.add, totals, added), start + loop.block), mapped
+    def zeros(like: Any, shape: tuple[int, ...]) -> Array:
+        return as_bits(jnp.zeros(shape, like.dtype))
 
     shapes = jax.eval_shape(loop.fn, *args)
     outputs, totals = shapes if loop.has_totals else (shapes, ())
-    totals = sharding.vary_with(jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals), arrays)
-    (totals, _), blocks = lax.scan(step, (totals, jnp.zeros((), jnp.int32)), length=whole)
-    parts = [jax.tree.map(lambda b: b.reshape(-1, *b.shape[2:]), blocks)]
-    if rest:
-        mapped, added = apply(whole * loop.block, rest)
-        parts, totals = [*parts, mapped], jax.tree.map(jnp.add, totals, added)
-
-    def join(like: Any, *parts: Array) -> Any:
-        return from_bits(parts[0] if len(parts) == 1 else jnp.concatenate(parts), like.dtype).reshape(like.shape)
-
-    mapped = jax.tree.map(join, outputs, *parts)
+    nothing = (
+        jax.tree.map(lambda o: zeros(o, (count, *o.shape[len(loop.leading) :])), outputs),
+        jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals),
+    )
+    state = sharding.vary_with(nothing, arrays)
+    state = lax.fori_loop(0, whole, lambda i, state: with_block(state, i * loop.block, loop.block), state)
+    mapped, totals = with_block(state, whole * loop.block, rest) if rest else state
+    mapped = jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped)
     return (mapped, totals) if loop.has_totals else mapped
 
 

@@ -78,12 +78,17 @@ def divide(length: int, target: int) -> Tiles:
     """As few tiles as possible of at most `target` positions, as even as possible; one tile for a symbolic length."""
     if not isinstance(length, int):
         return Tiles(length, length)
-    return Tiles(length, -(-length // max(1, -(-length // target))))
+    return Tiles(length, even_size(length, target))
+
+
+def even_size(count: int, most: int) -> int:
+    """The size of as few blocks of at most `most` as possible, and as even: a nearly empty one costs as much as any."""
+    return -(-count // max(1, -(-count // most)))
 
 
 def divisor_near(count: int, size: int) -> int:
-    """A divisor of `count` in (`size / 2`, `size`], since a remainder costs a copy of the results; else `size`."""
-    return next((n for n in range(size, size // 2, -1) if count % n == 0), size)
+    """A divisor of `count` in (`size / 2`, `size`], which leaves no remainder to treat apart; else an even size."""
+    return next((n for n in range(size, size // 2, -1) if count % n == 0), even_size(count, size))
 
 
 def whole(length: int) -> Tile:
@@ -105,12 +110,15 @@ def part(x: Array, places: Places) -> Array:
     return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
+def with_part(x: Array, new: Array, places: Places) -> Array:
+    """`x` with another part at the places."""
+    starts, sizes = _bounds(x, places)
+    return new if sizes == x.shape else lax.dynamic_update_slice(x, new, starts, allow_negative_indices=False)
+
+
 def add_to_part(x: Array, addend: Array, places: Places) -> Array:
     """`x` with something added to its part at the places."""
-    starts, sizes = _bounds(x, places)
-    if sizes == x.shape:
-        return x + addend
-    return lax.dynamic_update_slice(x, part(x, places) + addend, starts, allow_negative_indices=False)
+    return with_part(x, part(x, places) + addend, places)
 
 
 def _bounds(x: Array, places: Places) -> tuple[list[Any], tuple[int, ...]]:

@@ -87,8 +87,8 @@ def value_and_grad_of_mean(
       microbatches: the number of parts. The axes are cut into so many equal parts, one after another in a `lax.scan`:
         part i holds the elements i, i + microbatches, and so on.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the batch is split; or the named
-        axis of a `jax.vmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the same on all
-        devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
+        axis of a `jax.vmap` or `jax.pmap`. On meshes without `jax.shard_map` it is not needed. A random key that is the
+        same on all devices gives them the same draws, unless `jax.lax.axis_index` is folded in.
 
     Returns:
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value

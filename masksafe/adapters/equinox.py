@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.arguments import as_float_array, as_promoted_float_array, at_rank_of, message
-from masksafe._core.masks import as_mask, as_mask_of, selected
+from masksafe._core.arguments import as_array, as_float_array, as_promoted_float_array, at_rank_of, message
+from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array, ArrayLike
@@ -229,7 +229,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
 
     A query that sees no key in any head has output 0, without the bias of the projection. Such a query, and a key that
     no query sees, may hold anything: no output changes, and no gradient of the projections. Dropout draws other weights
-    than equinox's from the same random key, and its rate is below 1. Floats and boolean masks only.
+    than equinox's from the same random key, and its rate is below 1. Floats only.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -263,7 +263,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
           query: floats `[time, query_size]`.
           key_: floats `[keys, key_size]`.
           value: floats `[keys, value_size]`.
-          mask: booleans that broadcast to `[num_heads, time, keys]`; False is masked.
+          mask: booleans or numbers that broadcast to `[num_heads, time, keys]`; False and 0 are masked.
           key: the random key for dropout.
           inference: whether to leave out dropout; by default as the layer says.
           deterministic: equinox's deprecated name of `inference`.
@@ -284,7 +284,8 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         is_seeing = None
         if mask is not None:
             pairs = self.num_heads, time, keys
-            mask = at_rank_of(name, "mask", as_mask(name, "mask", mask), pairs, "heads, queries and keys")
+            where = as_array(name, "mask", mask).astype(bool)  # equinox's masks may be numbers
+            mask = at_rank_of(name, "mask", where, pairs, "heads, queries and keys")
             is_seeing, is_seen = (jnp.expand_dims(any_of(mask, axes), 1) for axes in ((0, 2), (0, 1)))
             # Before the projections, in whose gradients a NaN of a masked row would meet a cotangent of 0. Rows of 1,
             # since process_heads may have no derivative at 0.

@@ -446,9 +446,7 @@ def _as_scale(scale: ArrayLike | None, q: Array, knows_numbers: bool) -> tuple[f
         is_static = knows_numbers or q.dtype.itemsize < 4
         return (number, None) if is_static else (1.0, np.asarray(number, q.dtype))
     scale = arguments.as_promoted_float_array(_OP, "scale", scale)
-    if scale.size != 1:
-        raise ValueError(message(_OP, "scale", f"shape {scale.shape}", "a scalar, or an array of one element"))
-    return 1.0, scale.reshape(())
+    return 1.0, arguments.as_one_element(_OP, "scale", scale)
 
 
 def _over_pairs(

@@ -65,7 +65,7 @@ def info_nce_loss(
     Args:
       x: embeddings, floats `[N, D]`.
       y: those of their partners, floats `[N, D]`; row i belongs to row i of `x`.
-      scale: :math:`s`, a number or a scalar, with a gradient: one divided by the temperature.
+      scale: :math:`s`, a number or an array of one element, with a gradient: one divided by the temperature.
       where: booleans `[N]`; False masks a row of both sides, which is then neither a query nor a negative.
       ids: integers `[N]`; rows of equal ids, such as several captions of one image, are no negatives of each other.
       symmetric: whether both directions count. If False, :math:`\ell_i = r_i`: of each row of `x` among those of `y`.
@@ -127,8 +127,8 @@ def sigmoid_contrastive_loss(
     Args:
       x: embeddings, floats `[N, D]`.
       y: those of their partners, floats `[N, D]`; row i belongs to row i of `x`.
-      scale: :math:`s`, a number or a scalar, with a gradient.
-      bias: :math:`b`, a number or a scalar, with a gradient. SigLIP starts from the scale 10 and the bias -10.
+      scale: :math:`s`, a number or an array of one element, with a gradient.
+      bias: :math:`b`, the same. SigLIP starts from the scale 10 and the bias -10.
       where: booleans `[N]`; False masks a row of both sides, which is then in no pair.
       ids: integers `[N]`; different rows of equal ids are no pairs, neither negative nor positive.
       reduction: "mean", the sum over all pairs divided by the number of unmasked rows; "sum", or "none".
@@ -172,10 +172,7 @@ def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any,
 
 
 def _as_scalar(op: str, argument: str, value: Any) -> Array:
-    array = arguments.as_real_array(op, argument, value)
-    if array.ndim:
-        raise ValueError(arguments.message(op, argument, f"shape {array.shape}", "a number or a scalar"))
-    return precision.widened(array)
+    return precision.widened(arguments.as_one_element(op, argument, arguments.as_real_array(op, argument, value)))
 
 
 def _as_ids(op: str, ids: Any) -> Array:

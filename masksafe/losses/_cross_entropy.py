@@ -42,7 +42,8 @@ def softmax_cross_entropy(
       * A row with no unmasked class, or whose labels are all 0, has loss 0.
       * Masked logits and labels have gradients of exactly 0. The part of a label on a masked class is removed
         with the class: a one-hot row at a masked class has loss 0.
-      * A label on a class with a logit of -inf gives loss +inf.
+      * A label on a class with a logit of -inf gives loss +inf. Logits of only -inf have no probabilities: the loss
+        is NaN.
       * A NaN or +inf in an unmasked logit, or a NaN in an unmasked label, makes the gradient of its own row
         NaN. The loss is NaN too, or +inf because of a logit of +inf.
         Where the cotangent of the loss is 0, the gradient is 0 even then.
@@ -135,7 +136,8 @@ def softmax_cross_entropy_with_integer_labels(
       * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
         gradients of exactly 0.
       * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN.
-      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf.
+      * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
+        no probabilities: the loss is NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
         where the logit +inf belongs to a class other than the label.
       * Where the cotangent of the loss is 0, a row with a NaN has a gradient of 0, so

@@ -121,8 +121,8 @@ def linear_softmax_cross_entropy(
 
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. So does an unmasked weight that is negative.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf. With a soft cap it excludes nothing,
-        since the logit is finite.
+      * A bias of -inf excludes a class; a label at such a class gives loss +inf. If it excludes all of them, the loss
+        is NaN. With a soft cap it excludes nothing, since the logit is finite.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
 
     Example:

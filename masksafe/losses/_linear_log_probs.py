@@ -96,8 +96,8 @@ def linear_log_probs(
 
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
-      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. With a soft
-        cap it excludes nothing, since the logit is finite.
+      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. If it excludes
+        all of them, both are NaN. With a soft cap it excludes nothing, since the logit is finite.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
 
     Example:
@@ -120,9 +120,9 @@ def linear_log_probs(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
-    formula = CrossEntropy(*of_logits, with_entropy=with_entropy)
+    formula = CrossEntropy(*of_logits, as_log_prob=True, with_entropy=with_entropy)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
-    losses, *entropies = token_outputs(options, Inputs((layer,), labels, None, where))
-    log_probs = label_checks.nan_where_bad(0 - losses, bad_rows)
+    log_probs, *entropies = token_outputs(options, Inputs((layer,), labels, None, where))
+    log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
     return (log_probs, entropies[0]) if with_entropy else log_probs

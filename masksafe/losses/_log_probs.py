@@ -87,7 +87,7 @@ def log_probs(
       * An unmasked label outside [0, num_classes) never wraps: the log-probability of its row is NaN, and the gradient
         through it too. The entropy does not depend on the label.
       * A label whose class is masked or has a logit of -inf has log-probability -inf. A class with a logit of
-        -inf adds nothing to the entropy.
+        -inf adds nothing to the entropy. Logits of only -inf have no probabilities: both are NaN.
       * A NaN or +inf in an unmasked logit makes the entropy and the gradients of its own row NaN, and the
         log-probability NaN, or -inf where the logit +inf belongs to a class other than the label.
       * Where the cotangent of a result is 0, so is the gradient through it, even in a row with a NaN. (For second
@@ -112,7 +112,8 @@ def log_probs(
     temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
-    formula = CrossEntropy(temperature=1.0 if array is not None else static, with_entropy=with_entropy)
-    loss, *entropies = label_outputs(OfLabels(formula, axes), inputs, array)
-    log_p = label_checks.nan_where_bad(0 - loss, bad_rows)
+    temperature = 1.0 if array is not None else static
+    formula = CrossEntropy(temperature=temperature, as_log_prob=True, with_entropy=with_entropy)
+    log_p, *entropies = label_outputs(OfLabels(formula, axes), inputs, array)
+    log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return (log_p, entropies[0]) if with_entropy else log_p

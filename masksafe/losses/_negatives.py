@@ -27,6 +27,7 @@ from jax import lax
 from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import with_reverse_rule
 from masksafe._core.row_moments import nonzero_divisor
+from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Tree
 from masksafe.losses._rows._sources import matmul
 
@@ -135,13 +136,14 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
 def in_blocks(
     size: int | None, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Any
 ) -> tuple[Any, Any]:
-    """`fn(carry, (rows, of_rows))` for each block of so many rows; its second results are of rows.
+    """`fn(carry, (rows, of_rows))` for blocks of at most so many rows; its second results are of rows.
 
     Where JAX differentiates it, each of several blocks is computed again.
     """
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return fn(carry, (rows, of_rows))
+    size = even_size(number, size)
     blocks = -(-number // size)
     live = jnp.ones(number, bool) if rows.live is None else rows.live  # the last block is filled with dead rows
 

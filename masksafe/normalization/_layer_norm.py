@@ -165,7 +165,7 @@ def standardize(
       axis: the axis, or a tuple of axes, over which mean and variance are taken; None means all of them.
       mean: :math:`\mu`, which broadcasts to the shape of `x`; by default the mean of the unmasked elements.
       variance: :math:`\sigma^2`, which broadcasts to the shape of `x`; by default that of the unmasked elements.
-      epsilon: added to the variance, 0 or more; a number or a scalar array, which may be traced.
+      epsilon: added to the variance, 0 or more; a number or an array of one element, which may be traced.
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       algorithm: how the variance is defined if only `mean` is given: "fast" means :math:`E[x^2] - \mu^2`, and "stable"
         :math:`E[(x - \mu)^2]`. Without `mean` these are the same number. Both are computed without cancellation.
@@ -228,10 +228,7 @@ def _normalize(
 def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
     if isinstance(epsilon, numbers.Real):
         arguments.as_epsilon(op, epsilon)
-    array = arguments.as_array(op, "epsilon", epsilon)
-    if array.size != 1 or array.ndim:
-        raise ValueError(arguments.message(op, "epsilon", f"shape {array.shape}", "a scalar"))
-    return array
+    return arguments.as_one_element(op, "epsilon", arguments.as_array(op, "epsilon", epsilon))
 
 
 def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> Array | None:

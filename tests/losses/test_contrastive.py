@@ -14,6 +14,7 @@ from programs import compile_for
 
 import masksafe
 from masksafe.losses import info_nce_loss, ntxent, sigmoid_contrastive_loss
+from masksafe.losses._negatives import Side, in_blocks
 
 N, D, DEVICES = 16, 3, 8
 RNG = np.random.default_rng(0)
@@ -122,6 +123,17 @@ def test_reductions(name):
     assert not losses[~WHERE].any()
     mean, total = (loss_of(name, reduction=reduction)(*args) for reduction in ("mean", "sum"))
     np.testing.assert_allclose([total, mean], [losses.sum(), losses.sum() / WHERE.sum()], rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(1,), forms((1, 1, 1))])
+@every_op
+def test_a_scale_and_a_bias_of_one_element_are_numbers(name, shape):
+    """As modules keep their parameters, `[1]`; the gradients have this shape."""
+    value, gradients = program(name)(X, Y, SCALE, BIAS)
+    ours, of_ours = program(name)(X, Y, SCALE.reshape(shape), BIAS.reshape(shape))
+    np.testing.assert_array_equal(ours, value)
+    for d, number in zip(of_ours[2:], gradients[2:], strict=True):
+        np.testing.assert_array_equal(d, np.reshape(number, shape))
 
 
 @first_op
@@ -577,6 +589,21 @@ def test_no_matrix_of_pairs_is_in_memory(name, masked, choose):
         fn, args = with_gradients(lambda x, y, w=None: loss_of(name)(x, y, SCALE, BIAS, w), (0, 1)), [x, x]
     temporaries = jax.jit(fn).lower(*args, *[where] * masked).compile().memory_analysis().temp_size_in_bytes
     assert temporaries < rows * rows * 4 / 2
+
+
+def test_no_block_is_nearly_empty():
+    """One row more than a block holds makes two blocks of half as many: dead rows cost as much as live ones."""
+    sizes, of_rows = set(), jnp.arange(7.0)
+
+    def block(total, part):
+        rows, of_rows = part
+        sizes.add(rows.keys.shape[0])
+        return total + jnp.sum(jnp.where(rows.live, of_rows, 0)), of_rows
+
+    total, results = in_blocks(6, block, jnp.zeros(()), Side(jnp.zeros((7, 2)), jnp.arange(7), None), of_rows)
+    assert sizes == {4}
+    assert total == 21
+    np.testing.assert_array_equal(results, of_rows)
 
 
 # ntxent is computed in the same blocks.

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import masksafe
 from masksafe._core import platforms
+from masksafe.losses import poly_loss_cross_entropy, ranking_softmax_loss
 from masksafe.testing import assert_mask_safe
 
 integer = masksafe.losses.softmax_cross_entropy_with_integer_labels
@@ -416,6 +417,37 @@ def test_absent_class_with_a_logit_of_minus_infinity_is_fine(blocks):
     np.testing.assert_allclose(losses, reference(logits[:, 1:], labels[:, 1:]), rtol=1e-6)
     assert all(np.isfinite(x).all() for x in (*gradients, tangent))
     assert all(x[0, 0] == 0 for x in gradients)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_labels_of_0_need_no_probabilities(blocks, masked):
+    """Logits of only -inf have none: with labels of 0 the loss is 0, with others NaN."""
+    logits = np.where(np.arange(4)[:, None] % 2 == 0, -INF, LOGITS).astype(np.float32)
+    labels = np.where(np.arange(4)[:, None] < 2, 0, TARGETS)
+    where = jnp.asarray(np.arange(7) != 3) if masked else None
+    losses = {
+        "soft": lambda x, t: soft(x, t, where=None if where is None else where[None]),
+        "poly": lambda x, t: poly_loss_cross_entropy(x, t, where=None if where is None else where[None]),
+        "ranking": lambda x, t: ranking_softmax_loss(x, t, where=where, reduce_fn=None),
+    }
+
+    @jax.jit
+    def all_of(logits, labels):
+        def derivatives(loss):
+            gradient = lambda x: jax.grad(lambda *a: loss(*a).sum(), (0, 1))(x, labels)  # noqa: E731
+            with masksafe.forward_mode():
+                value, along = jax.jvp(lambda x: loss(x, labels), (logits,), (jnp.cos(LOGITS),))
+            return value, along, *gradient(logits), jax.jvp(gradient, (logits,), (jnp.cos(LOGITS),))[1][0]
+
+        return jax.tree.map(derivatives, losses)
+
+    for value, *derivatives, of_labels, second in all_of(logits, labels).values():
+        np.testing.assert_array_equal(value[:2], 0)
+        np.testing.assert_array_equal(np.isnan(value), [False, False, True, False])
+        for x in (*derivatives, second):
+            assert not np.asarray(x)[:2].any()
+            np.testing.assert_array_equal(np.isnan(x.reshape(4, -1)).any(1), [False, False, True, False])
+        assert np.isfinite(of_labels[:2]).all()
 
 
 # Derivatives.

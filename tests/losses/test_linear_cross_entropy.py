@@ -33,6 +33,7 @@ import masksafe
 from masksafe._core import platforms
 from masksafe.losses import linear_softmax_cross_entropy
 from masksafe.losses._rows._options import sizes_in_tiles
+from masksafe.losses._rows._tokens import Packed
 
 COTANGENTS = RNG.normal(size=TOKENS)
 REDUCTIONS = "mean", "sum", "none"
@@ -398,6 +399,20 @@ def test_sizes_elsewhere(choose):
     sizes = [of(24, block, masked) for block in (None, 9) for masked in (False, True)]
     assert sizes == [(14, 6), (10, 12), (9, 8), (9, 12)]
     assert [of(23, block, masked=True) for block in (None, 200)] == [(10, 12), (40, 5)]
+
+
+def test_no_block_is_nearly_empty():
+    """One token more than two blocks hold makes three that are even: a block costs the same however few it holds."""
+    tokens, size = 1031, 515  # a prime number
+    live = jnp.ones(tokens, bool)
+    for packed in (
+        Packed.of(tokens, None, size),
+        Packed.of(tokens, live, size),
+        Packed.in_place(live, size),
+    ):
+        assert tokens <= packed.length < tokens + 3
+        assert packed.size <= size
+    assert Packed.of(1030, None, size).order is None  # two blocks, with no token moved
 
 
 # Bad input.

@@ -498,7 +498,7 @@ def test_traced_epsilon_is_the_same_as_a_number():
         y, pull_back = jax.vjp(lambda x: masksafe.standardize(x, epsilon=epsilon), x)
         return y, pull_back(weights_of(SHAPE))
 
-    for epsilon in (0.0, 1e-5):
+    for epsilon in (0.0, 1e-5, np.float32([1e-5])):
         y, (gradient,) = standardized_with(x, epsilon)
         expected, (expected_gradient, *_) = reference("standardize", X, epsilon=epsilon)
         np.testing.assert_allclose(y[:2], expected[:2], rtol=1e-5, atol=1e-5)

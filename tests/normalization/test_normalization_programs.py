@@ -112,6 +112,13 @@ def test_temporaries_are_small(shape, dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < copies + 8 * 2**20
 
 
+@pytest.mark.parametrize("op", [masksafe.layer_norm, forms(masksafe.l2_normalize)])
+def test_a_number_of_rows_that_no_block_divides_costs_no_copy(op):
+    x, where = (jax.ShapeDtypeStruct((4099, 1000), dtype) for dtype in ("float32", bool))  # a prime number
+    compiled = jax.jit(lambda x, where: op(x, where=where)).lower(x, where).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < x.size * 4 / 2
+
+
 def test_no_false_alarm_of_checkify():
     x = np.array([[np.nan, np.inf, 1.0], [1.0, 2.0, 4.0]], np.float32)
     loss = lambda x: masksafe.layer_norm(x, where=np.array([[False], [True]])).sum()  # noqa: E731

@@ -157,6 +157,72 @@ def test_strict_flags_and_one_exchange(name):
     assert text.count(" all-reduce(") + text.count(" all-gather(") == 1 or name in NORMS
 
 
+# Gradients by a kernel of which each of two devices has a copy.
+
+TOKENS = np.random.default_rng(2).normal(size=(2, 4, 3)).astype(np.float32)
+KERNEL = np.random.default_rng(3).normal(size=(3, 5)).astype(np.float32)
+
+
+def losses(kernel, tokens, keep):
+    logits = masksafe.mask_where(~keep[..., None], tokens, 0) @ kernel
+    return masksafe.losses.softmax_cross_entropy_with_integer_labels(logits, jnp.where(keep, 2, -100), where=keep)
+
+
+def mean_loss(kernel, tokens, keep, axis_name="batch"):
+    return masksafe.mean(losses(kernel, tokens, keep), where=keep, axis_name=axis_name)
+
+
+def averaged(*args):
+    value, gradient = jax.value_and_grad(mean_loss)(*args)
+    return value, jax.lax.pmean(gradient, "batch")
+
+
+STEPS = {
+    "mean": jax.value_and_grad(mean_loss),
+    "mean, then pmean": averaged,
+    "value_and_grad_of_mean": masksafe.value_and_grad_of_mean(
+        lambda kernel, tokens, keep: masksafe.MaskedMean.of(losses(kernel, tokens, keep), keep), axis_name="batch"
+    ),
+}
+
+
+def by_pmap(step):
+    return jax.pmap(step, axis_name="batch", in_axes=(None, 0, 0), devices=jax.devices()[:2])
+
+
+def by_shard_map(step, check_vma=True):
+    def of_device(kernel, tokens, keep):
+        return jax.tree.map(lambda y: y[None], step(kernel, tokens[0], keep[0]))
+
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    specs = {"in_specs": (P(), P("batch"), P("batch")), "out_specs": P("batch")}
+    return jax.jit(jax.shard_map(of_device, mesh=mesh, check_vma=check_vma, **specs))
+
+
+MAPS = {"pmap": by_pmap, "shard_map": by_shard_map, "without types": functools.partial(by_shard_map, check_vma=False)}
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("pmap", "mean, then pmean"),
+        ("pmap", "value_and_grad_of_mean"),
+        ("shard_map", "mean"),
+        ("shard_map", "value_and_grad_of_mean"),
+        ("without types", "mean, then pmean"),
+        ("without types", "value_and_grad_of_mean"),
+    ],
+)
+def test_a_step_on_two_devices_is_that_of_the_whole_batch(name, step):
+    on_two = MAPS[name](STEPS[step])
+    for keep in (np.array([[1, 1, 1, 0], [0, 1, 0, 0]], bool), np.array([[1, 1, 1, 0], [0, 0, 0, 0]], bool)):
+        actual, other = (on_two(KERNEL, np.where(keep[..., None], TOKENS, x), keep) for x in (0, np.nan))
+        chex.assert_trees_all_equal(actual, other)
+        whole = jax.value_and_grad(mean_loss)(KERNEL, TOKENS.reshape(8, 3), keep.reshape(8), axis_name=None)
+        expected = jax.tree.map(lambda y: jnp.stack([y, y]), whole)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
 # Weights.
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 import masksafe
 from masksafe import MaskedMean, adapters, attention_masks, losses
-from masksafe.adapters import equinox, linen, nnx
 
 X, KERNEL, LABELS, KEEP = jnp.ones((2, 4)), jnp.ones((4, 3)), jnp.array([0, 2]), jnp.array([True, False])
 HEADS = jnp.ones((1, 2, 1, 4))
@@ -109,14 +108,14 @@ def means() -> None:
 
 def layers(rngs: Any) -> None:
     """Layers of flax and equinox: constructors are the libraries' own, calls are typed."""
-    assert_type(nnx.LayerNorm(4, rngs=rngs)(X, mask=KEEP[:, None]), jax.Array)
-    assert_type(nnx.BatchNorm(4, rngs=rngs)(X, use_running_average=False, mask=KEEP[:, None]), jax.Array)
-    assert_type(linen.GroupNorm(num_groups=2)(X), jax.Array)
-    attended: jax.Array = nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)(HEADS[0], is_causal=True)
-    assert_type(linen.MultiHeadAttention(num_heads=2)(attended), jax.Array)
-    out: jax.Array = equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
-    assert_type(equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
-    nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert_type(adapters.nnx.LayerNorm(4, rngs=rngs)(X, mask=KEEP[:, None]), jax.Array)
+    assert_type(adapters.nnx.BatchNorm(4, rngs=rngs)(X, use_running_average=False, mask=KEEP[:, None]), jax.Array)
+    assert_type(adapters.linen.GroupNorm(num_groups=2)(X), jax.Array)
+    attended: jax.Array = adapters.nnx.MultiHeadAttention(2, 4, decode=False, rngs=rngs)(HEADS[0], is_causal=True)
+    assert_type(adapters.linen.MultiHeadAttention(num_heads=2)(attended), jax.Array)
+    out: jax.Array = adapters.equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
+    assert_type(adapters.equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
+    adapters.nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def masks_and_adapters() -> None:

@@ -89,6 +89,7 @@ class CrossEntropy(Formula):
     soft_cap: float | None = None
     temperature: Any = 1.0  # a number, or an array while a function is traced
     of_label: bool = True
+    as_log_prob: bool = False  # in place of the cross-entropy its negative, the logarithm of the probability
     of_all_classes: bool = False
     of_logsumexp: bool = False
     with_entropy: bool = False
@@ -171,7 +172,8 @@ class CrossEntropy(Formula):
         valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
         outputs = []
         if self.of_label:
-            outputs += [(log_total - (sums.label - sums.largest)) * valid]
+            z = sums.label - sums.largest
+            outputs += [(z - log_total if self.as_log_prob else log_total - z) * valid]
         if self.of_all_classes:
             outputs += [(log_total * (sums.weight / classes) - sums.weighted / classes) * valid]
         if self.of_logsumexp:
@@ -185,6 +187,7 @@ class CrossEntropy(Formula):
         of_exp, of_label, of_weights, of_spread = jnp.zeros_like(sums.total), None, None, None
         if self.of_label:
             of_label = nan_if_bad(d_rest.pop(0), has_label)
+            of_label = -of_label if self.as_log_prob else of_label
             of_exp += of_label
         if self.of_all_classes:
             of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes

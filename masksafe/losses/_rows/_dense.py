@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding, unfolded
-from masksafe._core.derivatives import rule
+from masksafe._core.derivatives import computed_once, rule
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.typing import Array, Axes
@@ -84,7 +84,7 @@ def _label_reverse(
     slopes = formula.slopes(sums, labels, config.number(x), d_rows)
     # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_x = selected(formula.logit_cotangents(config.part(x, labels), slopes), where)
-    return Labelled(from_rows(config.axes, inputs.logits, d_x), None, None), None
+    return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
 def _labels_in_reverse(
@@ -138,7 +138,7 @@ def _target_reverse(
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
     slopes, costs = target_slopes(x, t, where, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
-    d_logits = from_rows(axes, inputs.logits, selected(d_x, where))
+    d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
     d_labels = from_rows(axes, inputs.labels, selected(d_t, where))
     d_epsilon = None
     if epsilon is not None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import divisor_near, part
+from masksafe._core.tiles import divisor_near, even_size, part, with_part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import unknown
 
@@ -31,10 +31,7 @@ class Block(NamedTuple):
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
-        if x.shape == rows.shape:
-            return rows
-        starts = [jnp.asarray(start, jnp.int32) for start in (self.start, *[0] * (x.ndim - 1))]
-        return lax.dynamic_update_slice(x, rows, starts, allow_negative_indices=False)
+        return with_part(x, rows, {0: (self.start, self.size)})
 
 
 class Packed(NamedTuple):
@@ -53,7 +50,7 @@ class Packed(NamedTuple):
     @classmethod
     def of(cls, number: int, live: Array | None, size: int) -> "Packed":
         """Of so many tokens, those that are `live` first; None takes all of them."""
-        size = divisor_near(number, size) if live is None else size
+        size = divisor_near(number, size) if live is None else even_size(number, size)
         length = -(-number // size) * size
         if length == number and live is None:
             return cls(None, None, None, length // size, size, length)
@@ -70,6 +67,7 @@ class Packed(NamedTuple):
     @classmethod
     def in_place(cls, live: Array, size: int) -> "Packed":
         """Tokens that stay where they are, with the first that is left in the place of each dead one."""
+        size = even_size(live.size, size)
         length = -(-live.size // size) * size
         live = jnp.pad(live, (0, length - live.size))
         order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))

@@ -1,0 +1,246 @@
+"""What docs/migrating.md says to write: the values and gradients of the formula that it replaces, safe under masks.
+
+The code is that of the page.
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe.testing import assert_mask_safe
+
+PAGE = (Path(__file__).parents[1] / "docs/migrating.md").read_text("utf8")
+RNG = np.random.default_rng(0)
+MASK = np.array([[1, 1, 0, 1, 0], [0, 0, 0, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]], bool)
+V, N, S, T, Z = 7, 4, 0.1, 0.7, 0.3
+IDS = np.array([0, 2, 2, 0, 2])  # segments 1 and 3 are empty
+
+
+def floats(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+def per_token(*shape):
+    return floats(*MASK.shape, *shape)
+
+
+TOKENS = np.where(MASK, RNG.integers(0, V, MASK.shape), 0)
+LOGITS, FEATURES, KERNEL = per_token(V), per_token(3), floats(3, V)
+
+
+# The formulas, as the other libraries have them.
+
+
+def t5x_cross_entropy(logits, targets, mask, z=0.0):
+    log_z = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
+    loss = -jnp.sum(targets * (logits - log_z), axis=-1) + z * jnp.square(log_z[..., 0])
+    return loss * mask
+
+
+def with_z_loss(logits, labels, mask):
+    return t5x_cross_entropy(logits, jax.nn.one_hot(labels, V), mask, Z)
+
+
+def flax_smoothed(logits, labels, mask):
+    targets = jnp.where(jax.nn.one_hot(labels, V) == 1, 1 - S, S / (V - 1))
+    return t5x_cross_entropy(logits, targets, mask)
+
+
+def selective_log_softmax(logits, tokens):
+    return jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0] - jax.nn.logsumexp(logits, -1)
+
+
+def masked_mean(x, mask):
+    return jnp.sum(x * mask) / jnp.sum(mask)
+
+
+def masked_whiten(x, mask):
+    mean = masked_mean(x, mask)
+    number = jnp.sum(mask)
+    variance = masked_mean((x - mean) ** 2, mask) * number / (number - 1)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-8) * mask
+
+
+def entropy(logits):
+    log_p = jax.nn.log_softmax(logits)
+    return -jnp.sum(jnp.exp(log_p) * log_p, -1)
+
+
+def policy_gradient_loss(logits, a, adv, w):
+    return jnp.mean(-selective_log_softmax(logits, a) * jax.lax.stop_gradient(adv) * w)
+
+
+def segment_max_or_constant(x):
+    number = jax.ops.segment_sum(jnp.ones(x.shape, int), IDS, N)
+    return jnp.where(number > 0, jax.ops.segment_max(x, IDS, N), jnp.zeros((), x.dtype))
+
+
+class Row(NamedTuple):
+    """A row of the page: how its first column starts, the formula there, its arguments, and which are masked."""
+
+    start: str
+    formula: object
+    arguments: dict
+    masked: dict = {}  # noqa: RUF012
+    constants: dict = {}  # noqa: RUF012
+
+
+LABELLED = {"logits": MASK[..., None], "labels": MASK}
+LINEAR = {"features": MASK[..., None], "labels": MASK}
+STEPS = {"logits": LOGITS[0], "a": TOKENS[0], "adv": floats(5)}
+OF_STEPS = {"logits": MASK[0][:, None], "a": MASK[0], "adv": MASK[0]}
+OF_TOKENS = {"logits": LOGITS, "tokens": TOKENS}
+
+
+def linear(formula):
+    return lambda features, kernel, labels: formula(features @ kernel, labels, MASK)
+
+
+ROWS = {
+    "mean": Row("`(loss * mask).sum()", lambda loss: masked_mean(loss, MASK), {"loss": per_token()}, {"loss": MASK}),
+    "std": Row("`jnp.std(x, where=mask)`", lambda x: jnp.std(x, where=MASK), {"x": per_token()}, {"x": MASK}),
+    "max": Row(
+        "`jnp.max(x, initial=0, where=mask)`",
+        lambda x: jnp.max(x, initial=0, where=MASK),
+        {"x": per_token()},
+        {"x": MASK},
+    ),
+    "max of integers": Row(
+        "`jnp.max(x, initial=0, where=mask)`",
+        lambda x: jnp.max(x, initial=0, where=MASK),
+        {"x": -TOKENS - 1},
+        {"x": MASK},
+    ),
+    "z-loss": Row(
+        "`cross_entropy_with_logits(",
+        functools.partial(with_z_loss, mask=MASK),
+        {"logits": LOGITS, "labels": TOKENS},
+        LABELLED,
+    ),
+    "z-loss of a linear layer": Row(
+        "the same of `features @ kernel`",
+        linear(with_z_loss),
+        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
+        LINEAR,
+    ),
+    "smoothing": Row(
+        "labels of `1 - s` and `s / (V - 1)`",
+        functools.partial(flax_smoothed, mask=MASK),
+        {"logits": LOGITS, "labels": TOKENS},
+        LABELLED,
+    ),
+    "smoothing before a linear layer": Row(
+        "such labels, and `features @ kernel`",
+        linear(flax_smoothed),
+        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
+        LINEAR,
+    ),
+    "log-probabilities": Row(
+        "`selective_log_softmax(",
+        lambda logits, tokens: selective_log_softmax(logits / T, tokens) * MASK,
+        OF_TOKENS,
+        {"logits": MASK[..., None], "tokens": MASK},
+    ),
+    "sum and mean": Row(
+        "`jnp.sum(x * mask)`, `masked_mean(",
+        lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)),
+        {"x": per_token()},
+        {"x": MASK},
+    ),
+    "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), {"x": per_token()}, {"x": MASK}),
+    "categorical": Row(
+        "`distrax.Categorical(logits)",
+        lambda logits, action: (selective_log_softmax(logits, action) * MASK, entropy(logits) * MASK),
+        {"logits": LOGITS, "action": TOKENS},
+        {"logits": MASK[..., None], "action": MASK},
+    ),
+    "policy gradient": Row(
+        "`rlax.policy_gradient_loss(",
+        functools.partial(policy_gradient_loss, w=1.5 * MASK[0]),
+        STEPS,
+        OF_STEPS,
+        {"w": 1.5 * MASK[0]},
+    ),
+    "entropy": Row(
+        "`rlax.entropy_loss(",
+        lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]),
+        {"logits": LOGITS[0], "a": TOKENS[0]},
+        {"logits": MASK[0][:, None], "a": MASK[0]},
+        {"w": 1.0 * MASK[0]},
+    ),
+    "segments": Row("`jraph.segment_max_or_constant(", segment_max_or_constant, {"x": floats(5, 3)}),
+    "segments of integers": Row("`jraph.segment_max_or_constant(", segment_max_or_constant, {"x": TOKENS.T - 9}),
+}
+
+
+def code_of(start):
+    """The second column of the only row whose first one starts so: statements, and expressions at the end."""
+    (line,) = [line for line in PAGE.splitlines() if line.startswith(f"| {start}")]
+    return re.findall(r"`([^`]+)`", line.split(" | ")[1])
+
+
+def ours(row):
+    statements = [code for code in code_of(row.start) if re.match(r"[\w, ]+ = ", code)]
+    results = [code for code in code_of(row.start) if code not in statements and "(" in code]
+
+    def fn(*args):
+        names = {"jax": jax, "jnp": jnp, "masksafe": masksafe, "losses": masksafe.losses, "mask": MASK}
+        names |= {"V": V, "s": S, "t": T, "z": Z, "ids": IDS, "n": N} | row.constants
+        names |= dict(zip(row.arguments, args, strict=True))
+        for statement in statements:
+            exec(statement, names)
+        values = tuple(eval(result, names) for result in results)
+        return values if len(values) > 1 else values[0]
+
+    return fn
+
+
+def weighted(outputs):
+    """A sum that tells the elements of floats apart."""
+    leaves = [y for y in jax.tree.leaves(outputs) if jnp.issubdtype(y.dtype, jnp.floating)]
+    return sum(jnp.sum(y * jnp.cos(1.0 + jnp.arange(y.size)).reshape(y.shape)) for y in leaves)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_row_has_the_values_and_gradients_of_the_formula(name):
+    row = ROWS[name]
+    arguments = tuple(map(jnp.asarray, row.arguments.values()))
+    floating = tuple(i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.floating))
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(fn, *args):
+        gradient = jax.grad(lambda *args: weighted(fn(*args)), floating)(*args) if floating else ()
+        return fn(*args), gradient
+
+    actual, expected = run(ours(row), *arguments), run(row.formula, *arguments)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.masked])
+def test_garbage_under_the_mask_changes_nothing(name):
+    row = ROWS[name]
+    masked = {i: ~row.masked[a] for i, a in enumerate(row.arguments) if a in row.masked}
+    assert_mask_safe(ours(row), *row.arguments.values(), masked=masked, order=1, transforms=["jit"])
+
+
+def test_a_standard_deviation_of_equal_elements_or_of_nothing_has_a_gradient_of_zero():
+    fn = jax.jit(jax.value_and_grad(ours(ROWS["std"])))
+    value, gradient = fn(np.full(MASK.shape, 3.0, np.float32))
+    assert value == 0
+    np.testing.assert_array_equal(gradient, 0)
+    assert jnp.isnan(fn(np.where(MASK, np.nan, 0.0).astype(np.float32))[0])
+
+
+def test_an_action_out_of_range_is_nan_as_the_page_says():
+    row = ROWS["categorical"]
+    log_prob, _ = ours(row)(row.arguments["logits"], np.where(MASK, V, -1))
+    np.testing.assert_array_equal(np.isnan(log_prob), MASK)
