@@ -6,22 +6,20 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
-import functools
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import computed_once, with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import as_mask_of, lowest_under_mask, selected
+from masksafe._core.derivatives import computed_once, with_reverse_rule
+from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_sums import log_sum_exp
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
-from masksafe._core.unfolded import any_of, sum_of
+from masksafe._core.unfolded import sum_of
 
 
 @overload
@@ -157,8 +155,7 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. The
-      logarithm of a probability close to 1 keeps its digits, and so does its gradient. The gradient with respect to a
-      masked element is exactly 0, whatever its cotangent. A later product with a target of
+      gradient with respect to a masked element is exactly 0, whatever its cotangent. A later product with a target of
       0 is 0 * -inf = NaN at a masked element: select before the product (`masksafe.mask_where`), or use
       `masksafe.losses`. The unmasked elements of a row are NaN if one of them is NaN or +inf, or if all of them are
       -inf.
@@ -194,8 +191,8 @@ def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
     return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, of_any_width=True)
 
 
-# The cores. Reductions keep their axes. The reverse rules select after their products as well as before, since a
-# cotangent may be infinite and 0 * inf is NaN.
+# The cores. Reductions keep their axes. What is masked is -inf before anything is computed, so that no derivative gets
+# through. The reverse rules select after their products as well, since a cotangent may be infinite and 0 * inf is NaN.
 
 
 @jitted(0)
@@ -212,37 +209,6 @@ def _reduce_exps(
     if not keepdims:
         result, sign = jnp.squeeze(result, axes), jnp.squeeze(sign, axes)
     return (result, sign) if return_sign else result
-
-
-def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None, Array]]:
-    wide = _evaluate_logsumexp(axes, x, where)
-    return wide.astype(x.dtype), (x, where, wide)
-
-
-@jitted(0)
-def _logsumexp_reverse(axes: Axes, residuals: tuple[Array, Array | None, Array], d_result: Array) -> tuple[Array, None]:
-    x, where, result = residuals
-    shift = jnp.maximum(result, jnp.finfo(result.dtype).min)  # or of nothing but -inf the exponentials would be NaN
-    probs = jnp.exp(selected(x.astype(result.dtype), where, -jnp.inf) - shift)
-    return selected(probs * d_result.astype(probs.dtype), where, 0).astype(x.dtype), None
-
-
-@with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
-def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _evaluate_logsumexp(axes, x, where).astype(x.dtype)
-
-
-@jitted(0)
-def _evaluate_logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    x = selected(x, where, -jnp.inf)
-    largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
-    # Finite, or the sum of a row would be NaN for its infinity; by extrema, with which XLA fuses the sum.
-    shift = -jnp.minimum(-jnp.minimum(largest, jnp.finfo(largest.dtype).max), jnp.finfo(largest.dtype).max)
-    total = jnp.sum(jnp.exp(widened(x) - shift), axes, keepdims=True)
-    if are_whole((x, where)):
-        largest, total = platforms.unfused_on_cpu((largest, total))
-    # The sum of a row with nothing left, or with nothing but -inf, is 0, where the logarithm's derivative is infinite.
-    return largest + jnp.log(jnp.where(total == 0, 1, total))
 
 
 def _signed_logsumexp(
@@ -272,135 +238,70 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-@jitted(0)
-def _evaluate_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    exps, total = _relative_exps(axes, x, where)
-    return selected(exps / total, where, 0).astype(x.dtype)
+def _largest(axes: Axes, x: Array) -> Array:
+    """The largest element, wide, and no less than the lowest finite number: -inf - -inf would be NaN."""
+    largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
+    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
+
+
+def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Any, ...]]:
+    unmasked = selected(x, where, -jnp.inf)
+    largest = _largest(axes, unmasked)
+    largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # so that the sum is infinite if x is, not NaN
+    total = jnp.sum(jnp.exp(widened(unmasked) - largest), axes, keepdims=True)
+    if are_whole((x, where)):
+        largest, total = platforms.unfused_on_cpu((largest, total))
+    nothing = total == 0  # nothing left, or nothing but -inf: the derivative of the logarithm would be infinite
+    result = jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1, total)))
+    return result.astype(x.dtype), (x, where, largest, total)
+
+
+def _logsumexp_reverse(axes: Axes, residuals: tuple[Any, ...], d_result: Array) -> tuple[Array, None]:
+    x, where, largest, total = residuals
+    exps = jnp.exp(widened(selected(x, where, -jnp.inf)) - largest)
+    d_x = exps * (d_result.astype(total.dtype) / jnp.where(total == 0, 1, total))
+    return selected(d_x, where).astype(x.dtype), None
+
+
+@with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
+def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _logsumexp_forward(axes, x, where)[0]
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    probs = _evaluate_softmax(axes, x, where)
+    unmasked = selected(x, where, -jnp.inf)
+    exps = jnp.exp(widened(unmasked) - _largest(axes, unmasked))
+    probs = selected(exps / jnp.sum(exps, axes, keepdims=True), where).astype(x.dtype)
     return probs, (probs, where)
 
 
-@jitted(0)
 def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs: Array) -> tuple[Array, None]:
     probs, where = residuals
-    dtype = probs.dtype
-    probs, d_probs = widened(_as_kept(axes, probs)), selected(widened(d_probs), where, 0)
-    d_x = probs * (d_probs - _sum_everywhere(axes, probs * d_probs))
-    return selected(d_x, where, 0).astype(dtype), None
+    p, d_p = widened(probs), selected(widened(d_probs), where)
+    d_x = p * (d_p - jnp.sum(p * d_p, axes, keepdims=True))
+    return selected(d_x, where).astype(probs.dtype), None
 
 
-_softmax = with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))(_evaluate_softmax)
-
-
-def _log_softmax_by_rules(axes: Axes, x: Array, where: Array | None) -> Array:
-    """The same in a form whose derivatives keep their digits when JAX computes them, to any order.
-
-    The mean of the largest elements is subtracted, with its derivatives, and their exponentials are 1 + expm1(0).
-    """
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
-    z = _below_largest_on_cpu(axes, x, where)
-    is_largest = z == 0
-    number = total(is_largest).astype(z.dtype)
-    z -= total(jnp.where(is_largest, z, 0)) / jnp.maximum(number, 1)
-    others = total(jnp.where(is_largest, jnp.expm1(z), jnp.exp(z)))
-    fewest = _select_live(axes, where, jnp.full_like(number, -1), 0)
-    return selected(z - jnp.log1p(others + jnp.maximum(number - 1, fewest)), where, -jnp.inf).astype(x.dtype)
-
-
-@jitted(0)
-@with_derivatives_of(_log_softmax_by_rules)
-def _evaluate_log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    def on_cpu(x: Array, where: Array | None) -> Array:
-        z = _below_largest_on_cpu(axes, x, where)
-        return z - log_sum_exp(z, where, axes=axes, by_arithmetic=True)
-
-    def elsewhere(x: Array, where: Array | None) -> Array:
-        z = _below_largest_elsewhere(axes, x, where)
-        return z - log_sum_exp(z, where, axes=axes)
-
-    both_forms = functools.partial(platforms.on_cpu_or_elsewhere, on_cpu, elsewhere)
-    log_probs = (both_forms if are_whole((x, where)) else on_cpu)(x, where)
-    return selected(log_probs, where, -jnp.inf).astype(x.dtype)
+@with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))
+def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _softmax_forward(axes, x, where)[0]
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
-    log_probs = _evaluate_log_softmax(axes, x, where)
+    unmasked = selected(x, where, -jnp.inf)
+    z = widened(unmasked) - _largest(axes, unmasked)
+    log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
+    log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
     return log_probs, (log_probs, where)
 
 
-@jitted(0)
 def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
     log_probs, where = residuals
-    wide, d_wide = widened(_as_kept(axes, log_probs)), selected(widened(d_log_probs), where, 0)
-    total = _sum_everywhere(axes, d_wide)
-    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
-    largest = jnp.max(wide, axes, keepdims=True, initial=-jnp.inf)
-    of_largest, of_others = (d_wide - total) - jnp.expm1(largest) * total, d_wide - jnp.exp(wide) * total
-    d_x = jnp.where(wide == largest, of_largest, of_others)
-    return computed_once(selected(d_x, where, 0).astype(log_probs.dtype)), None
+    d = selected(widened(d_log_probs), where)
+    d_x = d - jnp.exp(widened(log_probs)) * sum_of(d, axes, keepdims=True)
+    return computed_once(selected(d_x, where).astype(log_probs.dtype)), None
 
 
-_log_softmax = with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))(_evaluate_log_softmax)
-
-
-def _relative_exps(axes: Axes, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """The exponentials of `x` minus its largest unmasked element, 0 under the mask, and their sum; 1 if empty."""
-
-    def on_cpu(x: Array, where: Array | None) -> tuple[Array, Array]:
-        exps = jnp.exp(_below_largest_on_cpu(axes, x, where))
-        return exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
-
-    def elsewhere(x: Array, where: Array | None) -> tuple[Array, Array]:
-        exps = selected(jnp.exp(_below_largest_elsewhere(axes, x, where)), where, 0)
-        return exps, _select_live(axes, where, jnp.sum(exps, axes, keepdims=True), 1.0)
-
-    if where is None or not are_whole((x, where)):
-        return on_cpu(x, where)
-    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, where)
-
-
-def _below_largest_on_cpu(axes: Axes, x: Array, where: Array | None) -> Array:
-    """Widened `x` minus its largest unmasked element; -inf under the mask."""
-    x = selected(x, where, -jnp.inf)
-    largest = jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf)
-    # Finite under a mask, where -inf - -inf would be NaN; by extrema, with which XLA fuses what follows.
-    return widened(x) - widened(largest if where is None else jnp.maximum(largest, jnp.finfo(x.dtype).min))
-
-
-def _below_largest_elsewhere(axes: Axes, x: Array, where: Array | None) -> Array:
-    """The same with anything under the mask.
-
-    XLA's compiler for GPUs reads a row once if its largest element is subtracted from the very array in which it was
-    found, with no selection in between.
-    """
-    x = lowest_under_mask(x, where)
-    return widened(x) - widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
-
-
-def _select_live(axes: Axes, where: Array | None, reduced: Array, otherwise: float) -> Array:
-    """`reduced` for live rows (with an unmasked element), `otherwise` for the rest."""
-    if where is None:
-        return reduced
-    return jnp.where(any_of(where, axes, keepdims=True), reduced, jnp.asarray(otherwise, reduced.dtype))
-
-
-def _as_kept(axes: Axes, residual: Array) -> Array:
-    """`residual`; in 16 bits on a GPU it is read too, where XLA would compute a short row again in one more pass."""
-    is_short = are_whole(residual) and platforms.fits_into_a_kernel(axes, residual.shape)
-    if residual.dtype.itemsize > 2 or not is_short:
-        return residual
-    return platforms.on_cpu_or_elsewhere(lambda x: x, lax.optimization_barrier, residual)  # type: ignore[no-any-return]
-
-
-def _sum_everywhere(axes: Axes, x: Array) -> Array:
-    """The sum over `axes`, which are kept."""
-    if not are_whole(x):
-        return sum_of(x, axes, keepdims=True)
-    # Added to zeros made of its own terms, the sum is found, spread and used by one kernel of a GPU, which reads a row
-    # once. The zeros make no number NaN: an infinite term is one whose difference from the sum is NaN anyway.
-    on_cpu = lambda x: jnp.broadcast_to(sum_of(x, axes, keepdims=True), x.shape)  # noqa: E731
-    elsewhere = lambda x: 0 * x + jnp.sum(x, axes, keepdims=True)  # noqa: E731
-    return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x)  # type: ignore[no-any-return]
+@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
+def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
+    return _log_softmax_forward(axes, x, where)[0]

@@ -112,8 +112,7 @@ def log_probs(
     temperature, with_entropy = read_temperature(op, temperature), arguments.as_bool(op, "with_entropy", with_entropy)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where)
     static, array = (1.0, None) if temperature == 1 else arguments.as_static_or_array(temperature, *inputs[:2])
-    temperature = 1.0 if array is not None else static
-    formula = CrossEntropy(temperature=temperature, as_log_prob=True, with_entropy=with_entropy)
+    formula = CrossEntropy(temperature=1.0 if static is None else static, as_log_prob=True, with_entropy=with_entropy)
     log_p, *entropies = label_outputs(OfLabels(formula, axes), inputs, array)
     log_p = label_checks.nan_where_bad(log_p, bad_rows)
     return (log_p, entropies[0]) if with_entropy else log_p
