@@ -150,7 +150,13 @@ def test_the_cotangent_of_logits_behind_a_product_is_computed_once(loss, of_clas
     assert temporary_bytes(step, x, kernel, labels) < 2.5 * 4 * 64 * 4096 * 4
 
 
-@pytest.mark.parametrize("op", [masksafe.logsumexp, masksafe.softmax])
+WRITES_THEM = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA writes them with jax 0.10")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(masksafe.logsumexp, id="logsumexp", marks=WRITES_THEM), pytest.param(masksafe.softmax, id="softmax")],
+)
 def test_exponentials_are_not_written_to_memory(op):
     assert temporary_bytes(lambda x: op(x, -1), ((2048, 1024), jnp.float32)) < 0.1 * 2048 * 1024 * 4
 

@@ -72,7 +72,7 @@ def info_nce_loss(
       reduction: "mean" over the unmasked rows, "sum", or "none".
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         are those of all devices.
-      block_size: the number of rows of a block; by default what suits the platform. On automatic axes of a mesh there
+      block_size: the most rows of a block; by default what suits the platform. On automatic axes of a mesh there
         is one block.
 
     Returns:
@@ -134,7 +134,7 @@ def sigmoid_contrastive_loss(
       reduction: "mean", the sum over all pairs divided by the number of unmasked rows; "sum", or "none".
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         are those of all devices.
-      block_size: the number of rows of a block; see `info_nce_loss`.
+      block_size: the most rows of a block; see `info_nce_loss`.
 
     Returns:
       A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least

@@ -106,7 +106,7 @@ def linear_softmax_cross_entropy(
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
       label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all classes.
       z_loss: :math:`\zeta`, the weight of the squared logsumexp.
-      block_size: the number of tokens in a block; None chooses it.
+      block_size: the most tokens in a block; None chooses it.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They have no gradient.

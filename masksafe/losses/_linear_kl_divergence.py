@@ -78,7 +78,7 @@ def linear_kl_divergence(
       target_gradients: whether the teacher has gradients. If not, they are 0 and cost nothing.
       reduction: "mean" over the unmasked tokens, "sum", or "none" for the divergences `[...]`, 0 at masked tokens. For
         the mean over devices or micro-batches put the sum and the number of tokens into a `masksafe.MaskedMean`.
-      block_size: the number of tokens in a block; None chooses it.
+      block_size: the most tokens in a block; None chooses it.
 
     Returns:
       The divergence, in the promoted dtype of features and kernels, but at least float32. It is 0, with gradients of 0,
@@ -167,7 +167,7 @@ def linear_kl_divergence_with_top_k_targets(
       beta: the teacher's part of the mixture, used by "jensen_shannon" alone.
       rest: "bucket" or "drop".
       reduction: "mean" over the unmasked tokens, "sum", or "none".
-      block_size: the number of tokens in a block; None chooses it.
+      block_size: the most tokens in a block; None chooses it.
 
     Returns:
       The divergence, as from `linear_kl_divergence`.

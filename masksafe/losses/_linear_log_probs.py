@@ -84,7 +84,7 @@ def linear_log_probs(
       where: booleans `[...]`; False masks a token.
       temperature: :math:`T`, positive; it divides the logits after the soft cap.
       logit_soft_cap: :math:`\kappa`, positive, or None for no cap.
-      block_size: the number of tokens in a block; None chooses it.
+      block_size: the most tokens in a block; None chooses it.
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       with_entropy: whether to return the entropies too.
