@@ -13,6 +13,7 @@ from table import OPS, Op
 
 import masksafe
 from masksafe._core import platforms
+from masksafe.testing._trees import bits
 
 # The forms of a program. On a CPU arrays as small as those of the table would be one block.
 PLANS: dict[str, dict[str, Any]] = {
@@ -148,7 +149,13 @@ def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> N
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    """The same numbers with the same signs, of zeros as well; a NaN is a NaN."""
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
+
+
+def assert_is_nothing(actual: Any, nothing: float = 0) -> None:
+    """Of a row with nothing left: the number itself, and no -0 for 0."""
+    jax.tree.map(lambda a: assert_same_bits(a, np.full_like(a, nothing)), actual)
 
 
 def as_jax(tree: Any) -> Any:
