@@ -69,12 +69,12 @@ def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cot
     cotangents = cotangents_of(key) if cotangents is None else cotangents
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
-        results: Results = jax.device_get(_program(key)(where, tuple(args), cotangents, directions))
+        results: Results = jax.device_get(program_of(key)(where, tuple(args), cotangents, directions))
     return results
 
 
 @functools.cache
-def _program(key: str) -> Any:
+def program_of(key: str) -> Any:
     op = OPS[key]
 
     def results(where: Any, args: Any, cotangents: Any, directions: Any) -> Results:
