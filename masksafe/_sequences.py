@@ -77,7 +77,7 @@ def _next_tokens(
     def on_each(devices: sharding.Devices, *here: Any) -> tuple[Array, Array]:
         (tokens, ids, where), (labels, ids_there, where_there) = here, _moved(steps, devices, here)
         time, first = tokens.shape[-1], devices.first(tokens.shape[-1])
-        index = jnp.arange(time) + (0 if first is None else first)
+        index = jnp.arange(time, dtype=jnp.int32) + (0 if first is None else first)
         exists = index < time * devices.size - steps
         mask = jnp.broadcast_to(exists, tokens.shape)
         if ids is not None:

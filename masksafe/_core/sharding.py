@@ -206,7 +206,7 @@ class Devices(NamedTuple):
 
     def local(self, labels: Array, number: int) -> Array:
         """Labels, which count the classes of all devices, as classes of this one; elsewhere if not in [0, number)."""
-        return labels - lax.axis_index(self.axis_name) * number if self.are_many else labels
+        return labels - (lax.axis_index(self.axis_name) * number).astype(labels.dtype) if self.are_many else labels
 
     def sum(self, x: Array) -> Array:
         """The sum over the devices, the same on each."""

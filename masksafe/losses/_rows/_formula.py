@@ -15,7 +15,7 @@ from masksafe._core import sharding
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
 from masksafe._core.soft_cap import pulled_back, soft_capped
-from masksafe._core.tiles import Tile, divide, take
+from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array
 
 
@@ -152,7 +152,7 @@ class LabelFormula(Formula):
             sums = of_tile(0)
         else:
             nothing = self.nothing(jnp.zeros_like(x[..., :1]))
-            sums = lax.fori_loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
+            sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
         return self.add_devices(classes.axis_name, sums)
 
     def cotangents(
@@ -169,14 +169,15 @@ def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = No
     """A tile of the classes of this device, or all of them."""
     labels = classes.local(labels)
     if tile is None or tile.size == classes.here:
-        return Part(logits, class_index(logits.shape) == labels, None, classes.weights)
+        return Part(logits, class_index(logits.shape).astype(labels.dtype) == labels, None, classes.weights)
     logits = take(logits, logits.ndim - 1, tile)
     index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
     weights = None if classes.weights is None else take(classes.weights, 0, tile)
+    is_label = index.astype(labels.dtype) == labels
     if not tile.is_ragged:
-        return Part(logits, index == labels, None, weights)
+        return Part(logits, is_label, None, weights)
     live = index >= tile.first
-    return Part(logits, (index == labels) & live, live, weights)
+    return Part(logits, is_label & live, live, weights)
 
 
 def nan_if_bad(d_output: Array, valid: Array) -> Array:
