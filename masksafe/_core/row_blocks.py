@@ -67,7 +67,7 @@ def by_row_blocks(
     are_short = arithmetic is not None and elements < choices.elements_of_row_in_cache.start
     most = choices.row_block_elements * (choices.blocks_of_short_rows if are_short else 1)
     count, block = math.prod(rows.shape[:leading]), max(1, most // max(1, elements))
-    if count <= 2 * block:
+    if elements == 0 or count <= 2 * block:
         return fn(*args)
     loop = _Loop(fn, rows.shape[:leading], tiles.divisor_near(count, block))
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)
