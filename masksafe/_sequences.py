@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding
+from masksafe._core import arguments, label_checks, masks, own_shard_map, platforms, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
 
@@ -30,7 +30,8 @@ def next_tokens(
     Args:
       tokens: integers `[..., T]`.
       segment_ids: integers that broadcast to the shape of `tokens`: the document of each token, in packed rows. A
-        token of another document is no label, not even of padding that has a number of its own.
+        token of another document is no label, not even of padding that has a number of its own. With more than one
+        step a number must not come back in its row: two documents with the same one count as one.
       steps: how far ahead a label is, at least 1; more than 1 for the heads of multi-token prediction.
       where: booleans that broadcast to the shape of `tokens`; False is padding, which neither has a label nor is one.
       axis_name: the mesh axis over which time is split inside `jax.shard_map`, in its order. Each device gets the first
@@ -77,13 +78,14 @@ def _next_tokens(
     def on_each(devices: sharding.Devices, *here: Any) -> tuple[Array, Array]:
         (tokens, ids, where), (labels, ids_there, where_there) = here, _moved(steps, devices, here)
         time, first = tokens.shape[-1], devices.first(tokens.shape[-1])
-        index = jnp.arange(time) + (0 if first is None else first)
+        index = jnp.arange(time, dtype=jnp.int32) + (0 if first is None else first)
         exists = index < time * devices.size - steps
         mask = jnp.broadcast_to(exists, tokens.shape)
         if ids is not None:
             mask &= ids == ids_there
         if where is not None:
             mask &= where & where_there
+        mask = platforms.unfused_on_cpu(mask)  # else XLA stores what the mask is made of, for the labels
         return masks.selected(labels, mask), mask
 
     of_rows = [str(axis) for axis in range(tokens.ndim - 1)]

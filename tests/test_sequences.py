@@ -42,6 +42,21 @@ def test_the_token_some_steps_further_on(steps):
         assert_same(results, by_hand(TOKENS, expected_ids, expected_where, steps))
 
 
+def test_a_number_that_comes_back_in_its_row_counts_as_one_document():
+    labels, mask = masksafe.next_tokens(np.array([5, 6, 7]), np.array([1, 2, 1]), steps=2)
+    assert_same((labels, mask), ([7, 0, 0], [True, False, False]))
+
+
+def test_no_array_of_the_size_of_the_tokens_is_kept():
+    tokens, where = (jax.ShapeDtypeStruct((256, 2048), dtype) for dtype in (jnp.int32, jnp.bool_))
+    # jax 0.10 keeps what the mask is made of, for the labels.
+    most = 256 if jax.__version_info__ >= (0, 12) else 1.01 * 4 * tokens.size
+    for args in ((tokens,), (tokens, tokens), (tokens, None, where), (tokens, tokens, where)):
+        labels = jax.jit(lambda tokens, ids=None, where=None: masksafe.next_tokens(tokens, ids, where=where))
+        program = labels.lower(*args).compile()
+        assert program.memory_analysis().temp_size_in_bytes <= most
+
+
 def test_garbage_in_padding_changes_nothing():
     garbage = np.where(WHERE, TOKENS, -(2**31))
     expected = masksafe.next_tokens(TOKENS, IDS, where=WHERE)

@@ -121,6 +121,12 @@ class Choices(NamedTuple):
     pair_block_elements_elsewhere: int = 2**25
     fewest_rows_of_pairs: int = 64
 
+    # Segments of so many rows on average, of so many rows in all, are added up in parts of the rows. A part has so many
+    # for each segment: the sums of all parts take a 16th of the memory of the data.
+    fewest_rows_of_segments_in_parts: int = 2**7
+    fewest_rows_in_parts: int = 2**12
+    rows_of_part_by_segments: int = 2**4
+
     # Up to so many numbers of all devices are exchanged at once: 256 KiB, which take about as long as another exchange
     # of almost nothing.
     most_numbers_of_one_exchange: int = 2**16

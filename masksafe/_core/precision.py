@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core.typing import Array
@@ -21,6 +22,19 @@ def widened(x: Array) -> Array:
 def float_dtype(dtype: Any) -> Any:
     """`dtype` if it is inexact, and JAX's default float for integers and booleans."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.result_type(float)
+
+
+def default_or_wider(dtype: Any) -> Any:
+    """`dtype`, or JAX's default float if that is wider."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.result_type(float))
+
+
+def with_wide_numbers(*arrays: Any) -> list[Array]:
+    """The arrays, with the numbers of Python among them in the wide dtype of all: not in float64 for arrays of less."""
+    with jax.numpy_dtype_promotion("standard"):
+        wide = wide_dtype(float_dtype(jnp.result_type(*arrays)))
+    return [jnp.asarray(x, wide if jax.typeof(x).weak_type else None) for x in arrays]
 
 
 def limits(dtype: Any) -> tuple[Any, Any]:

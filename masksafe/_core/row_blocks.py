@@ -36,7 +36,7 @@ def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = No
         return _on_each_device(fn, leading, has_totals, args)  # type: ignore[no-any-return]
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     block = max(1, platforms.choices().row_block_elements // max(1, elements))
-    if not sharding.may_loop(args) or count <= 2 * block:
+    if not sharding.may_loop(args) or elements == 0 or count <= 2 * block:
         return fn(*args)
     loop = _Loop(fn, has_totals, rows.shape[:leading], tiles.divisor_near(count, block))
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)  # type: ignore[no-any-return]
@@ -115,7 +115,7 @@ def _in_blocks(loop: _Loop, *args: Any) -> Any:
         jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals),
     )
     state = sharding.vary_with(nothing, arrays)
-    state = lax.fori_loop(0, whole, lambda i, state: with_block(state, i * loop.block, loop.block), state)
+    state = tiles.loop(0, whole, lambda i, state: with_block(state, i * loop.block, loop.block), state)
     mapped, totals = with_block(state, whole * loop.block, rest) if rest else state
     mapped = jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped)
     return (mapped, totals) if loop.has_totals else mapped

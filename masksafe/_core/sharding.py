@@ -5,6 +5,7 @@ which axes it varies. Over a named axis, of which `Devices` are the places: they
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -206,7 +207,7 @@ class Devices(NamedTuple):
 
     def local(self, labels: Array, number: int) -> Array:
         """Labels, which count the classes of all devices, as classes of this one; elsewhere if not in [0, number)."""
-        return labels - lax.axis_index(self.axis_name) * number if self.are_many else labels
+        return labels - (lax.axis_index(self.axis_name) * number).astype(labels.dtype) if self.are_many else labels
 
     def sum(self, x: Array) -> Array:
         """The sum over the devices, the same on each."""
@@ -230,13 +231,13 @@ class Devices(NamedTuple):
         here = x
         for name in reversed(of_vmap):  # one after the other: JAX does not gather over several axes of vmap at once
             here = lax.all_gather(here, name)
-        here = jnp.reshape(here, (-1, *x.shape))
+        here = jnp.reshape(here, (math.prod(map(lax.axis_size, of_vmap)), *x.shape))
         if not of_mesh:
             return here
         # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.
         parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
         placed = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
-        return jnp.reshape(lax.psum(placed, of_mesh), (-1, *x.shape))
+        return jnp.reshape(lax.psum(placed, of_mesh), (self.size, *x.shape))
 
     def from_before(self, tree: Tree, places: int = 1) -> Tree:
         """The arrays that the device so many places before this one has, in a ring of all."""

@@ -132,10 +132,15 @@ def for_live_tiles(live: Array | None, count: int, body: Callable[[Any, Any], An
     if count == 1:
         return body(0, state)
     if live is None:
-        return lax.fori_loop(0, count, body, state)
+        return loop(0, count, body, state)
     # Loop over the live tiles only, sorted to the front in their order.
-    order = jnp.argsort(~live, stable=True)
-    return lax.fori_loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(element(order, n), state), state)
+    order = jnp.argsort(~live, stable=True).astype(jnp.int32)
+    return loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(element(order, n), state), state)
+
+
+def loop(start: int, stop: Array | int, body: Callable[[Any, Tree], Tree], state: Tree) -> Tree:
+    """`lax.fori_loop` whose index is int32, as are all indices, under `jax_enable_x64` as well."""
+    return lax.fori_loop(np.int32(start), stop, body, state)  # type: ignore[no-any-return]
 
 
 def element(x: Array, i: Any, axis: int = 0) -> Array:

@@ -89,8 +89,9 @@ def _at_rank(value: Array | None, data: Array) -> Array | None:
     """An array of rows or of elements, `[N, ...]` at the rank of the data."""
     if value is None:
         return None
-    sizes = value.shape[1:] if value.ndim == data.ndim else (1,) * (data.ndim - 1)
-    return jnp.broadcast_to(value.reshape(-1, *sizes), (*data.shape[:1], *sizes))
+    if value.ndim != data.ndim:
+        value = jnp.expand_dims(value, range(1, data.ndim))
+    return jnp.broadcast_to(value, (*data.shape[:1], *value.shape[1:]))
 
 
 def _as_number(op: str, num_segments: Any, ids: Array, where: Array | None) -> int:

@@ -167,9 +167,10 @@ def _derivative(segments: Segments, primals: Any, tangents: Any) -> tuple[Array,
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
     x, rows = primals
     live, extremum = rows.live(segments, x.ndim), _of_floats(segments, x, rows)
-    of_row = of_rows(rows.ids, extremum)
-    takes_part = live & ((x == of_row) | jnp.isnan(of_row))
-    number = sums(segments, rows, takes_part.astype(jnp.int32))
-    moved = sums(segments, rows, widened(masks.selected(tangents[0], takes_part)))
+    is_within = jnp.less if segments.op == "segment_max" else jnp.greater
+    takes_part = lambda extremum: live & ~is_within(x, of_rows(rows.ids, extremum))  # noqa: E731
+    number = sums(segments, rows, takes_part(extremum).astype(jnp.int32))
+    # Of what XLA takes for another extremum: it would keep what it brings to the rows, at the size of the data.
+    moved = sums(segments, rows, widened(masks.selected(tangents[0], takes_part(platforms.unfused(extremum)))))
     share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
     return extremum, (moved * share).astype(x.dtype)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, platforms, scaling, unfolded
+from masksafe._core import masks, platforms, scaling, sharding, unfolded
 from masksafe._core.precision import widened
 from masksafe._core.row_moments import nonzero_divisor, weighted
 from masksafe._core.typing import Array
@@ -36,7 +36,33 @@ def combined(scatter: Callable[..., Array], segments: Segments, ids: Array, x: A
 
 def sums(segments: Segments, rows: Rows, x: Array) -> Array:
     """The sum of the unmasked elements of each segment, over all devices."""
-    return segments.devices.sum(combined(lax.scatter_add, segments, rows.ids, masks.selected(x, rows.where), 0))
+    return segments.devices.sum(_sums_on_device(segments, rows.ids, masks.selected(x, rows.where)))
+
+
+def _sums_on_device(segments: Segments, ids: Array, x: Array) -> Array:
+    """The sum of the rows of each segment: one row after the other within a part of the rows, then of the parts."""
+    parts, slots = _parts(ids, segments.number) if jnp.issubdtype(x.dtype, jnp.inexact) else (1, ids)
+    if parts == 1:
+        return combined(lax.scatter_add, segments, ids, x, 0)
+    of_parts = combined(lax.scatter_add, segments._replace(number=parts * segments.number), slots, x, 0)
+    return jnp.sum(of_parts.reshape(parts, segments.number, *x.shape[1:]), 0)
+
+
+def _parts(ids: Array, number: int) -> tuple[int, Array]:
+    """In how many parts many rows of few segments are added up, and for each row the segment of its part.
+
+    A sum of a million rows, one after the other, has lost half of its digits. Sorted ids stay sorted, and an id out of
+    range is out of the range of all parts.
+    """
+    choices, size = platforms.choices(), ids.shape[0]
+    if not sharding.may_loop((ids,)) or not isinstance(number, int):
+        return 1, ids
+    if size < max(choices.fewest_rows_in_parts, choices.fewest_rows_of_segments_in_parts * number):
+        return 1, ids
+    parts = size // (choices.rows_of_part_by_segments * number)
+    part = lax.div(lax.iota(ids.dtype, size), jnp.asarray(-(-size // parts), ids.dtype))
+    slots = jnp.where(ids < number, ids + number * part, number * parts)
+    return parts, jnp.where(ids < 0, -1, slots)
 
 
 def weighted_sums(segments: Segments, rows: Rows, x: Array) -> Array:
@@ -50,7 +76,7 @@ def total_weights(segments: Segments, rows: Rows, ndim: int) -> Array:
     It is `[segments, ...]` at this rank, where the other sizes are 1 or those of the mask or the weights.
     """
     if rows.weights is not None:
-        return segments.devices.sum(combined(lax.scatter_add, segments, rows.ids, rows.weights, 0))
+        return segments.devices.sum(_sums_on_device(segments, rows.ids, rows.weights))
     counted = jnp.ones((rows.ids.shape[0], *[1] * (ndim - 1)), bool) if rows.where is None else rows.where
     # XLA must not compute it while it compiles: a caller may have made ids and masks constant.
     start = unfolded.unknown(0, jnp.int32)
@@ -78,7 +104,7 @@ def of_rows(ids: Array, values: Array) -> Array:
 
 @of_rows.defjvp
 def _derivative_of_rows(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
-    return of_rows(*primals), _gathered(primals[0], tangents[1], lax.GatherScatterMode.FILL_OR_DROP)
+    return of_rows(*primals), _or_nothing(primals[0], tangents[1])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -95,7 +121,15 @@ def _live_derivatives(segments: Segments, primals: Any, tangents: Any) -> tuple[
 
 def of_live_rows(rows: Rows, values: Array) -> Array:
     """The same with 0 where masked; its transpose adds up the rows of each segment, without a selection of rows."""
-    return masks.selected(_gathered(rows.ids, values, lax.GatherScatterMode.FILL_OR_DROP), rows.where)
+    return masks.selected(_or_nothing(rows.ids, values), rows.where)
+
+
+def _or_nothing(ids: Array, values: Array) -> Array:
+    """Of each row the value of its segment; 0 for an id out of range. Its transpose is `_sums_on_device`."""
+    parts, slots = _parts(ids, values.shape[0])
+    if parts > 1:
+        values = jnp.tile(values, (parts, *[1] * (values.ndim - 1)))
+    return _gathered(slots, values, lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def _gathered(ids: Array, values: Array, mode: lax.GatherScatterMode) -> Array:

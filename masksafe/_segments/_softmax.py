@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import row_sums
+from masksafe._core import platforms
 from masksafe._core.arguments import as_promoted_float_array
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -152,9 +151,8 @@ def segment_log_softmax(
 
     Returns:
       An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. The
-      logarithm of a probability close to 1 keeps its digits, and so does its gradient. The unmasked elements of a
-      segment are NaN if one of them is NaN or +inf, or if all of them are -inf; no other segment is. The gradient with
-      respect to a masked element is exactly 0.
+      unmasked elements of a segment are NaN if one of them is NaN or +inf, or if all of them are -inf; no other segment
+      is. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -241,47 +239,19 @@ def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> t
     return probs, d_probs.astype(x.dtype)
 
 
-def _log_softmax_by_rules(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array]:
-    """As below, in a form that JAX differentiates to any order."""
-    largest = _largest(segments, x, rows)
-    x = selected(x, rows.live(segments, x.ndim))
-    log_sum = _logsumexp(segments, widened(x), rows) - largest
-    below = _less(rows, x, largest)
-    return _log_probs(segments, rows, below, log_sum).astype(x.dtype), log_sum
-
-
-@with_derivatives_of(_log_softmax_by_rules)
-def _log_softmax_with_sum(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array]:
-    """The logarithms, and those of the sums of the exponentials of the differences from the largest.
-
-    The largest, whose exponential is 1, are counted rather than added to the others, which would lose their digits.
-    """
-    below = _less(rows, x, _largest(segments, x, rows))
-    others, number = (sums(segments, rows, x) for x in row_sums.exps_apart(below))
-    log_sum = jnp.log1p(others + jnp.maximum(number - 1, 0))
-    return _log_probs(segments, rows, below, log_sum).astype(x.dtype), log_sum
-
-
-def _log_probs(segments: Segments, rows: Rows, below: Array, log_sum: Array) -> Array:
-    return selected(below - of_rows_once(rows.ids, log_sum), rows.live(segments, below.ndim), -jnp.inf)
-
-
-def _log_softmax_forward(segments: Segments, x: Array, rows: Rows) -> tuple[Array, tuple[Array, Array, Rows]]:
-    log_probs, log_sum = _log_softmax_with_sum(segments, x, rows)
-    return log_probs, (log_probs, log_sum, rows)
-
-
-def _log_softmax_reverse(segments: Segments, residuals: Any, d_log_probs: Array) -> tuple[Array, None]:
-    log_probs, log_sum, rows = residuals
-    live, dtype = rows.live(segments, log_probs.ndim), log_probs.dtype
-    wide, d_wide = widened(log_probs), widened(selected(d_log_probs, rows.where))
-    total = of_rows(rows.ids, sums(segments, rows, d_wide))
-    # d - p total; for the largest p (d - total) - (p - 1) total, since p may be close to 1, and d to the total.
-    is_largest = log_probs == of_rows(rows.ids, -log_sum).astype(dtype)
-    d_x = jnp.where(is_largest, (d_wide - total) - jnp.expm1(wide) * total, d_wide - jnp.exp(wide) * total)
-    return selected(d_x, live).astype(dtype), None
-
-
-@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _log_softmax(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _log_softmax_with_sum(segments, x, rows)[0]
+    largest = _largest(segments, x, rows)
+    total = _at_least_one(sums(segments, rows, jnp.exp(_less(rows, x, largest))))
+    log_probs = _less(rows, x, platforms.unfused(largest)) - of_rows_once(rows.ids, jnp.log(total))
+    return selected(log_probs, rows.live(segments, x.ndim), -jnp.inf).astype(x.dtype)
+
+
+@_log_softmax.defjvp
+def _derivative_of_log_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
+    log_probs = platforms.unfused(_log_softmax(segments, x, rows))
+    moved = widened(selected(tangents[0], live))
+    # With its sign last: the transpose then adds up cotangents as they are, and makes no copy of them.
+    mean = sums(segments, rows, jnp.exp(widened(log_probs)) * moved)
+    return log_probs, (moved + of_live_rows(rows, -mean)).astype(x.dtype)

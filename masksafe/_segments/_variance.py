@@ -1,8 +1,4 @@
-"""The variance of the unmasked rows of each segment, and rows made standard by it.
-
-A mean has two parts: an element of the segment, and the mean of the deviations from it. So there are no digits to lose
-to a common offset, and a segment of equal elements has a variance of exactly 0.
-"""
+"""The variance of the unmasked rows of each segment, and rows made standard by it."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import moments, platforms
+from masksafe._core import platforms
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
@@ -69,8 +65,8 @@ def segment_var(
 
     Returns:
       The variances `[num_segments, ...]`, of the dtype of the product of `data` and `weights`; float16 and bfloat16 are
-      computed in float32 and rounded once. A large offset costs no digits, and equal elements have a variance of
-      exactly 0. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
+      computed in float32 and rounded once. Equal elements have a variance of exactly 0. A NaN shows in its own segment
+      alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -123,9 +119,9 @@ def segment_standardize(
         count the segments of all devices; each gets its own rows.
 
     Returns:
-      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. A large
-      offset costs no digits, and equal elements become exactly 0. A NaN shows in its own segment alone. The gradient
-      with respect to a masked element is exactly 0.
+      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. Equal
+      elements become exactly 0. A NaN shows in its own segment alone. The gradient with respect to a masked element is
+      exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -164,38 +160,30 @@ def _var(segments: Segments, x: Array, rows: Rows) -> Array:
     return _variance(segments, x, rows).astype(float_dtype(x.dtype))
 
 
-class _Mean(NamedTuple):
-    """Of each segment, in two parts: one of its elements, and the mean of the deviations from it."""
-
-    centre: Array
-    remainder: Array
-
-
 class _Moments(NamedTuple):
     """Of each segment."""
 
-    mean: _Mean
+    mean: Array
     variance: Array
     weight: Array
 
 
 def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
-    centre = lax.stop_gradient(unmasked_element(segments, rows, x))
     weight = total_weights(segments, rows, x.ndim)
-    from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
-    mean = _Mean(centre, mean_of(rows, weighted_sums(segments, rows, from_centre), weight))
-    variance = mean_of(rows, weighted_sums(segments, rows, jnp.square(_deviations(x, rows, mean))), weight)
-    return _Moments(mean, jnp.where(moments.is_rounding(variance, moments.Mean(*mean)), 0, variance), weight)
+    average = lambda d: mean_of(rows, weighted_sums(segments, rows, d), weight)  # noqa: E731
+    centre = lax.stop_gradient(unmasked_element(segments, rows, x))  # so that the mean of equal elements is exact
+    mean = centre + average(_deviations(x, rows, centre))
+    return _Moments(mean, average(jnp.square(_deviations(x, rows, mean))), weight)
 
 
-def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
+def _deviations(x: Array, rows: Rows, mean: Array) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows_once(rows.ids, mean.remainder), rows.where)
+    return selected(widened(x) - of_rows(rows.ids, mean), rows.where)
 
 
-def _deviations_again(x: Array, rows: Rows, mean: _Mean) -> Array:
-    """The same by other numbers: of equal ones XLA would keep what it brings to the rows, at the size of the data."""
-    return selected(widened(x) + of_rows(rows.ids, -mean.centre) + of_rows_once(rows.ids, -mean.remainder), rows.where)
+def _deviations_again(x: Array, rows: Rows, mean: Array) -> Array:
+    """The same of a mean that XLA takes for another: else it would keep the first ones, at the size of the data."""
+    return _deviations(x, rows, platforms.unfused(mean))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -27,6 +27,7 @@ from masksafe._core.sharding import may_loop
 from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
+from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, are_finite
 from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
 from masksafe.attention._merge import Partial, with_sinks
@@ -155,7 +156,8 @@ def _logsumexp(results: Partial) -> Array:
 
 
 def _evaluate_plainly(plan: Plan, inputs: Inputs) -> Partial:
-    return run_forward(_pass_forward, plan._replace(is_plain=True), inputs)
+    q, k, v = map(without_sign_of_zero, inputs[:3])  # that is, their cotangents
+    return run_forward(_pass_forward, plan._replace(is_plain=True), inputs._replace(q=q, k=k, v=v))
 
 
 @with_derivatives_of(_evaluate_plainly)
@@ -384,7 +386,7 @@ def _solve(
         def step(carry: Any, n: Array) -> Any:
             if heads == num_key_heads:
                 return solve(Problems(n * samples, 0, samples, heads), carry)
-            steps_of_sample = num_key_heads // heads
+            steps_of_sample = jnp.int32(num_key_heads // heads)  # lax takes one dtype, and a Python number may be int64
             head = lax.rem(n, steps_of_sample)
             return solve(Problems(lax.div(n, steps_of_sample), head if heads == 1 else head * heads, 1, heads), carry)
 

@@ -37,6 +37,7 @@ from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, once_if, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
+from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._merge import Partial, shift_of
 from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
 from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
@@ -374,7 +375,8 @@ def _merge_heads(x: Array) -> Array:
 def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     """A matrix product for every problem; weights are rounded to the dtype of the array that they multiply."""
     dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
+    product = lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
+    return without_sign_of_zero(product) if 1 in (*a.shape[2:], *b.shape[2:]) else product
 
 
 def _in_order(x: Array, axes: str) -> Array:

@@ -218,7 +218,7 @@ def _of_rows(config: Config, batch: _Batch) -> Array:
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
     first = config.devices.first(number)
-    keys = ids if ids is not None else jnp.arange(number) + (0 if first is None else first)
+    keys = ids if ids is not None else jnp.arange(number, dtype=jnp.int32) + (0 if first is None else first)
     sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
     of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
     of_pair = of_pair if bias is None else of_pair + bias

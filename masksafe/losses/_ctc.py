@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, label_checks
+from masksafe._core import arguments, label_checks, precision
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
 from masksafe._core.public_op import public_op
@@ -166,7 +166,7 @@ def _ctc_loss(
     )
 
     log_probs = log_softmax(wide_selected(logits, live), -1, live)
-    dtype = jnp.promote_types(log_probs.dtype, jnp.result_type(float))
+    dtype = precision.default_or_wider(log_probs.dtype)
     log_probs = jnp.moveaxis(log_probs, 1, 0).astype(dtype)  # time first
     log_epsilon = jnp.asarray(log_epsilon, dtype)
     state, states = _scan_frames(log_probs, frames.T, labels, live_labels, blank_id, log_epsilon)

@@ -22,6 +22,7 @@ import numpy as np
 from masksafe._core.arguments import broadcast_shapes
 from masksafe._core.label_checks import check_elements, check_numbers, nan_where_bad
 from masksafe._core.masks import either, selected
+from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -73,7 +74,7 @@ class _Config(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
-    arrays = [wide_selected(x, mask) for x in broadcast_alike(arguments, config.shape)]
+    arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
     named = dict(zip(config.names, arguments, strict=True))
     return as_promoted([named.get(t, t) for t in config.types], nan_where_bad(loss, bad))

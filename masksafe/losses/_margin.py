@@ -290,7 +290,7 @@ def _multiclass_loss(
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
     rows = common_rows(op, labels, (scores.ndim - 1,), scores=scores)
     shape, axes = (*rows, scores.shape[-1]), (len(rows),)
-    labels, dtype = jnp.broadcast_to(labels, rows), jnp.promote_types(scores.dtype, jnp.result_type(float))
+    labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
     return cast(Array, _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows))

@@ -12,7 +12,7 @@ import numpy as np
 
 from masksafe._core import arguments, label_checks, unfolded
 from masksafe._core.masks import as_mask_of, selected
-from masksafe._core.precision import widened
+from masksafe._core.precision import widened, with_wide_numbers
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._elementwise import as_promoted
@@ -75,6 +75,6 @@ def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Ar
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:
         number = unfolded.number_of(jnp.broadcast_to(mask, labels.shape), axes, keepdims=True)
-    wide, wide_alpha = wide_selected(labels, mask), widened(jnp.asarray(alpha))  # a number under jax.disable_jit
+    wide, wide_alpha = wide_selected(labels, mask), widened(with_wide_numbers(labels, alpha)[1])
     smoothed = (1 - wide_alpha) * wide + wide_alpha / jnp.maximum(jnp.asarray(number, wide.dtype), 1)
     return as_promoted([labels, alpha / 1], label_checks.nan_where_bad(selected(smoothed, mask), bad))

@@ -85,6 +85,8 @@ def group_norm(
     static, inputs = read_arguments(
         _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
     )
+    if number == 0:  # there is nothing to divide into groups
+        return x
     positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
     groups = Groups(channels, int(num_groups))
     rows = Rows(positions, sharding.Devices(sharding.as_axis_name(_OP, axis_name)), groups=groups)

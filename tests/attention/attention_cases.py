@@ -1,10 +1,13 @@
 """Inputs, masks and a float64 reference for the tests of dot_product_attention."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 import masksafe
+from masksafe.testing._trees import bits
 
 attention = masksafe.dot_product_attention
 
@@ -33,6 +36,12 @@ def by_rows(choose):
 def assert_close(actual, expected, tolerance=2e-5):
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
+
+
+def assert_same_bits(actual, expected):
+    """Of zeros the signs as well; a NaN is a NaN."""
+    of_bits = functools.partial(jax.tree.map, lambda x: bits(np.asarray(x)))
+    jax.tree.map(np.testing.assert_array_equal, of_bits(actual), of_bits(expected))
 
 
 def normals(*shape, seed=0, dtype=np.float32):

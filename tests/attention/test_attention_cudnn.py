@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
+    assert_same_bits,
     attention,
     below,
     causal,
@@ -84,10 +85,6 @@ def wide(tree):
 def assert_close(actual, expected, tolerance=2e-2):
     for a, e in zip(jax.tree.leaves(wide(actual)), jax.tree.leaves(wide(expected)), strict=True):
         np.testing.assert_allclose(a, e, rtol=tolerance, atol=tolerance)
-
-
-def assert_same_bits(actual, expected):
-    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.asarray(a), np.asarray(e)), actual, expected)
 
 
 def hidden_by(live):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     assert_close,
+    assert_same_bits,
     attention,
     below,
     causal,
@@ -73,7 +74,7 @@ def test_positions_are_what_masks_compare(name, form):
     assert_close(clean, (expected, [of_all[name] for name in ("query", "key", "value")]))
     masked = ~live.any((1, 3))[..., None, None], *[~live.any((1, 2))[..., None, None]] * 2
     dirty = tuple(np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True))
-    jax.tree.map(np.testing.assert_array_equal, run(dirty, cotangents), clean)
+    assert_same_bits(run(dirty, cotangents), clean)
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():
@@ -124,7 +125,7 @@ def test_sinks_count_only_for_queries_that_take_part():
     few, padded = (of_queries < 2), (of_queries >= 4)
     dirty = np.where(few | padded, np.float32(np.nan), inputs[0]), *inputs[1:], SINKS
     out, gradients = run(dirty, np.where(few, np.float32(np.nan), d_out))
-    jax.tree.map(np.testing.assert_array_equal, (out[:, :4], gradients), (clean[0][:, :4], clean[1]))
+    assert_same_bits((out[:, :4], gradients), (clean[0][:, :4], clean[1]))
 
 
 @pytest.mark.forms

@@ -107,6 +107,45 @@ def test_debug_nans_is_quiet_on_padding(form):
         assert all(np.isfinite(gradient).all() for gradient in reverse(np.ones_like(query)))
 
 
+# On both sides of each size at which another form begins; of what a GPU takes, with a smaller size.
+SIDES = {
+    "at once": (6, 7, {}),
+    "in turn": (1024, 1024, {}),
+    "few queries": (1, 1024, {}),
+    "rows in tiles": (6, 7, dict(row_tile_logits=21, skipping_row_tile_logits=16, alignment=2)),
+}
+
+
+@pytest.mark.parametrize("dtype", few_of(["float32", "float64"], "float32"))
+@pytest.mark.parametrize("name", SIDES)
+def test_flags_for_64_bits_and_for_strict_promotion_are_no_obstacle(name, dtype, choose):
+    T, S, sizes = SIDES[name]
+    choose(attention=sizes)
+    inputs, cotangent = random_inputs(2, T, S, 4, 2, dtype=dtype), normals(2, T, 4, 4, dtype=dtype)
+    slopes, lengths = np.ones(4, dtype), np.array([T, T])
+    arrays = dict(
+        query_segment_ids=np.zeros((2, T), int),
+        key_value_segment_ids=np.zeros((2, S), int),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        causal_offset=lengths,
+        bias=np.zeros((1, 4, T, S), dtype),
+    )
+    statics = [
+        {},
+        dict(is_causal=True, local_window_size=(3, 0)),
+        dict(dropout_rate=0.5, dropout_key=jax.random.key(0), logit_soft_cap=2.0),
+        dict(score_mod=lambda x, b, h, q, k: x + jnp.asarray(slopes)[h] * (q - k).astype(x.dtype)),
+    ]
+
+    def results(inputs, rest):
+        some = [with_gradients(functools.partial(attention, **s))(inputs, cotangent, rest) for s in statics]
+        return some, with_gradients(attention)(inputs, cotangent)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(results, inputs, arrays))} == {np.dtype(dtype)}
+
+
 @pytest.mark.forms
 @pytest.mark.parametrize("errors", [checkify.nan_checks, checkify.index_checks])
 def test_checkify_is_quiet_on_padding(errors, form):

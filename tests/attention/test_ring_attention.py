@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import assert_close, attention, few_of, normals, random_inputs, replaced
+from attention_cases import (
+    assert_close,
+    assert_same_bits,
+    attention,
+    few_of,
+    normals,
+    random_inputs,
+    replaced,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -215,7 +223,7 @@ def test_masked_keys_change_nothing(name, ring):
         dirty = {name: np.where(seen[..., None, None], WITH_ALL_MASKS[name], garbage) for name in ("key", "value")}
         dirty["bias"] = np.where(seen[:, None, None], WITH_ALL_MASKS["bias"], garbage)
         dirty["query"] = np.where(seen.any(1)[:, None, None, None], WITH_ALL_MASKS["query"], garbage)
-        jax.tree.map(np.testing.assert_array_equal, ring(**masks, **dirty), clean)
+        assert_same_bits(ring(**masks, **dirty), clean)
 
 
 def test_a_query_that_sees_nothing_on_any_device_is_zero(ring):
@@ -250,7 +258,7 @@ def test_padded_queries_without_cotangents_take_no_part(ring):
     cotangents = np.where(real, normals(B, T, N, 3, seed=6), 0), np.where(real[..., 0], normals(B, T, N, seed=7), 0)
     _, clean = ring(cotangents)
     _, dirty = ring(cotangents, query=np.where(real, WITH_ALL_MASKS["query"], np.float32(np.nan)))
-    jax.tree.map(np.testing.assert_array_equal, dirty, clean)
+    assert_same_bits(dirty, clean)
 
 
 @pytest.mark.forms

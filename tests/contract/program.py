@@ -13,6 +13,7 @@ from table import OPS, Op
 
 import masksafe
 from masksafe._core import platforms
+from masksafe.testing._trees import bits
 
 # The forms of a program. On a CPU arrays as small as those of the table would be one block.
 PLANS: dict[str, dict[str, Any]] = {
@@ -68,12 +69,12 @@ def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cot
     cotangents = cotangents_of(key) if cotangents is None else cotangents
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
-        results: Results = jax.device_get(_program(key)(where, tuple(args), cotangents, directions))
+        results: Results = jax.device_get(program_of(key)(where, tuple(args), cotangents, directions))
     return results
 
 
 @functools.cache
-def _program(key: str) -> Any:
+def program_of(key: str) -> Any:
     op = OPS[key]
 
     def results(where: Any, args: Any, cotangents: Any, directions: Any) -> Results:
@@ -148,7 +149,13 @@ def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> N
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    """The same numbers with the same signs, of zeros as well; a NaN is a NaN."""
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(bits(np.asarray(a)), bits(np.asarray(e))), actual, expected)
+
+
+def assert_is_nothing(actual: Any, nothing: float = 0) -> None:
+    """Of a row with nothing left: the number itself, and no -0 for 0."""
+    jax.tree.map(lambda a: assert_same_bits(a, np.full_like(a, nothing)), actual)
 
 
 def as_jax(tree: Any) -> Any:

@@ -105,24 +105,27 @@ EXPERTS = np.array([[0, 1], [2, 3], [3, -1], [1, 0], [0, 2], [2, 1]], np.int32)
 TOP_CLASSES = np.array([[1, 4], [0, 3], [4, 2], [2, 1], [3, 0], [0, 1]], np.int32)
 
 # Of attention. Query 0 of the first sample sees no key, no query sees its key 2, and each kind of mask hides a pair
-# that no other one hides.
+# that no other one hides. The numbers have 32 bits, since JAX leaves those of an array that a function closes over as
+# they were when it was traced with 64 bits.
 B, T, S, HEADS = 2, 4, 6, 2
 PAIRS = np.ones((B, T, S), bool)
 PAIRS[0, 0], PAIRS[0, :, 2], PAIRS[0, 1, 4], PAIRS[1] = False, False, False, False
 DISTANCE = np.arange(S) - np.arange(T)[:, None]
-LENGTHS = {"query_seq_lengths": np.array([4, 3]), "key_value_seq_lengths": np.array([5, 4])}
+LENGTHS = {"query_seq_lengths": np.int32([4, 3]), "key_value_seq_lengths": np.int32([5, 4])}
 IN_LENGTHS = (np.arange(T) < [[4], [3]])[:, :, None] & (np.arange(S) < [[5], [4]])[:, None]
 SEGMENTS = {
-    "query_segment_ids": np.array([[0, 0, 0, 0], [7, 7, 7, 2]]),
-    "key_value_segment_ids": np.array([[0, 5, 0, 0, 0, 0], [9, 7, 7, 7, 2, 2]]),
+    "query_segment_ids": np.int32([[0, 0, 0, 0], [7, 7, 7, 2]]),
+    "key_value_segment_ids": np.int32([[0, 5, 0, 0, 0, 0], [9, 7, 7, 7, 2, 2]]),
 }
 IN_SEGMENTS = SEGMENTS["query_segment_ids"][:, :, None] == SEGMENTS["key_value_segment_ids"][:, None]
 POSITIONS = {
-    "query_positions": np.array([[2, 3, 4, 5]]),
-    "key_positions": np.array([[0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 4, 5]]),
+    "query_positions": np.int32([[2, 3, 4, 5]]),
+    "key_positions": np.int32([[0, 1, 2, 3, 4, 5], [1, 0, 2, 3, 4, 5]]),
 }
 QUERY_AT, KEY_AT = POSITIONS["query_positions"][:, :, None], POSITIONS["key_positions"][:, None]
 BEHIND = QUERY_AT - KEY_AT
+ONE_QUERY = np.array([[[1, 1, 0, 1, 0]], [[0, 0, 0, 0, 0]]], bool)
+ONE_KEY = np.array([[[1], [0], [1]], [[0], [0], [0]]], bool)
 PARTS = np.array([[1, 0, 1], [1, 0, 0]], bool)[:, :, None] & np.ones(2, bool)
 
 
@@ -223,10 +226,17 @@ def _of_segments(
 
 
 def _attention_over(
-    allowed: np.ndarray, definition: Callable[..., Any], *more: np.ndarray, options: Any = dict, **others: Any
+    allowed: np.ndarray,
+    definition: Callable[..., Any],
+    *more: np.ndarray,
+    options: Any = dict,
+    where: np.ndarray = PAIRS,
+    key_heads: int = 1,
+    **others: Any,
 ) -> Op:
     """Attention with `options` of the arrays behind the value; they allow no more than the pairs `allowed`."""
-    shapes = (B, T, HEADS, 4), (B, S, 1, 4), (B, S, 1, 3)
+    batch, num_queries, num_keys = where.shape
+    shapes = (batch, num_queries, HEADS, 4), (batch, num_keys, key_heads, 4), (batch, num_keys, key_heads, 3)
 
     def call(w: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
         mask = None if w is None else w[:, None]
@@ -243,7 +253,7 @@ def _attention_over(
         call,
         (*(floats(*shape) for shape in shapes), *more),
         ("row",) * 3 + ("whole",) * len(more),
-        PAIRS,
+        where,
         lambda w, *args: definition(w & allowed, *args),
         hidden=hidden,
         nothing=(0.0, -np.inf),
@@ -657,6 +667,11 @@ OPS = {
         options=_all_options,
         may_be_unmasked=False,  # which costs one more program
     ),
+    # Products of matrices with a side of 1, which XLA computes in other ways.
+    "dot_product_attention, one query": _attention_over(
+        np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS
+    ),
+    "dot_product_attention, one key": _attention_over(np.ones_like(ONE_KEY), of.attention, where=ONE_KEY, tier="forms"),
     "dot_product_attention, causal": _of_structure(DISTANCE <= -1, is_causal=True, causal_offset=-1),
     "dot_product_attention, window": _of_structure((DISTANCE >= -2) & (DISTANCE <= 1), local_window_size=(2, 1)),
     "dot_product_attention, lengths": _of_structure(IN_LENGTHS, **LENGTHS),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from program import each_op, function_of_floats
+from program import assert_is_nothing, assert_same_bits, each_op, function_of_floats
 from table import OPS, Op
 
 CONFIGURATIONS = 10  # of each op; each is compiled once
@@ -145,14 +145,14 @@ def assert_gone(call, cases):
     evaluate = results_of(call)
     clean = jax.device_get(evaluate(of.mask, of.clean, of.weights))
     (_, outputs), gradients = dirty = jax.device_get(evaluate(of.mask, of.dirty, of.weights))
-    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    assert_same_bits(clean, dirty)
     for gradient, number in zip(gradients, call.op.floats, strict=True):
         assert not np.isnan(gradient.astype(np.float64)).any()
-        np.testing.assert_array_equal(gradient[of.hidden[number]], 0)
+        assert_is_nothing(gradient[of.hidden[number]])
     nothing = [not case.mask.any() for case in cases]
     for out, of_nothing in zip(outputs, call.op.nothing, strict=True):
         assert not np.isnan(out.astype(np.float64)).any()
-        np.testing.assert_array_equal(out[nothing], of_nothing)
+        assert_is_nothing(out[nothing], of_nothing)
 
 
 @pytest.fixture(autouse=True)

@@ -180,6 +180,13 @@ def test_group_norm_is_that_of_flax_for_channels_first_as_well():
     np.testing.assert_allclose(np.moveaxis(channels_first, 1, -1), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(3, 0), (3, 4, 0), (0, 4), (0, 3, 4), (3, 0, 4)])
+def test_group_norm_of_no_elements(shape):
+    out, gradient = jax.value_and_grad(lambda x: jnp.sum(masksafe.group_norm(x, 2)))(jnp.ones(shape))
+    assert out == 0
+    assert gradient.shape == shape
+
+
 @pytest.mark.forms
 def test_group_norm_of_one_sample_and_of_instances():
     expected = masksafe.group_norm(X, 3, SCALE, BIAS)

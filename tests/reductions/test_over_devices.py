@@ -253,6 +253,16 @@ def test_weights_of_0_alone_leave_nothing(name):
     jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), fn(X, np.zeros_like(X)))
 
 
+@pytest.mark.parametrize("name", [*REDUCTIONS, *EXTREMA])
+def test_of_no_elements(name):
+    fn = (REDUCTIONS | EXTREMA)[name]
+    over_devices = jax.vmap(lambda x: fn(x, axis=0, where=None, axis_name="i"), axis_name="i")
+    for x in X.reshape(4, 4, 3)[:, :, :0], X.reshape(4, 4, 3)[:, :0]:
+        result, alone = over_devices(x), fn(x[0], axis=0, where=None)
+        for all_alike, expected in zip(*map(jax.tree.leaves, (result, alone)), strict=True):
+            np.testing.assert_array_equal(all_alike, np.broadcast_to(expected, all_alike.shape))
+
+
 def test_weights_where_statistics_are_given():
     x, weights = jnp.array([1.0, 2.0, jnp.nan]), jnp.array([True, True, False])
     y = masksafe.standardize(x, weights=weights, epsilon=jnp.float32(1e-5), mean=1.5)

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core.masks import selected
 from masksafe._core.sharding import vary_with
+from masksafe._core.tiles import loop
 from masksafe._core.typing import Array
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Inputs, Linear, add_to_kernel, matmul
@@ -64,7 +64,7 @@ def sums_and_gradients(
     no_gradients = () if d_outputs is None else tuple(map(zeros_like, layers[: formula.gradients]))
     state = vary_with((no_sums, no_gradients), (inputs, sums, d_outputs))
     is_one = isinstance(packed.blocks, int) and packed.blocks == 1
-    found, gradients = one_block(0, state) if is_one else lax.fori_loop(0, packed.blocks, one_block, state)
+    found, gradients = one_block(0, state) if is_one else loop(0, packed.blocks, one_block, state)
     if sums is None:
         sums = jax.tree.map(lambda x: packed.unpacked(x, number), found)
     where = None if live is None else live[:, None]

@@ -38,7 +38,7 @@ from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
-from masksafe._core.tiles import Tile, divide, take
+from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array
 from masksafe.losses._labelled import at_label
 from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_if_bad
@@ -225,7 +225,7 @@ class CrossEntropy(Formula):
         else:
             nothing = self.nothing(jnp.zeros_like(x[..., :1]))
             of_tile = lambda j: self.sums(_part(x, data, classes, tiles.tile(j)))  # noqa: E731
-            sums = lax.fori_loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
+            sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
         return self.add_devices(classes.axis_name, sums)
 
     def cotangents(

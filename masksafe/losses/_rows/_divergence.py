@@ -31,15 +31,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import jax.numpy as jnp
-from jax import lax
 
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
-from masksafe._core.tiles import Tile, divide, take
+from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array
 from masksafe.losses._rows._formula import Classes, Formula, largest_logit
 
@@ -410,10 +409,12 @@ def _over_tiles(
         return add(total, of_tile(*(_taken(x, tile) for x in logits)))
 
     zero = functools.reduce(jnp.add, (jnp.zeros_like(x[..., :1]) for x in logits))
-    return cast(Sums, lax.fori_loop(0, classes.number, step, nothing(zero)))
+    return loop(0, classes.number, step, nothing(zero))
 
 
 def _taken(x: Array, tile: Tile) -> Array:
     """The logits of a tile, -inf for those of the tile before."""
     part = take(x, x.ndim - 1, tile)
-    return selected(part, tile.start + jnp.arange(tile.size) >= tile.first, -jnp.inf) if tile.is_ragged else part
+    if not tile.is_ragged:
+        return part
+    return selected(part, tile.start + jnp.arange(tile.size, dtype=jnp.int32) >= tile.first, -jnp.inf)

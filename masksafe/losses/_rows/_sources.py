@@ -1,14 +1,14 @@
 """Where logits come from: linear layers, their logits, and their gradients from the cotangents of the logits."""
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import precision, sharding
-from masksafe._core.tiles import add_to_part, divide, take
+from masksafe._core.tiles import add_to_part, divide, loop, take
 from masksafe._core.typing import Array
 from masksafe.losses._rows._formula import Classes
 
@@ -70,10 +70,10 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
         tile = classes.tile(j)
         part = take(d_logits, 1, tile)
         if tile.is_ragged:
-            part = jnp.where((tile.start + jnp.arange(tile.size) >= tile.first)[None], part, 0)
+            part = jnp.where((tile.start + jnp.arange(tile.size, dtype=jnp.int32) >= tile.first)[None], part, 0)
         return add_to_part(d_kernel, matmul(features_by_column, part, 1, 0), {1: (tile.start, tile.size)})
 
-    return cast(Array, lax.fori_loop(0, classes.number, add, d_kernel))
+    return loop(0, classes.number, add, d_kernel)
 
 
 def matmul(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:

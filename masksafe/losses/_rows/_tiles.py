@@ -23,6 +23,7 @@ from jax import lax
 from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
+from masksafe._core.tiles import loop
 from masksafe._core.typing import Array
 from masksafe.losses._rows._cross_entropy import CrossEntropy, Part
 from masksafe.losses._rows._options import Options, Sizes
@@ -147,7 +148,7 @@ def _added(a: Array | None, b: Array) -> Array:
 
 
 def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
-    return jnp.equal(jnp.asarray(start, jnp.int32) + class_index(shape), labels)
+    return jnp.equal((jnp.asarray(start, jnp.int32) + class_index(shape)).astype(labels.dtype), labels)
 
 
 def _sums_in_one_pass(formula: CrossEntropy, part: Part) -> Any:
@@ -162,7 +163,7 @@ def _sums_in_one_pass(formula: CrossEntropy, part: Part) -> Any:
 
 def _over_blocks(packed: Packed, body: Callable[[Any, State], State], state: State) -> State:
     state = body(0, state)
-    return state if packed.size == packed.length else lax.fori_loop(1, packed.blocks, body, state)
+    return state if packed.size == packed.length else loop(1, packed.blocks, body, state)
 
 
 def _without_dead(rows: Any, live: Array | None) -> Any:
@@ -192,5 +193,5 @@ def _over_tiles(
     if whole == 1:
         state = body(tile(0, size), state)
     else:
-        state, _ = lax.fori_loop(0, whole, step, (state, prepare(0)))
+        state, _ = loop(0, whole, step, (state, prepare(0)))
     return state if rest == 0 else body(tile(whole * size, rest), state)

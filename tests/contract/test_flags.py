@@ -1,0 +1,53 @@
+"""Every op under flags of JAX: 64 bits beside float32, alarms for NaN. `run` refuses to promote ranks and dtypes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from program import PLANS, direction, each_op, filled, program_of, run, value_and_gradients
+from table import OPS
+
+from masksafe._core import platforms
+
+# The dtype of these is at least JAX's default float, as in optax.
+OF_DEFAULT_FLOAT = "multiclass_hinge", "multiclass_perceptron", "multiclass_sparsemax", "ctc_loss"
+
+
+def traced_beside_64_bits(of, key, dtype, plan):
+    """The types of the results of `of(key)`, a function of what a program takes, for integers of 64 bits."""
+    op, dtypes = OPS[key], {"f": dtype, "i": "int64"}
+    args = tuple(a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in op.args)
+    flags = jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
+    with flags[0], flags[1], flags[2], platforms.chosen(**PLANS[plan]):
+        outputs = jax.eval_shape(lambda *args: jax.tree.leaves(op.call(op.where, *args)), *args)
+        cotangents = tuple(np.ones(out.shape, out.dtype) for out in outputs)
+        return jax.eval_shape(functools.partial(of, key), op.where, args, cotangents)
+
+
+@each_op()
+def test_float32_stays_beside_64_bits(key):
+    outputs, gradients = traced_beside_64_bits(value_and_gradients, key, "float32", "blocks")
+    assert {g.dtype for g in gradients} == {np.dtype("float32")}
+    assert key.startswith(OF_DEFAULT_FLOAT) or {out.dtype for out in outputs} == {np.dtype("float32")}
+
+
+def all_derivatives(key, where, args, cotangents):
+    return program_of(key)(where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats))
+
+
+@pytest.mark.forms
+@each_op()
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_derivative_is_traced_beside_64_bits(key, plan, dtype):
+    traced_beside_64_bits(all_derivatives, key, dtype, plan)
+
+
+@pytest.mark.forms
+@each_op()
+@pytest.mark.parametrize("plan", ["blocks", "elsewhere"])
+def test_garbage_is_no_alarm(key, plan):
+    args = filled(key, OPS[key].where, lambda a: np.nan if a.dtype.kind == "f" else -100)
+    with jax.debug_nans(True):
+        run(key, args=args, plan=plan)
