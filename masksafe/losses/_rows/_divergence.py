@@ -89,20 +89,22 @@ class Divergence(Formula):
         return Sums(none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None)
 
     def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> Sums:
-        if not self.of_top_k:
-            return self._sums(*map(self._scaled, logits))
-        x, targets, valid = self._top_k(logits[0], data)
-        rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf)) if self.with_rest else None
-        return self._sums(*_few_classes(x, targets, rest))._replace(rest=rest, valid=valid)
-
-    def _sums(self, student: Array, teacher: Array) -> Sums:
+        if self.of_top_k:
+            x, targets, valid = self._top_k(logits[0], data)
+            rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf)) if self.with_rest else None
+            student, teacher = _few_classes(x, targets, rest)
+        else:
+            (student, teacher), rest, valid = map(self._scaled, logits), None, None
         of_teacher, of_student = _normalizer(teacher), _normalizer(student)
         log_p, log_q = _log_softmax(teacher, of_teacher), _log_softmax(student, of_student)
-        pairs = [(log_p, log_q)] if self.direction == FORWARD else [(log_q, log_p)]
-        if self.direction == JENSEN_SHANNON:
+        if self.direction == FORWARD:
+            divergences = [_kl(log_p, log_q)]
+        elif self.direction == REVERSE:
+            divergences = [_kl(log_q, log_p)]
+        else:
             log_m = self._log_mixture(log_p, log_q)
-            pairs = [(log_p, log_m), (log_q, log_m)]
-        return Sums(of_teacher, of_student, tuple(_kl(*pair) for pair in pairs))
+            divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
+        return Sums(of_teacher, of_student, tuple(divergences), rest, valid)
 
     def outputs(self, sums: Sums, data: Any, classes: int) -> tuple[Array, ...]:
         divergence, *of_student = sums.divergences
