@@ -17,7 +17,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _reading
-from masksafe.losses._rows._divergence import DIRECTIONS, JENSEN_SHANNON, Direction, Divergence, Kind, TopK, is_repeated
+from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import token_outputs, weighted_sum
 from masksafe.losses._rows._sources import Inputs, Linear
@@ -240,8 +240,7 @@ def _read_options(
     temperature = _reading.read_temperature(op, temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
     beta = _reading.read_number(op, "beta", beta, _PART, hint)
-    kind = Kind(direction, beta if direction == JENSEN_SHANNON else 0.5)
-    return Options(Divergence(kind, temperature, **flags), _reading.read_block_size(op, block_size))
+    return Options(Divergence(direction, beta, temperature, **flags), _reading.read_block_size(op, block_size))
 
 
 def _without_masked_classes(

@@ -373,7 +373,8 @@ def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
     is_sound = _is_sound(scores, labels, mask)
-    x = _with_nan_gradient_unless(is_sound, wide_selected(scores, mask))
+    x = wide_selected(scores, mask)
+    x *= nan_unless(is_sound, x.dtype)  # a product makes all gradients of the row NaN as well
     # The loss is invariant under this shift, which preserves digits.
     descending = precision.widened(-jnp.sort(selected(-lax.stop_gradient(scores), mask, jnp.inf), -1))
     shift = jnp.where(jnp.isfinite(descending[..., :1]), descending[..., :1], 0)
@@ -381,33 +382,11 @@ def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array
     return _less_label_score(_regularized_max(x, descending - shift, mask), x, labels, mask, is_sound)
 
 
-@jax.custom_jvp
-def _with_nan_gradient_unless(is_sound: Array, x: Array) -> Array:
-    """`x`, with NaN as the gradients of rows that are not sound."""
-    return x
-
-
-@_with_nan_gradient_unless.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
-    is_sound, x = primals
-    return x, tangents[1] * nan_unless(is_sound, x.dtype)
-
-
-@jax.custom_jvp
 def _regularized_max(x: Array, descending: Array, live: Array | None) -> Array:
-    """The maximum over the points p of the simplex of p x + (1 - p p) / 2; its gradient is the maximizing p."""
-    p = _sparsemax(x, descending, live)
-    return _sum(jnp.where(p == 0, 0, p * x)) + 0.5 * (1 - _sum(jnp.square(p)))
+    """The maximum over the points p of the simplex of p x + (1 - p p) / 2; its gradient is the maximizing p.
 
-
-@_regularized_max.defjvp
-def _(primals: tuple[Array, Array, Array | None], tangents: tuple[Array, Any, Any]) -> tuple[Array, Array]:
-    p = _sparsemax(*primals)
-    return _regularized_max(*primals), _sum(jnp.where(p == 0, 0, p * tangents[0]))
-
-
-def _sparsemax(x: Array, descending: Array, live: Array | None) -> Array:
-    """The point nearest to `x` on the simplex of the live classes; `descending` are the elements of `x`, sorted."""
+    This is the point nearest to `x` on the simplex of the live classes; `descending` are the elements of `x`, sorted.
+    """
     count = 1 + lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1)
     is_finite = descending > -jnp.inf
     above = is_finite & (1 + count * descending > jnp.cumsum(jnp.where(is_finite, descending, 0), -1))
@@ -416,9 +395,9 @@ def _sparsemax(x: Array, descending: Array, live: Array | None) -> Array:
     # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
     support = ~(x < least)  # includes a NaN, which must not be hidden
     support = support if live is None else support & live
-    number = _sum(support).astype(x.dtype)
-    threshold = (_sum(jnp.where(support, x, 0)) - 1) / number
-    return jnp.where(support, x - threshold, 0)
+    number, x = _sum(support).astype(x.dtype), jnp.where(support, x, 0)
+    threshold = (_sum(x) - 1) / number
+    return 0.5 * (_sum(jnp.square(x)) - number * jnp.square(threshold) + 1)
 
 
 def _sum(x: Array) -> Array:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
-from masksafe._core.masks import as_mask_of, selected
+from masksafe._core.masks import as_mask_of
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
@@ -76,7 +76,7 @@ def ranking_softmax_loss(
     losses = target_loss_of_rows(OfTargets((len(shape) - 1,)), inputs, None)
     live_rows = find_live_rows(mask, (len(shape) - 1,))
     live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
-    losses = selected(losses, live_rows).astype(dtype)
+    losses = losses.astype(dtype)
     if reduce_fn is None:
         return losses
     if reduce_fn is jnp.mean:

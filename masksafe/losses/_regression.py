@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.custom_derivatives import zero_from_primal
 
-from masksafe._core import arguments, label_checks, platforms, row_blocks, scaling, sharding, unfolded
+from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
@@ -173,7 +171,8 @@ def cosine_similarity(
     Args:
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
-      epsilon: the least squared norm. With 0, vectors of any scale have the same result.
+      epsilon: the least squared norm. With 0, the scale of the vectors has no effect, as long as their
+        squares neither overflow nor vanish.
       axis: the axis or axes of the vectors; None means all axes.
       where: booleans that broadcast to the common shape of both; False masks an element. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
@@ -217,7 +216,8 @@ def cosine_distance(
     Args:
       predictions: floats `[..., dim]`.
       targets: floats that broadcast with `predictions`.
-      epsilon: the least squared norm. With 0, vectors of any scale have the same result.
+      epsilon: the least squared norm. With 0, the scale of the vectors has no effect, as long as their
+        squares neither overflow nor vanish.
       axis: the axis or axes of the vectors; None means all axes.
       where: booleans that broadcast to the common shape of both; False masks an element. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
@@ -289,10 +289,8 @@ def _huber(predictions: Array, targets: Array | None = None, *, delta: Array) ->
 
 
 def _log_cosh(predictions: Array, targets: Array | None = None) -> Array:
-    # log cosh e = log(1 + 2 sinh(e/2)^2), and beyond 20 it is |e| - log 2, in float64 as well.
     error = _error(predictions, targets)
-    near = jnp.clip(error, -20, 20)
-    return jnp.log1p(2 * jnp.square(jnp.sinh(near / 2))) + jnp.maximum(jnp.abs(error) - 20, 0)
+    return jnp.logaddexp(error, -error) - math.log(2)
 
 
 def _cosine(
@@ -319,95 +317,29 @@ class _CosineConfig(NamedTuple):
 def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
     axes, row_axes = config.axes, row_blocks.axes_of_row(config.axes, len(config.shape))
 
-    sums = _cosine_sums(row_axes, *broadcast_alike((a, b), config.shape), where)
-    similarity = sums.product
+    def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
+        a, b = (wide_selected(x, where) for x in (a, b))
+        return tuple(jnp.sum(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
+
+    of_rows, (a, b) = sums_of_rows, broadcast_alike((a, b), config.shape)
+    if where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4:  # else XLA fuses everything on a CPU as well
+        of_rows = functools.partial(row_blocks.map_row_blocks, of_rows, leading=row_blocks.leading_axes(axes))
+    product, square_a, square_b = platforms.unfused_on_cpu(of_rows(a, b, where))
     live_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)
     # In a row with nothing left, epsilon must have no effect either.
-    epsilon = selected(jnp.asarray(epsilon, similarity.dtype), live_rows, 1) + jnp.zeros_like(similarity)
-    for square, unit in ((sums.square_a, sums.unit_a), (sums.square_b, sums.unit_b)):
-        similarity = _divided_by_norm(similarity, square, unit, epsilon)
+    epsilon = selected(jnp.asarray(epsilon, product.dtype), live_rows, 1)
+    similarity = _over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon)
     result = selected(1 - similarity, live_rows) if config.as_distance else similarity
     return jnp.squeeze(result, axes).astype(config.dtype)
 
 
-class _CosineSums(NamedTuple):
-    """Of each row, in which the vectors are multiplied by powers of two, so that no square overflows or vanishes."""
-
-    product: Array
-    square_a: Array
-    square_b: Array
-    unit_a: Array
-    unit_b: Array
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _cosine_sums(axes: Axes, a: Array, b: Array, where: Array | None) -> _CosineSums:
-    leading = row_blocks.leading_axes(tuple(axis % a.ndim for axis in axes))
-    total = functools.partial(unfolded.sum_of, axis=axes, keepdims=True)
-
-    # All three sums read the vectors at once. To find the units first is a further pass, which ordinary rows save.
-    def unscaled(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
-        a, b = (wide_selected(x, where) for x in (a, b))
-        return tuple(map(total, (a * b, jnp.square(a), jnp.square(b))))
-
-    def exactly(a: Array, b: Array, where: Array | None) -> _CosineSums:
-        (a, unit_a), (b, unit_b) = (_scaled(wide_selected(x, where), axes) for x in (a, b))
-        return _CosineSums(total(a * b), total(jnp.square(a)), total(jnp.square(b)), unit_a, unit_b)
-
-    def on_cpu(a: Array, b: Array, where: Array | None) -> Any:
-        # Without a mask there is nothing to select, and XLA fuses everything but the widening of 16-bit floats.
-        is_fused = where is None and min(a.dtype.itemsize, b.dtype.itemsize) >= 4
-        blocks = functools.partial(row_blocks.map_row_blocks, unscaled, leading=leading)
-        product, square_a, square_b = platforms.unfused((unscaled if is_fused else blocks)(a, b, where))
-        limits = jnp.finfo(product.dtype)
-        of_a, of_b = ((x > float(limits.tiny / limits.eps)) & (x < limits.max) for x in (square_a, square_b))
-        is_ordinary_row = of_a & of_b
-        if where is not None:
-            is_ordinary_row |= ~unfolded.any_of(where, axes, keepdims=True)
-        ordinary = _CosineSums(product, square_a, square_b, jnp.ones_like(product), jnp.ones_like(product))
-        return lax.cond(jnp.all(is_ordinary_row), lambda *_: ordinary, exactly_in_blocks, a, b, where)
-
-    def exactly_in_blocks(*args: Any) -> Any:
-        return row_blocks.map_row_blocks(exactly, *args, leading=leading)
-
-    if not sharding.may_loop((a, b, where)):
-        return cast(_CosineSums, exactly_in_blocks(a, b, where))
-    in_one_pass = exactly
-    return cast(_CosineSums, platforms.on_cpu_or_elsewhere(on_cpu, in_one_pass, a, b, where))
-
-
-@_cosine_sums.defjvp
-def _(axes: Axes, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_CosineSums, _CosineSums]:
-    (a, b, where), (a_dot, b_dot, _) = primals, tangents
-    sums = _cosine_sums(axes, *primals)
-    a, a_dot = (wide_selected(x, where) * sums.unit_a for x in (a, a_dot))
-    b, b_dot = (wide_selected(x, where) * sums.unit_b for x in (b, b_dot))
-    total = functools.partial(jnp.sum, axis=axes, keepdims=True)
-    of_units = (zero_from_primal(x, symbolic_zeros=False) for x in (sums.unit_a, sums.unit_b))
-    return sums, _CosineSums(total(a_dot * b + a * b_dot), 2 * total(a * a_dot), 2 * total(b * b_dot), *of_units)
-
-
 def unit_vector(x: Array, axes: Axes) -> Array:
     """`x` divided by its norm; 0, with a gradient of 0, where the norm is 0."""
-    x, _ = _scaled(x, axes)
-    square = jnp.sum(jnp.square(x), axes, keepdims=True)
+    return _over_norm(x, jnp.sum(jnp.square(x), axes, keepdims=True), 0)
+
+
+def _over_norm(x: Array, square: Array, epsilon: Array | float) -> Array:
+    """`x` over the root of a square that is at least `epsilon`; 0, with a derivative of 0, where both are 0."""
+    square = jnp.maximum(square, epsilon)
     is_zero = square == 0
-    return x * jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, square)))
-
-
-def _scaled(x: Array, axes: Axes) -> tuple[Array, Array]:
-    """Vectors times a power of two, and that, so that their norm is between 1 and a small number, unless it is 0."""
-    largest = unfolded.largest_of(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True)
-    unit = jnp.where(largest == 0, 1, scaling.reciprocal_power_of_two(largest))
-    return x * unit, unit
-
-
-def _divided_by_norm(x: Array, square: Array, unit: Array, epsilon: Array) -> Array:
-    """`x`, a scalar product with a vector, over its norm, the square of which is at least `epsilon`.
-
-    The vector in `x`, and in `square`, is multiplied by `unit`. 0, with a gradient of 0, where the norm is 0.
-    """
-    is_norm = ~(square < epsilon * unit * unit)  # of a NaN too, which it makes one
-    is_zero = is_norm & (square == 0)
-    root = jnp.sqrt(jnp.where(is_zero, 1, jnp.where(is_norm, square, epsilon)))
-    return jnp.where(is_zero, 0, x / (root * jnp.where(is_norm, 1, unit)))
+    return jnp.where(is_zero, 0, x / jnp.sqrt(jnp.where(is_zero, 1, square)))

@@ -163,9 +163,8 @@ def _largest_factor(z: Array) -> float:
     return math.sqrt(jnp.finfo(z.dtype).max)
 
 
-# Functions of the logit z of the less likely label and of its probability u. Their custom rules consist of sigmoids and
-# keep their digits in derivatives of every order where the model is certain; JAX's rules have a factor of
-# 1 - sigmoid(z), which rounds to 0.
+# Functions of the logit z of the less likely label and of its probability u. Their custom rules consist of sigmoids,
+# and no factor of them is infinite.
 
 
 @jax.custom_jvp
@@ -176,7 +175,7 @@ def _cross_entropy(z: Array, u: Array) -> Array:
 @_cross_entropy.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
     (z, u), (d_z, d_u) = primals, tangents
-    return _cross_entropy(z, u), (_sigmoid(z) - u) * d_z - _logit_unless_certain(z, u) * d_u
+    return _cross_entropy(z, u), (jax.nn.sigmoid(z) - u) * d_z - _logit_unless_certain(z, u) * d_u
 
 
 @jax.custom_jvp
@@ -195,8 +194,8 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     inverse = jnp.exp(jnp.minimum(-log_miss, most))
     inverse = jnp.where(log_miss < -most / 2, jax.lax.stop_gradient(inverse), inverse)
     share = jnp.where(_is_certain_and_right(z, u), 1, jnp.where(z < 0, _exp_minus_abs(z), 1) / _scaled_miss(z, u))
-    by_logit = (1 - 2 * u) * _sigmoid(-z) * share
-    return log_miss, by_logit * d_z + (_sigmoid(-z) - _sigmoid(z)) * inverse * d_u
+    by_logit = (1 - 2 * u) * jax.nn.sigmoid(-z) * share
+    return log_miss, by_logit * d_z + (jax.nn.sigmoid(-z) - jax.nn.sigmoid(z)) * inverse * d_u
 
 
 def _is_certain_and_right(z: Array, u: Array) -> Array:
@@ -213,14 +212,3 @@ def _scaled_miss(z: Array, u: Array) -> Array:
 def _exp_minus_abs(z: Array) -> Array:
     """exp(-|z|), whose derivative at 0 is the one from above."""
     return jnp.exp(jnp.where(z < 0, z, -z))
-
-
-@jax.custom_jvp
-def _sigmoid(z: Array) -> Array:
-    return jax.nn.sigmoid(z)
-
-
-@_sigmoid.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    (z,), (d_z,) = primals, tangents
-    return _sigmoid(z), _sigmoid(z) * _sigmoid(-z) * d_z

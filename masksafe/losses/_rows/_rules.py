@@ -49,7 +49,7 @@ def _evaluate(core: _Core, options: Options, *args: Any) -> Any:
     """What a core returns, computed on each device by itself if the arrays are split."""
     split = None if options.axis_name is not None else own_shard_map.split_of(args, _dimensions(options, *args))
     if split is None:
-        return _on_device(core, options, *args)
+        return jax.tree.map(sharding.Devices(options.axis_name).shared, core(options, *args))
     return _evaluate_on_each_device(core, options, split, *args)
 
 
@@ -61,15 +61,11 @@ def _evaluate_on_each_device(core: _Core, options: Options, split: own_shard_map
     options = options._replace(axis_name=split.axes("classes") or None)
 
     def on_device(*args: Any) -> Any:
-        results = _on_device(core, options, *args)
+        results = jax.tree.map(sharding.Devices(options.axis_name).shared, core(options, *args))
         return sharding.Devices(over_tokens).sum(results) if core is _weighted_sum else results
 
     of_results = PartitionSpec() if core is _weighted_sum else (of_tokens,) * len(options.formula.of_labels)
     return split.map(on_device, args, names, of_results)
-
-
-def _on_device(core: _Core, options: Options, *args: Any) -> Any:
-    return jax.tree.map(sharding.Devices(options.axis_name).shared, core(options, *args))
 
 
 def _dimensions(options: Options, inputs: Inputs, weights: Outputs = ()) -> Any:
@@ -329,19 +325,16 @@ def _by_schedule(
 def _outputs_and_saved(options: Options, inputs: Inputs, weights: Outputs | None) -> tuple[Outputs, _Saved]:
     """The outputs, and what the reverse pass wants to know: in blocks the gradients of the weighted sum too, if any."""
 
-    def in_blocks(sizes: Sizes, inputs: Inputs, weights: Outputs | None) -> tuple[Outputs, _Saved]:
-        d_outputs = None if weights is None else _scaled_weights(options, inputs, weights)
-        return _run(options, sizes, inputs, None, d_outputs)
-
-    def in_tiles(sizes: Sizes, inputs: Inputs, weights: Outputs | None) -> tuple[Outputs, _Saved]:
+    def in_tiles(sizes: Sizes, inputs: Inputs, _: Any, d_outputs: Outputs | None) -> tuple[Outputs, _Saved]:
         flat = _flat(inputs)
         outputs, sums = _with_outputs(options, inputs, flat, _tiles.sums(options, sizes, flat))
-        return outputs, _Saved(() if weights is None else _no_gradients(options, inputs), sums)
+        return outputs, _Saved(() if d_outputs is None else _no_gradients(options, inputs), sums)
 
-    return _by_schedule(options, in_blocks, in_tiles, inputs, weights)
+    d_outputs = None if weights is None else _scaled_weights(options, inputs, weights)
+    return _by_schedule(options, functools.partial(_in_blocks, options), in_tiles, inputs, None, d_outputs)
 
 
-def _run(
+def _in_blocks(
     options: Options, sizes: Sizes, inputs: Inputs, sums: Any, d_outputs: Outputs | None
 ) -> tuple[Outputs, _Saved]:
     """Outputs, sums and gradients, in blocks; the latter two in the dtype of sums."""
@@ -378,7 +371,7 @@ def _gradients(options: Options, inputs: Inputs, _: Array, sums: Any, d_outputs:
 
     def in_blocks(sizes: Sizes, inputs: Inputs, sums: Any, d_outputs: Outputs) -> Gradients:
         wanted = inputs._replace(live=both(_is_wanted(d_outputs), inputs.live))
-        return _cast(_run(options, sizes, wanted, sums, d_outputs)[1].gradients, inputs)
+        return _cast(_in_blocks(options, sizes, wanted, sums, d_outputs)[1].gradients, inputs)
 
     def in_tiles(sizes: Sizes, inputs: Inputs, sums: Any, d_outputs: Outputs) -> Gradients:
         one = jnp.ones((), d_outputs[0].dtype)
