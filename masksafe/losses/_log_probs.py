@@ -95,14 +95,14 @@ def log_probs(
 
     Example:
       >>> import jax.numpy as jnp, masksafe
-      >>> logits = jnp.array([[1.0, 1.0, 1.0], [20.0, 0.0, 0.0], [jnp.nan] * 3])
+      >>> logits = jnp.array([[1.0, 1.0, 1.0], [3.0, 0.0, 0.0], [jnp.nan] * 3])
       >>> tokens = jnp.array([2, 0, -100])  # the last one is padding
       >>> log_probs, entropy = masksafe.losses.log_probs(
       ...     logits, tokens, where=tokens >= 0, with_entropy=True)
       >>> with jnp.printoptions(precision=4):
       ...     print(log_probs, entropy, sep="\n")
-      [-1.0986e+00 -4.1223e-09  0.0000e+00]
-      [1.0986e+00 8.6568e-08 0.0000e+00]
+      [-1.0986 -0.0949  0.    ]
+      [1.0986 0.3666 0.    ]
 
     References:
       trl's ``selective_log_softmax`` and ``entropy_from_logits``; ``log_prob`` and ``entropy`` of
