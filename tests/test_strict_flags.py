@@ -1,4 +1,4 @@
-"""Several axes and masks that broadcast, where JAX refuses to promote ranks and dtypes by itself.
+"""Several axes, masks that broadcast and time over devices, where JAX refuses to promote ranks and dtypes by itself.
 
 The programs of the contract, whose masks are whole and whose axis is one, run under the same flags.
 """
@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import masksafe
+from masksafe import losses
 
 X, PARAMETER = np.ones((3, 4, 5), np.float32), np.ones((4, 5), np.float32)
 OPS = {
@@ -30,3 +32,41 @@ def test_value_and_derivatives_are_traced(op, dtype):
         jax.eval_shape(jax.grad(lambda x: jnp.sum(jax.grad(total)(x))), x)
         with masksafe.forward_mode():
             jax.eval_shape(along(total), x)
+
+
+# Ops that count elements of all devices, with int32 numbers of devices beside labels and ids of 64 bits.
+ROWS, LABELS, KERNEL = np.ones((4, 3), np.float32), np.zeros(4, np.int64), np.ones((3, 4), np.float32)
+TOKENS, QUERY = np.zeros((1, 4), np.int64), np.ones((1, 4, 2, 3), np.float32)
+SPLIT, ALONG = P("i"), P(None, "i")
+ON_DEVICES = {
+    "next_tokens": (lambda ids: masksafe.next_tokens(ids, ids, axis_name="i")[0], [(TOKENS, ALONG)]),
+    "info_nce_loss": (lambda x: losses.info_nce_loss(x, x, axis_name="i"), [(ROWS, SPLIT)]),
+    "sigmoid_contrastive_loss": (lambda x: losses.sigmoid_contrastive_loss(x, x, axis_name="i"), [(ROWS, SPLIT)]),
+    "linear_log_probs": (
+        lambda kernel, x, labels: losses.linear_log_probs(x, kernel, labels, axis_name="i"),
+        [(KERNEL, ALONG), (ROWS, P()), (LABELS, P())],
+    ),
+    "dot_product_attention": (
+        lambda q, ids: masksafe.dot_product_attention(
+            q, q, q, is_causal=True, axis_name="i", query_segment_ids=ids, key_value_segment_ids=ids
+        ),
+        [(QUERY, ALONG), (TOKENS, ALONG)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ON_DEVICES)
+def test_elements_of_all_devices_are_counted_beside_64_bits(name):
+    fn, arguments = ON_DEVICES[name]
+    arrays, specs = zip(*arguments, strict=True)
+
+    def on_device(*args):
+        if args[0].dtype == np.int64:
+            return fn(*args)
+        return jax.grad(lambda x, *rest: jnp.sum(fn(x, *rest)))(*args)
+
+    mesh = jax.make_mesh((2,), ("i",))
+    step = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        put = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, s)) for x, s in arguments]
+        assert jax.eval_shape(step, *put).dtype == arrays[0].dtype
