@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import moments, platforms
+from masksafe._core import platforms
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
@@ -185,7 +185,8 @@ def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
     from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
     mean = _Mean(centre, mean_of(rows, weighted_sums(segments, rows, from_centre), weight))
     variance = mean_of(rows, weighted_sums(segments, rows, jnp.square(_deviations(x, rows, mean))), weight)
-    return _Moments(mean, jnp.where(moments.is_rounding(variance, moments.Mean(*mean)), 0, variance), weight)
+    rounding = 4 * float(jnp.finfo(variance.dtype).eps) * mean.remainder
+    return _Moments(mean, jnp.where(variance <= jnp.square(rounding), 0, variance), weight)
 
 
 def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
