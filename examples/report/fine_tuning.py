@@ -55,11 +55,11 @@ def policy_cases() -> list[Case]:
     rewards = np.array([[1, 0, 1, 0], [2, 1, 0, 0], [0, 0, 0, 0], [7, 7, 7, 7]], np.float32)
     sizes = np.arange(4) < np.array([4, 2, 0, 4])[:, None]
     groups = {"rewards": rewards, "where": sizes}
-    sure = np.array([[20.0, 0.0, 0.0]], np.float32)
+    forbidden = np.array([[1.0, 0.0, -np.inf]], np.float32)
     near = {"new": NEW, "ref": NEW + np.float32(2e-4)}
     one_is_empty = {"loss": NEW, "where": WHERE}
     return [
-        Case("policy entropy", "a sure policy: logits 20, 0, 0", {"logits": sure}, {}, right_entropy(sure)),
+        Case("policy entropy", "a forbidden action", {"logits": forbidden}, {}, right_entropy(forbidden)),
         garbage("clipped policy loss", new=NEW, old=OLD, advantages=ADVANTAGES),
         garbage("k3 divergence", new=NEW, ref=REF),
         Case("k3 divergence", "a policy near its reference", near | {"where": WHERE}, {}, right_k3(**near)),
@@ -75,10 +75,9 @@ def policy_cases() -> list[Case]:
 
 
 def right_entropy(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    below = x.max(-1, keepdims=True) - x
-    total = np.exp(-below).sum(-1)
-    return np.asarray(np.log1p(total - 1) + (np.exp(-below) * below).sum(-1) / total)
+    p = np.exp(logits.astype(np.float64))
+    p /= p.sum(-1, keepdims=True)
+    return np.asarray(-(p * np.log(np.where(p == 0, 1, p))).sum(-1))
 
 
 def right_k3(new: np.ndarray, ref: np.ndarray) -> np.ndarray:

@@ -19,6 +19,11 @@ def is_class(labels: Array, num_classes: int) -> Array:
     return (labels >= 0) & (labels < num_classes)
 
 
+def as_classes(labels: Array, num_classes: int) -> Array:
+    """Labels of any width as int32; -1 for one that is none."""
+    return jnp.where(is_class(labels, num_classes), labels, -1).astype(jnp.int32)
+
+
 def nan_unless(valid: Array, dtype: Any) -> Array:
     """1 where valid and NaN elsewhere: a factor, which makes the derivatives NaN as well."""
     return jnp.where(valid, 1, jnp.nan).astype(dtype)

@@ -54,10 +54,9 @@ def read_integer_labels(
 def at_label(x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
     index = jnp.maximum(jnp.minimum(label, x.shape[-1] - 1), 0).astype(jnp.int32)
-    if where is None or where.shape[-1] == 1:
-        return _picked(x, index)
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
-    return selected(_picked(x, index), _picked(where, index), -jnp.inf)
+    live = where if where is None or where.shape[-1] == 1 else _picked(where, index)
+    return selected(_picked(x, index), live, -jnp.inf)
 
 
 def _picked(x: Array, index: Array) -> Array:

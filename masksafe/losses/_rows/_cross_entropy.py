@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding, unfolded
-from masksafe._core.labels import class_index, is_class, nan_unless
+from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
@@ -253,7 +253,7 @@ def _spread(z: Array) -> Array:
 
 def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> Part:
     """A tile of the classes of this device, or all of them."""
-    labels = classes.local(labels)
+    labels = classes.local(as_classes(labels, classes.number))
     if tile is None or tile.size == classes.here:
         return Part(logits, class_index(logits.shape) == labels, None, classes.weights)
     logits = take(logits, logits.ndim - 1, tile)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule
-from masksafe._core.labels import class_index
+from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.typing import Array, Axes
 from masksafe.losses._labelled import Labelled
@@ -43,20 +43,21 @@ class OfLabels(NamedTuple):
         return x.shape[-1] * sharding.Devices(self.axis_name).size
 
     def part(self, x: Array, labels: Array, where: Array | None = None) -> Part:
-        local = sharding.Devices(self.axis_name).local(labels, x.shape[-1])
+        local = sharding.Devices(self.axis_name).local(as_classes(labels, self.number(x)), x.shape[-1])
         return Part(x, class_index(x.shape) == local, where, label=None if self.axis_name else labels)
 
 
 def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Sums]:
     x, labels, where = inputs.rows(config.axes)
+    live = _live_rows(x, where, config.axis_name)
+    labels = selected(labels, live)  # one that is out of range is gone with its row
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
     if config.masks_inputs or devices.are_many:  # in blocks, the devices would have to exchange sums once per block
         sums = formula.add_devices(config.axis_name, of_sums(x, labels, where))
     else:
         sums = row_blocks.map_row_blocks(of_sums, x, labels, None if masks_rows(where, (-1,)) else where)
-    live = _live_rows(x, where, config.axis_name)
-    # The logarithm has no derivative at 0; a label that is none has one that is NaN.
+    # The logarithm has no derivative at 0.
     sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
     outputs = formula.outputs(sums, labels, config.number(x))
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
