@@ -20,8 +20,10 @@ def is_class(labels: Array, num_classes: int) -> Array:
 
 
 def as_classes(labels: Array, num_classes: int) -> Array:
-    """Labels of any width as int32; -1 for one that is none."""
-    return jnp.where(is_class(labels, num_classes), labels, -1).astype(jnp.int32)
+    """Labels of any width as int32, in which one that is no class stays none."""
+    if labels.dtype.itemsize > 4:
+        labels = jnp.where(is_class(labels, num_classes), labels, -1)
+    return labels.astype(jnp.int32)
 
 
 def nan_unless(valid: Array, dtype: Any) -> Array:

@@ -100,9 +100,8 @@ class Choices(NamedTuple):
 
     # The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements, if it computes a
     # function of arithmetic alone. With fewer or more it writes every step to memory, which takes 2 to 7 times as long:
-    # 65536 x 256, and 512 x 32769. So these are computed in blocks as well, shorter rows in larger ones.
+    # 65536 x 256, and 512 x 32769.
     elements_of_row_in_cache: range = range(2**8 + 1, 2**15 + 1)
-    blocks_of_short_rows: int = 4
     # What it counts as arithmetic depends on the version: jax 0.12 includes bfloat16, and functions such as sign and
     # log; jax 0.10 does not. What lies between was not measured.
     counts_more_as_arithmetic: bool = jax.__version_info__ >= (0, 12)
