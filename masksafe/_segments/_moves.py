@@ -148,7 +148,8 @@ def unmasked_element(segments: Segments, rows: Rows, x: Array) -> Array:
     """
     number = jnp.arange(rows.ids.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     live = rows.live(segments, x.ndim)
-    last = combined(lax.scatter_max, segments, rows.ids, jnp.where(live, number, -1), -1)
+    start = unfolded.unknown(-1, jnp.int32)  # as in `total_weights`
+    last = combined(lax.scatter_max, segments, rows.ids, jnp.where(live, number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
         found = widened(of_rows(last.reshape(-1), x))
     else:
