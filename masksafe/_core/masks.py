@@ -31,15 +31,6 @@ def either(a: Array | None, b: Array | None) -> Array | None:
     return a if b is None else b if a is None else a | b
 
 
-def lowest_under_mask(x: Array, where: Array | None) -> Array:
-    """`x` with its dtype's lowest finite number under the mask.
-
-    For differences from the largest element: in a row with nothing left they are 0, while -inf - -inf would be NaN. So
-    the mask has to be applied to their exponentials too.
-    """
-    return selected(x, where, float(jnp.finfo(x.dtype).min))
-
-
 def first_of(found: Array) -> tuple[Array, Array]:
     """The flat index of the first True (the size if there is none), and an array that is True only there."""
     # A minimum of positions rather than argmax and indexing, which do not work on sharded arrays.

@@ -19,11 +19,6 @@ def any_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
     return _reduce(lax.bitwise_or, unknown(False, jnp.bool_), x, axis, keepdims)
 
 
-def largest_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
-    """`jnp.max` of numbers none of which is negative; 0 of none. JAX has no fast derivative of it."""
-    return _reduce(lax.max, unknown(0, x.dtype), x, axis, keepdims)
-
-
 def number_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
     """`jnp.sum` of booleans: how many are True."""
     x = x.astype(jnp.result_type(int))

@@ -10,7 +10,7 @@ from jax.extend import core
 
 import masksafe
 from masksafe import losses
-from masksafe._core.unfolded import any_of, largest_of, number_of, sum_of
+from masksafe._core.unfolded import any_of, number_of, sum_of
 
 ROWS, CLASSES = 4096, 64
 _RNG = np.random.default_rng(0)
@@ -167,8 +167,8 @@ def test_xla_prints_no_alarm(optimised, capfd):
 
 def test_reductions_are_those_of_jax_numpy():
     x = _RNG.normal(size=(3, 4, 5)).astype(np.float32)
-    pairs = (any_of, jnp.any), (largest_of, jnp.max), (number_of, jnp.sum), (sum_of, jnp.sum)
-    arrays = x > 1.5, np.abs(x), x > 0, x
+    pairs = (any_of, jnp.any), (number_of, jnp.sum), (sum_of, jnp.sum)
+    arrays = x > 1.5, x > 0, x
     options = [{"axis": axis, "keepdims": keep} for axis in (None, 1, (0, -1), ()) for keep in (False, True)]
     both = jax.jit(
         lambda *arrays: [[[f(a, **o) for o in options] for f in p] for p, a in zip(pairs, arrays, strict=True)]
