@@ -1,4 +1,8 @@
-"""The variance of the unmasked rows of each segment, and rows made standard by it."""
+"""The variance of the unmasked rows of each segment, and rows made standard by it.
+
+A mean has two parts: an element of the segment, and the mean of the deviations from it. So there are no digits to lose
+to a common offset, and a segment of equal elements has a variance of exactly 0.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import platforms
+from masksafe._core import moments, platforms
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
@@ -65,8 +69,8 @@ def segment_var(
 
     Returns:
       The variances `[num_segments, ...]`, of the dtype of the product of `data` and `weights`; float16 and bfloat16 are
-      computed in float32 and rounded once. Equal elements have a variance of exactly 0. A NaN shows in its own segment
-      alone. The gradient with respect to a masked element is exactly 0.
+      computed in float32 and rounded once. A large offset costs no digits, and equal elements have a variance of
+      exactly 0. A NaN shows in its own segment alone. The gradient with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -119,9 +123,9 @@ def segment_standardize(
         count the segments of all devices; each gets its own rows.
 
     Returns:
-      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. Equal
-      elements become exactly 0. A NaN shows in its own segment alone. The gradient with respect to a masked element is
-      exactly 0.
+      An array of the shape and dtype of `data`; float16 and bfloat16 are computed in float32 and rounded once. A large
+      offset costs no digits, and equal elements become exactly 0. A NaN shows in its own segment alone. The gradient
+      with respect to a masked element is exactly 0.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -160,30 +164,37 @@ def _var(segments: Segments, x: Array, rows: Rows) -> Array:
     return _variance(segments, x, rows).astype(float_dtype(x.dtype))
 
 
+class _Mean(NamedTuple):
+    """Of each segment, in two parts: one of its elements, and the mean of the deviations from it."""
+
+    centre: Array
+    remainder: Array
+
+
 class _Moments(NamedTuple):
     """Of each segment."""
 
-    mean: Array
+    mean: _Mean
     variance: Array
     weight: Array
 
 
 def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
+    centre = lax.stop_gradient(unmasked_element(segments, rows, x))
     weight = total_weights(segments, rows, x.ndim)
     average = lambda d: mean_of(rows, weighted_sums(segments, rows, d), weight)  # noqa: E731
-    centre = lax.stop_gradient(unmasked_element(segments, rows, x))  # so that the mean of equal elements is exact
-    mean = centre + average(_deviations(x, rows, centre))
-    return _Moments(mean, average(jnp.square(_deviations(x, rows, mean))), weight)
+    from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
+    # XLA takes each unfused mean for another one. Of the same it would keep what it brings to the rows, at the size of
+    # the data, for the next deviations.
+    mean = platforms.unfused(_Mean(centre, average(from_centre)))
+    variance = average(jnp.square(_deviations(x, rows, mean)))
+    variance = jnp.where(moments.is_rounding(variance, moments.Mean(*mean)), 0, variance)
+    return _Moments(platforms.unfused(mean), variance, weight)
 
 
-def _deviations(x: Array, rows: Rows, mean: Array) -> Array:
+def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, mean), rows.where)
-
-
-def _deviations_again(x: Array, rows: Rows, mean: Array) -> Array:
-    """The same of a mean that XLA takes for another: else it would keep the first ones, at the size of the data."""
-    return _deviations(x, rows, platforms.unfused(mean))
+    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -197,7 +208,7 @@ def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> 
     (x, rows), (d_x, d_rows) = primals, tangents
     x = with_live_derivatives(segments, x, rows)
     mean, variance, weight = _moments(segments, x, rows)
-    deviations = selected(_deviations_again(x, rows, mean), rows.live(segments, x.ndim))
+    deviations = selected(_deviations(x, rows, mean), rows.live(segments, x.ndim))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
         d_squares = 2 * deviations * widened(d_x)
@@ -218,7 +229,7 @@ def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, A
     mean, variance, number = _moments(segments, x, rows)
     live, deviation = rows.live(segments, x.ndim), _root(variance + segments.epsilon)
     # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
-    standard = selected(_deviations_again(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
+    standard = selected(_deviations(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
     return standard, 1 / deviation, number
 
 

@@ -145,7 +145,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> None:
     """It is a difference of numbers of the size of the largest, and has their rounding error."""
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=5)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=3e-5 * largest)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
