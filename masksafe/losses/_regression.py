@@ -319,7 +319,7 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
 
     def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
         a, b = (wide_selected(x, where) for x in (a, b))
-        return tuple(jnp.sum(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
+        return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
 
     of_rows, (a, b) = sums_of_rows, broadcast_alike((a, b), config.shape)
     if where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4:  # else XLA fuses everything on a CPU as well

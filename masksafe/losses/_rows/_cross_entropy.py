@@ -1,19 +1,19 @@
 r"""The mathematics of softmax cross-entropies, row by row: of a label, of a distribution, and what goes with them.
 
-With the largest :math:`x`, :math:`m`, the label :math:`y`, and weights :math:`w_c` of the :math:`V` classes, which are
-1 if there are none,
+With the largest :math:`x`, :math:`m`, the temperature :math:`\tau`, the label :math:`y`, and weights :math:`w_c` of the
+:math:`V` classes, which are 1 if there are none,
 
 .. math::
-  z_c = x_c - m, \qquad s = \sum_c e^{z_c}, \qquad p_c = e^{z_c} / s, \qquad
+  z_c = (x_c - m) / \tau, \qquad s = \sum_c e^{z_c}, \qquad p_c = e^{z_c} / s, \qquad
   \ell_1 = \log s - z_y, \qquad
   \ell_2 = \frac{1}{V} \sum_c w_c (\log s - z_c), \qquad
-  \ell_3 = (m + \log s)^2, \qquad
+  \ell_3 = (m / \tau + \log s)^2, \qquad
   H = \log s - u, \qquad u = \frac{1}{s} \sum_c e^{z_c} z_c
 
 are the cross-entropy, its mean over all classes, the square of the logsumexp, and the entropy. With their cotangents
 
 .. math::
-  \dot x_c = p_c \left( \dot \ell_1 + \frac{\sum_j w_j}{V} \dot \ell_2 + 2 (m + \log s) \dot \ell_3 +
+  \tau \dot x_c = p_c \left( \dot \ell_1 + \frac{\sum_j w_j}{V} \dot \ell_2 + 2 (m / \tau + \log s) \dot \ell_3 +
   \dot H (u - z_c) \right) - [c = y] \dot \ell_1 - \frac{w_c}{V} \dot \ell_2.
 
 With targets :math:`t` in place of a label, :math:`T = \sum_c t_c`, and the part :math:`M` of them that the
@@ -26,7 +26,6 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -79,7 +78,7 @@ class Slopes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(Formula):
-    r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa) / T`, where :math:`a` are its logits.
+    r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits.
 
     They are those that it has of the cross-entropy, its mean over all classes, the square of the logsumexp and the
     entropy, in this order. Its sums are those of parts of the classes, added up.
@@ -104,10 +103,9 @@ class CrossEntropy(Formula):
 
     def x(self, logits: Array, live: Array | None = None) -> Array:
         """The x of some logits, -inf where they are not live."""
-        capped = soft_capped(widened(selected(logits, live)), self.soft_cap)
-        return self._divided(selected(capped, live, -jnp.inf))
+        return selected(soft_capped(widened(selected(logits, live)), self.soft_cap), live, -jnp.inf)
 
-    def _divided(self, x: Array) -> Array:
+    def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
             return x if self.temperature == 1 else x * (1 / self.temperature)
         divided: Array = x / self.temperature.astype(x.dtype)
@@ -123,7 +121,8 @@ class CrossEntropy(Formula):
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
         largest = largest_logit(x)
-        z = x - largest
+        # Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
+        z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
         others = {name: total(selected(term, part.live)) for name, term in terms.items()}
         return Sums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
@@ -138,7 +137,7 @@ class CrossEntropy(Formula):
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
-        z = x - largest
+        z = self._over_temperature(x - largest)
         label = jnp.where(part.is_label, x, 0.0)
         return Sums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights))
 
@@ -154,7 +153,7 @@ class CrossEntropy(Formula):
     def add(self, a: Sums, b: Sums) -> Sums:
         """The sums over two parts together."""
         largest = jnp.maximum(a.largest, b.largest)
-        total: Sums = jax.tree.map(jnp.add, _rebased(largest, a), _rebased(largest, b))
+        total: Sums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
         return total._replace(largest=largest)
 
     def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
@@ -162,8 +161,20 @@ class CrossEntropy(Formula):
         if axis_name is None:
             return sums
         largest = sharding.Devices(axis_name).max(lax.stop_gradient(sums.largest))
-        total: Sums = jax.tree.map(sharding.Devices(axis_name).sum, _rebased(largest, sums))
+        total: Sums = jax.tree.map(sharding.Devices(axis_name).sum, self._rebased(largest, sums))
         return total._replace(largest=largest)
+
+    def _rebased(self, largest: Array, sums: Sums) -> Sums:
+        """The same sums relative to another largest x, but for that itself."""
+        step = self._over_temperature(sums.largest - largest)
+        factor = jnp.exp(step)
+        moved = sums._replace(largest=None, total=sums.total * factor)  # type: ignore[arg-type]
+        if sums.weight is not None:
+            step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
+            moved = moved._replace(weighted=sums.weighted + sums.weight * step)
+        if sums.spread is not None:
+            moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
+        return moved
 
     # The outputs, and the slopes.
 
@@ -172,15 +183,18 @@ class CrossEntropy(Formula):
         valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
         outputs = []
         if self.of_label:
-            z = sums.label - sums.largest
+            z = self._over_temperature(sums.label - sums.largest)
             outputs += [(z - log_total if self.as_log_prob else log_total - z) * valid]
         if self.of_all_classes:
             outputs += [(log_total * (sums.weight / classes) - sums.weighted / classes) * valid]
         if self.of_logsumexp:
-            outputs += [jnp.square(sums.largest + log_total)]
+            outputs += [jnp.square(self._logsumexp(sums))]
         if self.with_entropy:
             outputs += [log_total - sums.spread / sums.total]
         return tuple(outputs)
+
+    def _logsumexp(self, sums: Sums) -> Array:
+        return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
     def slopes(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Slopes:
         d_rest, has_label = list(d_outputs), is_class(labels, classes)
@@ -193,7 +207,7 @@ class CrossEntropy(Formula):
             of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes
             of_exp += of_weights * sums.weight
         if self.of_logsumexp:
-            of_exp += 2 * (sums.largest + jnp.log(sums.total)) * d_rest.pop(0)
+            of_exp += 2 * self._logsumexp(sums) * d_rest.pop(0)
         rate = jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
         if self.with_entropy:
             d_entropy = d_rest.pop(0)
@@ -203,8 +217,9 @@ class CrossEntropy(Formula):
 
     def logit_cotangents(self, part: Part, slopes: Slopes) -> Array:
         """The cotangents of some logits of some rows."""
-        x = self.x(part.logits)
-        z = x - slopes.shift
+        x = self.x(part.logits, part.live)
+        # Logits that a product gives once more may be a rounding larger than the largest.
+        z = jnp.minimum(self._over_temperature(x - slopes.shift), 0)
         d_x: Array = jnp.exp(z) * slopes.of_exp
         if slopes.of_spread is not None:
             d_x += _spread(z) * slopes.of_spread
@@ -212,7 +227,7 @@ class CrossEntropy(Formula):
             d_x -= jnp.where(part.is_label, slopes.of_label, 0)
         if slopes.of_weights is not None:
             d_x -= _weighted(slopes.of_weights, part.class_weights)
-        d_x = self._divided(d_x)
+        d_x = self._over_temperature(d_x)
         capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
         return pulled_back(d_x, capped, self.soft_cap)
 
@@ -265,19 +280,6 @@ def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = No
     return Part(logits, (index == labels) & live, live, weights)
 
 
-def _rebased(largest: Array, sums: Sums) -> Sums:
-    """The same sums relative to another largest x, but for that itself."""
-    step = sums.largest - largest
-    factor = jnp.exp(step)
-    moved = sums._replace(largest=None, total=sums.total * factor)  # type: ignore[arg-type]
-    if sums.weight is not None:
-        step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
-        moved = moved._replace(weighted=sums.weighted + sums.weight * step)
-    if sums.spread is not None:
-        moved = moved._replace(spread=factor * (sums.spread + sums.total * jnp.maximum(step, _FAR)))
-    return moved
-
-
 def _weighted(x: Array, weights: Array | None) -> Array:
     """`x` times the weights of the classes; 0 for a weight of 0, even where `x` is infinite."""
     if weights is None:
@@ -305,10 +307,7 @@ def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) 
     exps = jnp.exp(z)
     total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)
     total = jnp.where((total == 0) & (weight == 0), 1, total)  # no class has a probability, and none needs one
-    limits = jnp.finfo(z.dtype)
-    finite = jnp.clip(z, float(limits.min), float(limits.max))  # 0 times infinity would be NaN
-    product = jnp.sum(t * finite, -1, keepdims=True)
-    product += jnp.where(product < -math.sqrt(limits.max), -jnp.inf, 0)  # a target where z is -inf
+    product = jnp.sum(t * jnp.where(_is_absent(z, t), 0, z), -1, keepdims=True)
     caught = None if epsilon is None else jnp.sum(t * exps, -1, keepdims=True) / total
     return TargetSums(largest, total, weight, product, caught)
 
@@ -325,13 +324,18 @@ def target_slopes(
     """The derivatives of the loss by the logits and by the targets; NaN in a row that is not sound."""
     z, t = _relative(x, t, where, sums.largest)
     p = jnp.exp(z) * jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
-    # A class of probability 0 without a target is absent, by the convention 0 log 0 = 0.
-    costs = jnp.where((t == 0) & (z == -jnp.inf), 0, jnp.log(sums.total) - z)
+    costs = jnp.log(sums.total) - z
+    costs = jnp.where(_is_absent(z, t), 0, costs)
     if epsilon is None:
         return sums.weight * p - t, costs
     return sums.weight * p - t + epsilon * p * (sums.weight - t - (sums.weight - sums.caught)), costs + epsilon * (
         1 - p
     )
+
+
+def _is_absent(z: Array, t: Array) -> Array:
+    """A class of probability 0 without a target is no class, by the convention 0 log 0 = 0."""
+    return (t == 0) & (z == -jnp.inf)
 
 
 def _relative(x: Array, t: Array, where: Array | None, largest: Array) -> tuple[Array, Array]:

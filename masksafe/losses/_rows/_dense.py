@@ -1,7 +1,6 @@
 """Rows of logits that are an array: a CPU takes their sums in blocks of rows, which stay in the cache.
 
-The arguments are in the user's layout, which avoids copies among the residuals. A mask of rows has no business within
-the rows: it is applied to what comes out of them.
+The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from masksafe._core import row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule
 from masksafe._core.labels import as_classes, class_index
-from masksafe._core.masks import both, masks_rows, selected
+from masksafe._core.masks import both, selected
 from masksafe._core.typing import Array, Axes
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
@@ -36,7 +35,7 @@ class OfLabels(NamedTuple):
     formula: CrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
-    masks_inputs: bool = False  # whole masked rows too, as JAX's own derivatives need it
+    looks_up: bool = True  # the logit of the label; JAX's derivative of that is a scatter, which checkify cannot check
 
     def number(self, x: Array) -> int:
         """How many classes all devices have."""
@@ -44,24 +43,29 @@ class OfLabels(NamedTuple):
 
     def part(self, x: Array, labels: Array, where: Array | None = None) -> Part:
         local = sharding.Devices(self.axis_name).local(as_classes(labels, self.number(x)), x.shape[-1])
-        return Part(x, class_index(x.shape) == local, where, label=None if self.axis_name else labels)
+        return Part(
+            x, class_index(x.shape) == local, where, label=labels if self.looks_up and self.axis_name is None else None
+        )
 
 
-def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Sums]:
+Kept = tuple[Sums, Array | None]  # with which rows have a class left; None: all
+
+
+def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Kept]:
     x, labels, where = inputs.rows(config.axes)
     live = _live_rows(x, where, config.axis_name)
     labels = selected(labels, live)  # one that is out of range is gone with its row
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
-    if config.masks_inputs or devices.are_many:  # in blocks, the devices would have to exchange sums once per block
+    if devices.are_many:  # in blocks, the devices would have to exchange sums once per block
         sums = formula.add_devices(config.axis_name, of_sums(x, labels, where))
     else:
-        sums = row_blocks.map_row_blocks(of_sums, x, labels, None if masks_rows(where, (-1,)) else where)
+        sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
     # The logarithm has no derivative at 0.
     sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
     outputs = formula.outputs(sums, labels, config.number(x))
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
-    return sharding.vary_with(outputs, x) if devices.are_many else outputs, sums
+    return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
 
 
 def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
@@ -72,27 +76,28 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
 
 
 def _plain_label_outputs(config: OfLabels, inputs: Labelled, temperature: Array | None) -> Outputs:
-    return _label_forward(config._replace(masks_inputs=True), inputs, temperature)[0]
+    return _label_forward(config._replace(looks_up=False), inputs, temperature)[0]
 
 
 def _label_reverse(
-    config: OfLabels, args: tuple[Labelled, Array | None], sums: Sums, d_outputs: Outputs
+    config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, None]:
-    inputs, temperature = args
+    (inputs, temperature), (sums, live) = args, kept
     x, labels, where = inputs.rows(config.axes)
+    labels = selected(labels, live)
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
     slopes = formula.slopes(sums, labels, config.number(x), d_rows)
-    # Selected after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_x = selected(formula.logit_cotangents(config.part(x, labels), slopes), where)
+    # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
+    d_x = selected(formula.logit_cotangents(config.part(x, labels, where), slopes), where)
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
 def _labels_in_reverse(
-    config: OfLabels, args: tuple[Labelled, Array | None], sums: Sums, d_outputs: Outputs
+    config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
     inputs, temperature = args
-    return _without_replaced(config.axes, inputs, sums, d_outputs), temperature
+    return _without_replaced(config.axes, inputs, kept[0], d_outputs), temperature
 
 
 def _without_replaced(axes: Axes, inputs: Labelled, sums: Any, d_outputs: Outputs) -> Labelled:
@@ -112,23 +117,19 @@ class OfTargets(NamedTuple):
     """Where the classes of rows with targets are."""
 
     axes: Axes
-    masks_inputs: bool = False  # as of `OfLabels`
 
 
 def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Array, TargetSums]:
     x, t, where = inputs.rows(config.axes)
     epsilon = None if epsilon is None else epsilon[..., None]
-    if config.masks_inputs:
-        sums = target_sums(x, t, where, epsilon)
-    else:
-        sums = row_blocks.map_row_blocks(target_sums, x, t, None if masks_rows(where, (-1,)) else where, epsilon)
+    sums = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon)
     live = _live_rows(x, where)
     sums = sums._replace(total=selected(sums.total, live, 1))
     return selected(target_loss(sums, epsilon), live).squeeze(-1), sums
 
 
 def _plain_target_loss(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Array:
-    return _target_forward(config._replace(masks_inputs=True), inputs, epsilon)[0]
+    return _target_forward(config, inputs, epsilon)[0]
 
 
 def _target_reverse(
