@@ -73,7 +73,7 @@ class Slopes(NamedTuple):
     of_exp: Array  # times exp(z)
     of_spread: Array | None  # times exp(z) z
     of_weights: Array | None  # times the weight of the class: subtracted
-    of_label: Array | None  # subtracted at the label
+    at_label: Array | None  # the terms of exp(z) and of the label itself, at the label
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,23 +213,26 @@ class CrossEntropy(Formula):
             d_entropy = d_rest.pop(0)
             of_exp += d_entropy * (sums.spread * rate)
             of_spread = -d_entropy * rate
-        return Slopes(sums.largest, of_exp * rate, of_spread, of_weights, of_label)
+        slopes = Slopes(sums.largest, of_exp * rate, of_spread, of_weights, None)
+        return slopes if of_label is None else slopes._replace(at_label=self._of_exps(sums.label, slopes) - of_label)
 
     def logit_cotangents(self, part: Part, slopes: Slopes) -> Array:
         """The cotangents of some logits of some rows."""
-        x = self.x(part.logits, part.live)
-        # Logits that a product gives once more may be a rounding larger than the largest.
-        z = jnp.minimum(self._over_temperature(x - slopes.shift), 0)
-        d_x: Array = jnp.exp(z) * slopes.of_exp
-        if slopes.of_spread is not None:
-            d_x += _spread(z) * slopes.of_spread
-        if slopes.of_label is not None:
-            d_x -= jnp.where(part.is_label, slopes.of_label, 0)
+        d_x = self._of_exps(self.x(part.logits, part.live), slopes)
+        if slopes.at_label is not None:
+            # Selected: with a difference XLA's compiler for GPUs would write the cotangents to memory once more.
+            d_x = jnp.where(part.is_label, slopes.at_label, d_x)
         if slopes.of_weights is not None:
             d_x -= _weighted(slopes.of_weights, part.class_weights)
         d_x = self._over_temperature(d_x)
         capped = d_x if self.soft_cap is None else soft_capped(widened(part.logits), self.soft_cap)
         return pulled_back(d_x, capped, self.soft_cap)
+
+    def _of_exps(self, x: Array, slopes: Slopes) -> Array:
+        # Logits that a product gives once more may be a rounding larger than the largest.
+        z = jnp.minimum(self._over_temperature(x - slopes.shift), 0)
+        d_x: Array = jnp.exp(z) * slopes.of_exp
+        return d_x if slopes.of_spread is None else d_x + _spread(z) * slopes.of_spread
 
     # For linear layers.
 
