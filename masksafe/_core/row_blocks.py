@@ -146,4 +146,4 @@ def from_bits(a: Array, dtype: Any) -> Array:
 
 
 def _is_sliced_as_bits(dtype: Any) -> bool:
-    return dtype == jnp.bfloat16 and not platforms.choices().counts_more_as_arithmetic
+    return dtype == jnp.bfloat16 and not platforms.choices().has_kernel_library

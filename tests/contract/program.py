@@ -33,8 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },
     "one pass": {},
-    "arithmetic": {"elements_of_row_in_cache": range(1, 2**15), "counts_more_as_arithmetic": True},
-    "passes": {"form": "elsewhere", "fewest_elements_of_few_passes": 0, "elements_of_row_in_one_kernel": 0},
+    "one kernel": {"has_kernel_library": True},
 }
 
 
