@@ -275,7 +275,7 @@ def test_weights_where_statistics_are_given():
 def test_dtypes_are_those_without_weights(dtype):
     x = (X - 98).astype(jnp.dtype(dtype))
     for name in ("mean", "var_mean"):
-        plain, weighted = (REDUCTIONS[name](x, 0, WHERE, **kw) for kw in ({}, {"weights": np.ones(X.shape)}))
+        plain, weighted = (REDUCTIONS[name](x, 0, WHERE, **kw) for kw in ({}, {"weights": np.ones(X.shape, x.dtype)}))
         chex.assert_trees_all_equal_shapes_and_dtypes(plain, weighted)
         chex.assert_trees_all_close(*(jax.tree.map(np.float32, y) for y in (plain, weighted)), rtol=1e-2)
 
