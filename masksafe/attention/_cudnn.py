@@ -500,6 +500,8 @@ def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradien
     if d_bias is not None and (config.plan.is_causal or masks.key_lengths is not None):
         pairs = _unmasked_pairs(config, operands, masks)
         d_bias = _unmasked_bias(d_bias, pairs.reshape(pairs.shape[0], -1, *pairs.shape[3:]))
+    elif d_bias is not None:
+        d_bias = jnp.where(operands.bias == -jnp.inf, 0, d_bias)  # the weight 0 may have made -0 of it
     return Operands(selected(d_q, sees_any), selected(d_k, is_seen), selected(d_v, is_seen), d_bias)
 
 
