@@ -70,8 +70,10 @@ class Rows(NamedTuple):
     def are_one_kernel(self, x: Array, where: Array | None) -> bool:
         """Whether XLA's library for CPUs makes one kernel of sums over rows and of one result that follows from them.
 
-        So blocks have no use. The library does not select, nor widen float16.
+        So blocks have no use, if the rows are many. The library does not select, nor widen float16.
         """
+        if sharding.has_symbolic_size(x) or x.size <= 2 * platforms.choices().row_block_elements:
+            return False
         is_arithmetic = where is None and x.dtype != jnp.float16 and platforms.choices().has_kernel_library
         return is_arithmetic and not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
 

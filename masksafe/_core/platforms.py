@@ -115,10 +115,6 @@ class Choices(NamedTuple):
     fewest_rows_in_parts: int = 2**12
     rows_of_part_by_segments: int = 2**4
 
-    # Up to so many numbers of all devices are exchanged at once: 256 KiB, which take about as long as another exchange
-    # of almost nothing.
-    most_numbers_of_one_exchange: int = 2**16
-
 
 _choices = jax.make_user_context(default_value=Choices())
 

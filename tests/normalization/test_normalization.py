@@ -119,7 +119,7 @@ AXES = [-1, 0, 1, (0, 2), (2, 0), (2, 1), (0, 1, 2), (2, 0, 1)]
 PROGRAMS = {
     "one block": {"has_kernel_library": False},
     "blocks": {"row_block_elements": 25, "has_kernel_library": False},
-    "kernel": {"has_kernel_library": True},
+    "kernel": {"row_block_elements": 1, "has_kernel_library": True},
     "sampled": {"form": "elsewhere", "fewest_elements_of_few_passes": 0},
 }
 
