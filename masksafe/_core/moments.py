@@ -1,29 +1,25 @@
-r"""Counts, means and variances of unmasked elements.
-
-The mean :math:`\mu` is stored in two parts. Its rounding error is up to :math:`2^{-24} |\mu|`, which can exceed the
-deviations where the mean is large and the spread small. So the mean of the deviations from the rounded mean, the
-remainder, is subtracted as well:
+r"""Mean and variance of the unmasked elements of rows.
 
 .. math::
-  c = \frac{1}{n} \sum_i x_i, \qquad
-  r = \frac{1}{n} \sum_i (x_i - c), \qquad
+  W = \sum_i w_i, \qquad
+  c = \frac{1}{W} \sum_i w_i x_i, \qquad
+  r = \frac{1}{W} \sum_i w_i (x_i - c), \qquad
   \mu = c + r, \qquad
-  \sum_i (x_i - \mu)^2 = \sum_i ((x_i - c) - r)^2.
+  \sigma^2 = \frac{1}{W} \sum_i w_i (x_i - c)^2 - r^2
 
-A CPU makes these three passes over a block in its cache. An accelerator reads the array from memory in every pass, so
-`mean_and_squares` makes one: with a shift :math:`c` close to the mean, which a sample gives,
+The mean deviation :math:`r` is the rounding error of the average :math:`c`. With it, equal elements have their value as
+mean and a variance of 0. All of these are sums: they add up over the devices along which a row extends, and over the
+channels of a group.
 
 .. math::
-  r = \frac{1}{n} \sum_i (x_i - c), \qquad
-  \sum_i (x_i - \mu)^2 = \sum_i (x_i - c)^2 - n r^2.
+  \bar x_i = \frac{w_i}{W} \left( \bar\mu + 2 (x_i - \mu) \, \bar\sigma^2 \right), \qquad
+  \bar w_i = \frac{1}{W} \left( (x_i - \mu) \, \bar\mu + \left( (x_i - \mu)^2 - \sigma^2 \right) \bar\sigma^2 \right)
 
-The difference cancels by a factor of :math:`1 + r^2 / \sigma^2`. If a fraction :math:`f` of the row is the sample, that
-is at most :math:`1 + 1 / f`, since the squared distance of the sample from the mean is a part of the variance; it is
-close to 1 unless the sample differs from the rest. The textbook's :math:`c = 0` has no such bound.
+where a bar is a cotangent.
 """
 
+import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,186 +27,190 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, sharding, unfolded
-from masksafe._core.masks import masks_rows, selected
+from masksafe._core.masks import Weighting, masks_rows, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Axes
 
-Divide = Callable[[Array, Any], Array]  # by a sum of weights: `scaling.quotient`
+
+class Groups(NamedTuple):
+    """Channels in groups: they lie on an axis, those of a group one after another."""
+
+    axis: int  # counted from the end
+    number: int
+
+    def sum(self, of_channels: Array) -> Array:
+        """The sum over each group, for each of its channels."""
+        axis = of_channels.ndim + self.axis
+        of_channels = sharding.gathered_along(of_channels, axis)  # a mesh may split a group
+        size, shape = self.size(of_channels), of_channels.shape
+        of_groups = of_channels.reshape(*shape[:axis], self.number, size, *shape[axis + 1 :])
+        return jnp.repeat(jnp.sum(of_groups, axis + 1), size, axis)
+
+    def size(self, x: Array) -> int:
+        """The number of channels of a group."""
+        return x.shape[self.axis] // self.number
 
 
-class Mean(NamedTuple):
-    """The mean of each row, in two parts; the reduced axes stay, with size 1."""
+class Rows(NamedTuple):
+    """What makes a row: elements along some axes, on all of some devices, in all channels of a group."""
 
-    centre: Array
-    remainder: Array | None  # None where the rounding error of the centre does not matter
+    axes: Axes  # counted from the end
+    devices: sharding.Devices = sharding.Devices()
+    groups: Groups | None = None
 
+    def leading(self, ndim: int) -> int:
+        """How many axes number the rows that one device has as a whole: those before the first axis of a row."""
+        channels = () if self.groups is None else (self.groups.axis,)
+        return 0 if self.devices.are_many else ndim + min(self.axes + channels, default=-ndim)
 
-def count(x: Array, axes: Axes, where: Array | None) -> Array | float:
-    """The number of unmasked elements of `x`, in its real dtype; the reduced axes stay. A float if it is known."""
-    dtype = jnp.finfo(x.dtype).dtype
-    if where is None:
-        number = math.prod(x.shape[a] for a in axes)
-        return float(number) if isinstance(number, int) else jnp.full([1] * x.ndim, number, dtype)
-    # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
-    repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
-    return unfolded.number_of(where, axes, keepdims=True).astype(dtype) * repeats
+    def are_masked_as_wholes(self, where: Array | None) -> bool:
+        channels = () if self.groups is None else (self.groups.axis,)
+        return not self.devices.are_many and masks_rows(where, self.axes + channels)
 
+    def are_one_kernel(self, x: Array, where: Array | None) -> bool:
+        """Whether XLA's library for CPUs makes one kernel of sums over rows and of one result that follows from them.
 
-def average(x: Array, axes: Axes, where: Array | None) -> Array:
-    """The mean of a wide array that is 0 under the mask; 0 if nothing is left. The reduced axes stay."""
-    return jnp.sum(x, axes, keepdims=True) / count_or_one(x, axes, where)
+        So blocks have no use, if the rows are many. The library does not select, nor widen float16.
+        """
+        if sharding.has_symbolic_size(x) or x.size <= 2 * platforms.choices().row_block_elements:
+            return False
+        is_arithmetic = where is None and x.dtype != jnp.float16 and platforms.choices().has_kernel_library
+        return is_arithmetic and not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
 
+    def sums(self, *terms: Array) -> tuple[Array, ...]:
+        """The sum of each array over whole rows; the reduced axes stay, with size 1."""
+        return self.add_up(*(jnp.sum(term, self.axes, keepdims=True) for term in terms))
 
-def count_or_one(x: Array, axes: Axes, where: Array | None) -> Array | float:
-    """As `count`, but 1 where nothing is left: a divisor."""
-    n = count(x, axes, where)
-    return max(n, 1.0) if isinstance(n, float) else jnp.maximum(n, 1)
+    def add_up(self, *sums: Array) -> tuple[Array, ...]:
+        """The sums over whole rows, from those over what of it a device and a channel have; in one exchange."""
+        return self.devices.sums(*(sums if self.groups is None else map(self.groups.sum, sums)))
 
+    def average(self, terms: Array, weighting: Weighting) -> tuple[Array | None, Array]:
+        """The weight of each row, as in `Moments`, and the sum of weighted terms over it."""
+        if weighting.where is None and not self.devices.are_many:  # their number may be unknown in the reverse pass
+            return None, self.sums(terms)[0] / self.divisor(terms, None)
+        total = jnp.sum(terms, self.axes, keepdims=True)
+        weight, total = self.add_up(total_weight(terms, self.axes, weighting).astype(total.dtype), total)
+        weight = jnp.real(weight)
+        return weight, total / self.divisor(terms, weight)
 
-def _positive_or_one(n: Array | float) -> Array | float:
-    return (n if n > 0 else 1.0) if isinstance(n, float) else jnp.where(n > 0, n, 1)
+    def may_be_sampled(self, x: Array, weighting: Weighting) -> bool:
+        """Whether a device has whole rows with no mask, and they are so many that one pass less counts."""
+        is_large = not sharding.has_symbolic_size(x) and x.size >= platforms.choices().fewest_elements_of_few_passes
+        is_own = not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
+        is_whole = all(jax.typeof(x).sharding.spec[a] is None for a in self.axes)
+        return is_large and is_own and is_whole and weighting == (None, None) and bool(self.axes)
 
+    def near_average(self, x: Array) -> Array:
+        """A number close to the average of each row, from a 64th of it; that of equal elements is their value exactly.
 
-def mean(x: Array, axes: Axes, where: Array | None, *, in_one_part: bool = False) -> Mean:
-    """The mean, in two parts unless `in_one_part`, of a wide array that is 0 under the mask; 0 if nothing is left."""
-    centre = average(x, axes, where)
-    return Mean(centre, None if in_one_part else average(selected(x - centre, where), axes, where))
+        From there the sums of deviations and of their squares are one pass over the elements.
+        """
+        axis = max(self.axes, key=lambda a: x.shape[a])
+        sample = lax.slice_in_dim(x, 0, -(-x.shape[axis] // 64), axis=axis)
+        first = functools.reduce(lambda x, axis: lax.slice_in_dim(x, 0, 1, axis=axis), self.axes, sample)
+        near = first + jnp.mean(sample - first, self.axes, keepdims=True)
+        return near if self.groups is None else self.groups.sum(near) / self.groups.size(x)
 
-
-def total(mean: Mean) -> Array:
-    """The mean in one part. An infinite mean stays infinite, although its remainder (inf - inf) is NaN."""
-    if mean.remainder is None:
-        return mean.centre
-    return jnp.where(jnp.isfinite(mean.centre), mean.centre + mean.remainder, mean.centre)
-
-
-def deviations(x: Array, mean: Mean, where: Array | None) -> Array:
-    """The deviation of each element of a wide array from its mean; 0 under the mask."""
-    centred = x - mean.centre
-    return selected(centred if mean.remainder is None else centred - mean.remainder, where)
-
-
-def squares(x: Array, axes: Axes) -> Array:
-    """The sum of squared magnitudes; the reduced axes stay."""
-    return jnp.sum(jnp.real(x * jnp.conj(x)), axes, keepdims=True)
-
-
-def is_rounding(variance: Array, mean: Mean) -> Array:
-    """Whether a variance is no more than the rounding error of the mean's last part, as for a constant row.
-
-    The bound is far below the variance of a row in which one element differs by a single rounding step.
-    """
-    last = mean.centre if mean.remainder is None else mean.remainder
-    bound = jnp.square(4 * jnp.finfo(variance.dtype).eps * jnp.abs(last))
-    return (variance <= bound) & (variance < jnp.inf)  # both may overflow
-
-
-def variance(correction: float, mean: Mean, square_sum: Array, n: Array | float, divide: Divide = jnp.divide) -> Array:
-    """The variance of `n` elements with this sum of squared deviations; 0 where `n` does not exceed `correction`."""
-    degrees_of_freedom = n - correction
-    is_defined, divisor = degrees_of_freedom > 0, _positive_or_one(degrees_of_freedom)
-    variance = divide(square_sum, divisor)
-    # 0 * variance, not 0: a NaN or infinity in an unmasked element must stay visible.
-    return jnp.where(is_defined & ~is_rounding(variance, mean), variance, 0 * variance)
+    def divisor(self, x: Array, weight: Array | None) -> Any:
+        """The weight; infinity where nothing is left, so that quotients and their derivatives are 0."""
+        if weight is not None:
+            return jnp.where(weight == 0, jnp.inf, weight)
+        of_group = 1 if self.groups is None else self.groups.size(x)
+        number = math.prod(x.shape[a] for a in self.axes) * of_group * self.devices.size
+        return float(number or math.inf) if isinstance(number, int) else jnp.asarray(number, x.dtype)
 
 
-# Few passes over an array, for accelerators.
+class Moments(NamedTuple):
+    """Of each row, in the wide dtype; the reduced axes stay, with size 1."""
+
+    weight: Array | None  # None where it is the number of all elements
+    centre: Array | None  # the mean but for its rounding error; None where the mean is taken for 0
+    error: Array | None  # the mean less the centre; None where that is exact
+    variance: Array
+
+    @property
+    def mean(self) -> Array:
+        assert self.centre is not None
+        return self.centre if self.error is None else self.centre + self.error
+
+    def deviations(self, x: Array, where: Array | None) -> Array:
+        """The deviation of each element from its mean, wide; 0 under the mask."""
+        deviations = selected(widened(x), where)
+        for part in (self.centre, self.error):
+            deviations = deviations if part is None else deviations - part
+        return selected(deviations, where)
 
 
-def may_save_passes(axes: Axes, x: Array, *others: Array | None) -> bool:
-    """Whether it is worth a program of its own for accelerators, and possible.
-
-    Small arrays take no time there. Rows that are split over devices, or of symbolic size, cannot be sliced; on an
-    automatic mesh a row that includes the leading axis probably is split.
-    """
-    if sharding.is_on_automatic_mesh(x) and -x.ndim in axes:
-        return False
-    if sharding.has_symbolic_size(x) or x.size < platforms.choices().fewest_elements_of_few_passes or not axes:
-        return False
-    spec = jax.typeof(x).sharding.spec
-    return all(spec[a] is None for a in axes) and all(sharding.is_split_like(o, x) for o in others if o is not None)
-
-
-def are_last(axes: Axes) -> bool:
-    """Whether `axes`, counted from the end, are the last ones."""
-    return sorted(axes) == list(range(-len(axes), 0))
-
-
-def mean_and_squares(x: Array, axes: Axes, where: Array | None) -> tuple[Mean, Array]:
-    """The mean, and the sum of squared deviations, of an array of real floats that may hold anything under the mask.
-
-    `axes` are counted from the end. It takes one pass, but two under a mask of elements if `axes` are not the last ones
-    or the floats are 64 bits wide: XLA's GPU compiler does not reduce several arrays together along other axes.
-    """
-    if masks_rows(where, axes):
-        shift = near_mean(x, axes)
-        shifted = widened(x) - shift
-        n = math.prod(x.shape[a] for a in axes)
-        mean, square_sum = about_mean(shift, sums(axes, None, shifted, shifted * shifted), n)
-        # Selected last: a selection before two sums would be written to memory.
-        return jax.tree.map(lambda a: selected(a, where), (mean, square_sum))  # type: ignore[no-any-return]
-    assert where is not None
+def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = False) -> Moments:
+    """The moments of the unmasked elements; JAX's own rules may differentiate them."""
+    where, weights = weighting
     wide = selected(widened(x), where)
-    if wide.dtype == jnp.float32 and are_last(axes):
-        return _merge_pairs(wide, axes, where)
-    shift = average(wide, axes, where)
-    shifted = widened(x) - shift
-    return about_mean(shift, sums(axes, where, shifted, shifted * shifted), count_or_one(wide, axes, where))
+    terms = weighted(wide, weights)
+    if about_zero:
+        weight, square = rows.average(terms * wide, weighting)
+        return Moments(weight, None, None, square)
+    if rows.may_be_sampled(x, weighting):
+        average = lambda x: rows.average(x, weighting)[1]  # noqa: E731
+        weight, centre = None, platforms.on_cpu_or_elsewhere(average, rows.near_average, wide)
+    else:
+        weight, centre = rows.average(terms, weighting)
+    centre = lax.stop_gradient(centre)
+    n = rows.divisor(wide, weight)
+    deviations = wide - centre
+    # A product, since XLA's compilers write a selection that two sums share to memory. By the weight first: a square
+    # may overflow, and that times 0 is NaN.
+    terms = weighted(deviations, where if weights is None else weights)
+    sums = rows.sums(terms, _product(terms, deviations))
+    error, square = (total / n for total in sums)
+    rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
+    variance = square - (1 + rounding) * _product(error, error)
+    nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
+    return Moments(weight, centre, error, jnp.maximum(variance, nothing))
 
 
-def near_mean(x: Array, axes: Axes) -> Array:
-    """A number close to the mean of each row, from a 64th of it; that of equal elements is their value exactly."""
-    axis = max(axes, key=lambda a: x.shape[a])
-    sample = lax.slice_in_dim(x, 0, -(-x.shape[axis] // 64), axis=axis)
-    first = widened(first_of_rows(x, axes))
-    return first + jnp.mean(widened(sample) - first, axes, keepdims=True)
+def pull_back(
+    rows: Rows, deviations: Array, weights: Array | None, of_rows: Moments, d_mean: Array | None, d_variance: Array
+) -> tuple[Array, Array | None]:
+    """The cotangents of the elements and of their weights; anything under the mask."""
+    n = rows.divisor(deviations, of_rows.weight)
+    if weights is None:
+        d_x = 2 * (d_variance / n) * jnp.conj(deviations)
+        return (d_x if d_mean is None else d_x + d_mean / n), None
+    d_mean = jnp.zeros_like(d_variance) if d_mean is None else d_mean
+    share = weights.astype(deviations.dtype) / n  # 1 where nothing else is left: then nothing is rounded
+    d_x = share * (d_mean + 2 * d_variance * deviations)
+    return d_x, (d_mean * deviations + d_variance * (deviations * deviations - of_rows.variance)) / n
 
 
-def first_of_rows(x: Array, axes: Axes) -> Array:
-    """The first element of each row; the reduced axes stay, with size 1."""
-    for axis in axes:
-        x = lax.slice_in_dim(x, 0, 1, axis=axis)
-    return x
+def _product(x: Array, y: Array) -> Array:
+    """The product, of numbers that have the same argument if they are complex."""
+    return jnp.real(x * jnp.conj(y))
 
 
-def sums(axes: Axes, where: Array | None, *arrays: Array) -> list[Array]:
-    """The sum of the unmasked elements of each array, which XLA computes in one pass; the reduced axes stay."""
-    return [jnp.sum(selected(a, where), axes, keepdims=True) for a in arrays]
+def weighted(x: Array, weights: Array | None) -> Array:
+    return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
-def about_mean(
-    shift: Array, sums_about_shift: list[Array], n: Array | float, divide: Divide = jnp.divide
-) -> tuple[Mean, Array]:
-    """The mean, and the sum of squares about it, from the sums of `x - shift` and of its square; `n` is not 0."""
-    total, square_sum = sums_about_shift
-    remainder = divide(total, n)
-    excess = remainder * total
-    centred = square_sum - excess
-    centred = jnp.where(centred <= 8 * jnp.finfo(total.dtype).eps * excess, 0, centred)  # rounding, of equal elements
-    return Mean(shift, remainder), jnp.where(square_sum == jnp.inf, square_sum, centred)  # inf - inf would be NaN
+def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
+    """The sum of the weights of the unmasked elements along some axes; without weights, their number.
+
+    It has the real dtype of a wide `x`, and its shape, but that the reduced axes have size 1.
+    """
+    where, weights = weighting
+    if weights is not None:
+        total = unfolded.sum_of(weights, axes, keepdims=True)
+    elif where is None:
+        total = jnp.asarray(math.prod(x.shape[a] for a in axes))
+    else:
+        # Counted before broadcasting: cheaper, and the integer cannot overflow for a huge array.
+        repeats = math.prod(x.shape[a] for a in axes if where.shape[a] == 1)
+        total = unfolded.number_of(where, axes, keepdims=True).astype(jnp.finfo(x.dtype).dtype) * repeats
+    reduced = [a % x.ndim for a in axes]
+    shape = [1 if a in reduced else n for a, n in enumerate(x.shape)]
+    return jnp.broadcast_to(total.astype(jnp.finfo(x.dtype).dtype), shape)
 
 
-def _merge_pairs(x: Array, axes: Axes, where: Array) -> tuple[Mean, Array]:
-    """Mean and squares of the unmasked elements in one pass, merged from those of parts, as Chan et al. do."""
-
-    def merge(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-        (n_a, centre_a, remainder_a, squares_a), (n_b, centre_b, remainder_b, squares_b) = a, b
-        weight = n_b / jnp.maximum(n_a + n_b, 1)
-        distance = (centre_b - centre_a) + (remainder_b - remainder_a)
-        centre, remainder = exact_sum(centre_a, remainder_a + distance * weight)
-        squares = squares_a + squares_b + distance * (n_a * weight) * distance  # the square may overflow where n_a is 0
-        nothing = n_a == 0
-        return n_a + n_b, jnp.where(nothing, centre_b, centre), jnp.where(nothing, remainder_b, remainder), squares
-
-    parts: Any = (jnp.broadcast_to(where, x.shape).astype(x.dtype), x, jnp.zeros_like(x), jnp.zeros_like(x))
-    parts = sharding.vary_with(parts, (x, where))
-    _, *merged = lax.reduce(parts, (jnp.zeros((), x.dtype),) * 4, merge, [a % x.ndim for a in axes])
-    centre, remainder, square_sum = (jnp.expand_dims(m, axes) for m in merged)
-    return Mean(centre, remainder), square_sum
-
-
-def exact_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """The rounded sum and its rounding error, as Knuth computes them."""
-    total = a + b
-    rounded_b = total - a
-    return total, (a - (total - rounded_b)) + (b - rounded_b)
+def nonzero_divisor(weight: Array) -> Array:
+    """A divisor for what is 0 where nothing is left."""
+    return jnp.where(weight == 0, 1, weight)

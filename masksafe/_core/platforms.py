@@ -6,12 +6,10 @@ of the process.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
@@ -98,20 +96,11 @@ class Choices(NamedTuple):
     # time of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
     row_block_elements: int = 2**18
 
-    # The rows that XLA's CPU compiler keeps in the cache by itself, by their number of elements, if it computes a
-    # function of arithmetic alone. With fewer or more it writes every step to memory, which takes 2 to 7 times as long:
-    # 65536 x 256, and 512 x 32769.
-    elements_of_row_in_cache: range = range(2**8 + 1, 2**15 + 1)
-    # What it counts as arithmetic depends on the version: jax 0.12 includes bfloat16, and functions such as sign and
-    # log; jax 0.10 does not. What lies between was not measured.
-    counts_more_as_arithmetic: bool = jax.__version_info__ >= (0, 12)
+    # Whether XLA's CPU compiler has a library that makes one kernel of arithmetic and the sums over rows within it,
+    # which jax 0.12 has and jax 0.10 has not. What lies between was not measured.
+    has_kernel_library: bool = jax.__version_info__ >= (0, 12)
 
-    # Up to this size XLA's compiler for GPUs computes sums over a row and what follows from them in one kernel, which
-    # reads the row once. Longer rows are read once for every sum that needs the one before.
-    elements_of_row_in_one_kernel: int = 2**14
-
-    # Elsewhere than on a CPU normalisation and variance of fewer elements take the form for a CPU, which compiles
-    # faster.
+    # Elsewhere than on a CPU the rows of an array with fewer elements are not sampled for a number near their mean.
     fewest_elements_of_few_passes: int = 2**16
 
     # Of all pairs of a batch: the logits of a block of rows, 16 MiB of float32 on a CPU, where blocks of a quarter of
@@ -125,10 +114,6 @@ class Choices(NamedTuple):
     fewest_rows_of_segments_in_parts: int = 2**7
     fewest_rows_in_parts: int = 2**12
     rows_of_part_by_segments: int = 2**4
-
-    # Up to so many numbers of all devices are exchanged at once: 256 KiB, which take about as long as another exchange
-    # of almost nothing.
-    most_numbers_of_one_exchange: int = 2**16
 
 
 _choices = jax.make_user_context(default_value=Choices())
@@ -150,18 +135,6 @@ def chosen(
         yield
 
 
-def computes_rows_in_cache(elements: Any, dtype: Any, arrays: int = 1) -> bool:
-    """Whether XLA's CPU compiler passes rows of so many elements, in so many arrays, through the cache only once.
-
-    It does so by itself for a function of nothing but arithmetic, including exponentials and extrema, and reductions: a
-    comparison or a selection of elements is written to memory as a whole.
-    """
-    counts_more, in_cache = choices().counts_more_as_arithmetic, choices().elements_of_row_in_cache
-    if dtype == jnp.float16 or not (counts_more or (dtype != jnp.bfloat16 and arrays == 1)):
-        return False
-    return elements in in_cache and elements * 4 ** (arrays - 1) in in_cache  # each array brings intermediate ones
-
-
 def unfused(results: Tree) -> Tree:
     """`results`, which XLA does not fuse with what follows, nor finds to be computed elsewhere as well.
 
@@ -175,12 +148,6 @@ def unfused(results: Tree) -> Tree:
 def unfused_on_cpu(results: Tree) -> Tree:
     """`unfused` in a program for a CPU."""
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
-
-
-def fits_into_a_kernel(axes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether a kernel of a GPU can hold a row of an array, whose elements lie on `axes`: the last ones, and few."""
-    are_last = sorted(a % len(shape) for a in axes) == list(range(len(shape) - len(axes), len(shape)))
-    return are_last and math.prod(shape[a] for a in axes) <= choices().elements_of_row_in_one_kernel
 
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:

@@ -39,7 +39,9 @@ def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = No
     if not sharding.may_loop(args) or elements == 0 or count <= 2 * block:
         return fn(*args)
     loop = _Loop(fn, has_totals, rows.shape[:leading], tiles.divisor_near(count, block))
-    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), fn, *args)  # type: ignore[no-any-return]
+    # What a loop carries varies over the devices over which any of its arguments does.
+    in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
+    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
 
 
 def _on_each_device(fn: Callable[..., Any], leading: int, has_totals: bool, args: Any) -> Any:
@@ -146,4 +148,4 @@ def from_bits(a: Array, dtype: Any) -> Array:
 
 
 def _is_sliced_as_bits(dtype: Any) -> bool:
-    return dtype == jnp.bfloat16 and not platforms.choices().counts_more_as_arithmetic
+    return dtype == jnp.bfloat16 and not platforms.choices().has_kernel_library

@@ -25,12 +25,6 @@ def is_sharded(x: Array) -> bool:
     return any(axis is not None for axis in jax.typeof(x).sharding.spec)
 
 
-def is_split_like(x: Array, other: Array) -> bool:
-    """Whether every dimension of `x` is whole, or split over devices like that of `other`, which has the same rank."""
-    pairs = zip(jax.typeof(x).sharding.spec, jax.typeof(other).sharding.spec, strict=True)
-    return all(axis is None or axis == axis_of_other for axis, axis_of_other in pairs)
-
-
 def is_on_automatic_mesh(x: Array) -> bool:
     """Whether the compiler may split `x` over the devices of a mesh, in a way that is not known while tracing."""
     meshes = jax.typeof(x).sharding.mesh, jax.sharding.get_abstract_mesh()

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import label_checks, precision, row_moments, sharding, switches
+from masksafe._core import label_checks, moments, precision, sharding, switches
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
 from masksafe._reductions._masked_mean import MaskedMean, normal, sums_of
@@ -322,7 +322,7 @@ class _Sums(NamedTuple):
         def gradient(d_total: Array, d_count: Array | None) -> Array:
             count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
-            return jnp.where(count == 0, 0, d_mean / row_moments.nonzero_divisor(count))
+            return jnp.where(count == 0, 0, d_mean / moments.nonzero_divisor(count))
 
         d_count = jax.tree.map(lambda _: None, self.d_total) if self.d_count is None else self.d_count
         return jax.tree.map(gradient, self.d_total, d_count)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core import masks, moments, row_moments, scaling, sharding, unfolded
+from masksafe._core import masks, moments, scaling, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
@@ -255,7 +255,10 @@ def _plus(a: _Sum, b: _Sum) -> _Sum:
 def _rounded_away(a: Array, b: Array) -> Array:
     """What `a + b` loses by rounding, exactly; 0 if the sum is not finite."""
     is_finite, zero = jnp.isfinite(a + b), jnp.zeros_like(a)
-    return moments.exact_sum(jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero))[1]
+    a, b = jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero)
+    total = a + b
+    rounded_b = total - a  # as Knuth computes it
+    return (a - (total - rounded_b)) + (b - rounded_b)
 
 
 def _as_one(x: Any) -> Any:
@@ -281,7 +284,7 @@ def _number(x: _Sum) -> Array:
 def _value(total: _Sum, count: _Sum) -> Array:
     dtype = float_dtype(total.dtype)
     dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
-    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, row_moments.nonzero_divisor(divisor))).astype(dtype)
+    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, moments.nonzero_divisor(divisor))).astype(dtype)
 
 
 @jitted(0)
@@ -289,7 +292,7 @@ def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array |
     how, x, where, weights = call.read(x, where, weights)
     where, weights = masks.weighting_of(x, where, weights)
     x = masks.selected(x, where)
-    elements = x if x.dtype == jnp.bool_ and weights is None else row_moments.weighted(widened(x), weights)
+    elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)
     total = jnp.sum(elements, how.axes)
     if weights is not None:
         count = unfolded.sum_of(jnp.broadcast_to(weights, x.shape), how.axes)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import scaling, sharding
+from masksafe._core import sharding
 from masksafe._core.masks import selected, weighting_of
+from masksafe._core.moments import Rows, weighted
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import nonzero_divisor, total_weight, weighted
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
@@ -125,11 +125,5 @@ def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> A
     how, x, where, weights = call.read(x, where, weights)
     weighting = weighting_of(x, where, weights)
     wide = widened(selected(x, weighting.where))
-    total = jnp.sum(weighted(wide, weighting.weights), how.axes, keepdims=True)
-    weight = total_weight(wide, how.axes, weighting)
-    if how.devices.are_many:
-        total, weight = how.devices.sums(total, weight.astype(total.dtype))
-    average = (jnp.divide if weights is None else scaling.quotient)(total, nonzero_divisor(weight))
-    if weights is not None:
-        average = jnp.where(weight == 0, 0, average)  # with a gradient of 0 by the weights
+    _, average = Rows(how.axes, how.devices).average(weighted(wide, weighting.weights), weighting)
     return how.shaped(average).astype(float_dtype(x.dtype))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax.numpy as jnp
-from jax import lax
 
-from masksafe._core import arguments, moments, platforms, row_blocks, scaling, sharding
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
-from masksafe._core.masks import selected, weighting_of
-from masksafe._core.precision import float_dtype, widened
+from masksafe._core import arguments, row_blocks, sharding
+from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.masks import Weighting, selected, weighting_of
+from masksafe._core.moments import Moments, Rows, moments, pull_back
+from masksafe._core.precision import float_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Rows, row_moments
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions._arguments import Call, prepared
 
 
@@ -128,9 +126,6 @@ def var_mean(
     return _reduce(correction, *prepared("var_mean", x, axis, where, weights, axis_name, keepdims))
 
 
-_AxesAndCorrection = tuple[Axes, float]
-
-
 @jitted(0, 1)
 def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`, as floats."""
@@ -138,96 +133,36 @@ def _reduce(correction: float, call: Call, x: Array, where: Array | None, weight
     x = x.astype(float_dtype(x.dtype))
     if jnp.iscomplexobj(x) and (weights is not None or how.devices.are_many):
         raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
-    if weights is None and not how.devices.are_many:
-        variance, mean = _variance_and_mean((how.axes, correction), x, where)
-    else:
-        of_rows = row_moments(Rows(how.axes, how.devices), x, weighting_of(x, where, weights))
-        divide = jnp.divide if weights is None else scaling.quotient
-        variance = moments.variance(correction, of_rows.mean, of_rows.squares, of_rows.weight, divide)
-        mean = moments.total(of_rows.mean)
-    return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(mean).astype(x.dtype)
+    rows = Rows(row_blocks.axes_of_row(how.axes, x.ndim), how.devices)
+    weighting = weighting_of(x, where, weights)
+    # Over devices by JAX's own rules: they know whether each device has all of a result's cotangent, or a part.
+    of_rows = moments(rows, x, weighting) if how.devices.are_many else _moments(rows, x, weighting)
+    variance = of_rows.variance
+    if correction:
+        n = rows.divisor(x, of_rows.weight)
+        variance = variance / jnp.where(n > correction, 1 - correction / n, jnp.inf)  # a NaN stays visible
+    return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(of_rows.mean).astype(x.dtype)
 
 
-def _variance_and_mean_forward(
-    config: _AxesAndCorrection, x: Array, where: Array | None
-) -> tuple[tuple[Array, Array], tuple[Array, Array | None, moments.Mean]]:
-    variance, mean = _evaluate_variance_and_mean(config, x, where)
-    return (variance, moments.total(mean)), (x, where, mean)
+def _evaluate(rows: Rows, x: Array, weighting: Weighting) -> Moments:
+    in_one_pass = functools.partial(moments, rows)
+    if rows.are_one_kernel(x, weighting.where):
+        return in_one_pass(x, weighting)
+    return row_blocks.map_row_blocks(in_one_pass, x, weighting, leading=rows.leading(x.ndim))
 
 
-@jitted(0)
-def _variance_and_mean_reverse(
-    config: _AxesAndCorrection,
-    residuals: tuple[Array, Array | None, moments.Mean],
-    cotangents: tuple[Array, Array],
-) -> tuple[Array, None]:
-    (axes, correction), (x, where, mean), (d_variance, d_mean) = config, residuals, cotangents
-    wide = selected(widened(x), where)
-    n = moments.count(wide, axes, where)
-    degrees_of_freedom = jnp.where(n > correction, n - correction, jnp.inf)
-    slope = 2 * jnp.conj(moments.deviations(wide, mean, where))  # derivative of the sum of squares
-    d_x = slope * (d_variance / degrees_of_freedom) + d_mean / jnp.maximum(n, 1)
-    return selected(d_x, where).astype(x.dtype), None
+def _forward(rows: Rows, x: Array, weighting: Weighting) -> tuple[Moments, tuple[Array, Weighting, Moments]]:
+    of_rows = _evaluate(rows, x, weighting)
+    return of_rows, (x, weighting, of_rows)
 
 
-@with_reverse_rule(_variance_and_mean_forward, _variance_and_mean_reverse, static_argnums=(0,))
-def _variance_and_mean(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, Array]:
-    """Variance and mean in the wide dtype, with the reduced axes kept."""
-    variance, mean = _evaluate_variance_and_mean(config, x, where)
-    return variance, moments.total(mean)
+def _reverse(rows: Rows, residuals: tuple[Array, Weighting, Moments], cotangents: Moments) -> tuple[Array, Weighting]:
+    x, (where, weights), of_rows = residuals
+    deviations = of_rows.deviations(x, where)
+    d_x, d_weights = pull_back(rows, deviations, weights, of_rows, cotangents.error, cotangents.variance)
+    if d_weights is not None and cotangents.weight is not None:
+        d_weights = selected(d_weights + cotangents.weight, where)
+    return selected(d_x, where).astype(x.dtype), Weighting(None, d_weights)
 
 
-@jitted(0)
-def _evaluate_variance_and_mean(
-    config: _AxesAndCorrection, x: Array, where: Array | None
-) -> tuple[Array, moments.Mean]:
-    config = row_blocks.axes_of_row(config[0], x.ndim), config[1]
-    if jnp.iscomplexobj(x) or not moments.may_save_passes(config[0], x, where):
-        return _reduce_in_blocks(config, x, where)
-    in_one_pass = where is None and sharding.may_loop(x) and _is_fused(config[0], x)
-    on_cpu = functools.partial(_reduce_in_one_pass if in_one_pass else _reduce_in_blocks, config)
-    return platforms.on_cpu_or_elsewhere(on_cpu, functools.partial(_reduce_all_rows, config), x, where)
-
-
-def _is_fused(axes: Axes, x: Array) -> bool:
-    """Whether XLA's CPU compiler computes the reductions of rows, along `axes`, in one pass."""
-    if x.dtype.itemsize < 4:  # it would widen the whole array first
-        return False
-    elements = math.prod(x.shape[a] for a in axes)
-    return moments.are_last(axes) and elements in range(platforms.choices().elements_of_row_in_cache.stop)
-
-
-def _reduce_in_blocks(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    leading = row_blocks.leading_axes(tuple(a % x.ndim for a in config[0]))
-    return row_blocks.map_row_blocks(functools.partial(_reduce_rows, config), x, where, leading=leading)
-
-
-def _reduce_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    axes, correction = config
-    wide = selected(widened(x), where)
-    mean = moments.mean(wide, axes, where)
-    square_sum = moments.squares(moments.deviations(wide, mean, where), axes)
-    return moments.variance(correction, mean, square_sum, moments.count(wide, axes, where)), mean
-
-
-@with_derivatives_of(_reduce_rows)
-def _reduce_in_one_pass(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    """As `_reduce_rows` without a mask, with the mean in one part where its rounding error does not matter."""
-    axes, correction = config
-    wide = widened(x)
-    centre, n = moments.average(wide, axes, where), moments.count(wide, axes, where)
-    centre, square_sum = platforms.unfused((centre, moments.squares(wide - centre, axes)))
-    # Some rounding errors of the mean, squared, are a millionth of a variance above this.
-    rounding = 2**13 * jnp.finfo(wide.dtype).eps * jnp.abs(centre)
-    mean = moments.Mean(centre, jnp.zeros_like(centre))
-    is_rounded = jnp.any(square_sum < n * jnp.square(rounding))
-    exactly = functools.partial(_reduce_in_blocks, config, x, where)
-    variance, mean = lax.cond(is_rounded, exactly, lambda: (moments.variance(correction, mean, square_sum, n), mean))
-    return variance, mean
-
-
-@with_derivatives_of(_reduce_rows)
-def _reduce_all_rows(config: _AxesAndCorrection, x: Array, where: Array | None) -> tuple[Array, moments.Mean]:
-    axes, correction = config
-    mean, square_sum = moments.mean_and_squares(x, axes, where)
-    return moments.variance(correction, mean, square_sum, moments.count(widened(x), axes, where)), mean
+_moments = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import masks, platforms, scaling, sharding, unfolded
+from masksafe._core.moments import nonzero_divisor, weighted
 from masksafe._core.precision import widened
-from masksafe._core.row_moments import nonzero_divisor, weighted
 from masksafe._core.typing import Array
 from masksafe._segments._arguments import Rows, Segments
 

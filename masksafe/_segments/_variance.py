@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import moments, platforms
+from masksafe._core import platforms
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
 from masksafe._core.masks import selected
 from masksafe._core.precision import float_dtype, widened
@@ -188,7 +188,9 @@ def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
     # the data, for the next deviations.
     mean = platforms.unfused(_Mean(centre, average(from_centre)))
     variance = average(jnp.square(_deviations(x, rows, mean)))
-    variance = jnp.where(moments.is_rounding(variance, moments.Mean(*mean)), 0, variance)
+    # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
+    rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
+    variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
     return _Moments(platforms.unfused(mean), variance, weight)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, label_checks, precision, row_moments, scaling, sharding, unfolded
+from masksafe._core import arguments, label_checks, moments, precision, scaling, sharding, unfolded
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
@@ -260,5 +260,5 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
 def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
-        return row_moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
+        return moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
     return jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(dtype)

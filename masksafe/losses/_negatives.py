@@ -26,7 +26,7 @@ from jax import lax
 
 from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.row_moments import nonzero_divisor
+from masksafe._core.moments import nonzero_divisor
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Tree
 from masksafe.losses._rows._sources import matmul

@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, unfolded
 from masksafe._core.labels import nan_unless
+from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import nonzero_divisor
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions import MaskedMean
 from masksafe._softmax import logsumexp

@@ -2,56 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, masks
-from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.typing import Array, Axes
 
-_TINIEST = float(jnp.finfo(jnp.float32).tiny)
+TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-class Arguments(TypedDict, total=False):
-    """As the user gives them."""
+class Given(NamedTuple):
+    """Arrays as the user gives them. A jitted function reads them: eagerly, that would cost more than a small norm."""
 
-    scale: ArrayLike | None
-    bias: ArrayLike | None
-    where: ArrayLike | None
-    weights: ArrayLike | None
-    epsilon: Any
+    x: Array
+    scale: Array | None
+    bias: Array | None
+    where: Array | None
+    weights: Array | None
+    epsilon: Any  # None where the program knows it
 
 
 class Inputs(NamedTuple):
-    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat, and a scalar epsilon."""
+    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat."""
 
     x: Array
     where: Array | None = None
-    weights: Array | None = None
+    weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Any = None  # None where the program knows it
+    epsilon: Any = None  # an array; None where the program knows it
 
 
-def read_arguments(op: str, x: Array, axes: Axes, **given: Unpack[Arguments]) -> tuple[float | None, Inputs]:
-    """The epsilon, if the program has to know it, and the arrays. Scale and bias have the shape of some axes of `x`."""
-    epsilon = arguments.as_epsilon(op, given["epsilon"])
-    static, array = (epsilon, None) if epsilon < _TINIEST else arguments.as_static_or_array(epsilon, x)
-    return static, Inputs(
-        x,
-        masks.as_mask_of(op, given.get("where"), x.shape),
-        masks.as_weights_of(op, given.get("weights"), x.shape),
-        along_axes(op, "scale", given.get("scale"), x, axes),
-        along_axes(op, "bias", given.get("bias"), x, axes),
-        array,
-    )
+def given(op: str, x: Any, scale: Any, bias: Any, where: Any, weights: Any, epsilon: Any) -> tuple[float | None, Given]:
+    """The epsilon, if the program has to know it, and the arrays."""
+
+    def as_array(argument: str, value: Any) -> Any:
+        return None if value is None else arguments.as_array(op, argument, value)
+
+    x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)
+    static, array = (number, None) if number < TINIEST else arguments.as_static_or_array(number, x)
+    parameters = as_array("scale", scale), as_array("bias", bias)
+    return static, Given(x, *parameters, as_array("where", where), as_array("weights", weights), array)
 
 
-def along_axes(op: str, argument: str, value: ArrayLike | None, x: Array, axes: Axes) -> Array | None:
+def read(op: str, given: Given, axes: Axes) -> Inputs:
+    """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes."""
+    x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
+
+    def parameter(argument: str, value: Array | None) -> Array | None:
+        return None if value is None else along_axes(op, argument, value, x, axes)
+
+    where, weights = masks.as_mask_of(op, given.where, x.shape), masks.as_weights_of(op, given.weights, x.shape)
+    weighting = masks.weighting_of(x, where, weights)
+    parameters = parameter("scale", given.scale), parameter("bias", given.bias)
+    epsilon = None if given.epsilon is None else jnp.reshape(given.epsilon, (1,) * x.ndim)
+    return Inputs(x, weighting.where, weighting.weights, *parameters, epsilon)
+
+
+def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:
     """A parameter of the shape of some axes of `x`, laid out to broadcast with `x`."""
-    if value is None:
-        return None
-    parameter = arguments.as_float_array(op, argument, value, of_any_width=True)
+    parameter = arguments.as_float_array(op, argument, parameter, of_any_width=True)
     expected = tuple(x.shape[a] for a in axes)
     if parameter.shape != expected:
         expectation = f"shape {expected}, that of the axes {axes} of x"

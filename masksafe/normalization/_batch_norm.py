@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, masks, moments, precision, sharding, unfolded
+from masksafe._core import arguments, masks, row_blocks, sharding, unfolded
+from masksafe._core.moments import Moments, Rows
+from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Rows
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
-from masksafe.normalization._arguments import Inputs, along_axes, read_arguments
-from masksafe.normalization._statistics import normalize, normalize_by, reciprocal_root
+from masksafe.normalization._arguments import Given, along_axes, given, read
+from masksafe.normalization._normalize import Norm, normalize, normalized
 
 _OP = "batch_norm"
 
@@ -83,37 +84,39 @@ def batch_norm(
       `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_; Chan, Golub, LeVeque, "Updating
       Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
-    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
-    features = arguments.canonical_axes(_OP, axis, x.ndim)
-    given_mean, given_var = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
-    if (given_mean is None) != (given_var is None):
-        argument = "var" if given_var is None else "mean"
+    if (mean is None) != (var is None):
+        argument = "var" if var is None else "mean"
         raise ValueError(arguments.message(_OP, argument, "value None", "an array, since its counterpart is given"))
-    static, inputs = read_arguments(
-        _OP, x, features, scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
-    )
-    rest = tuple(a for a in range(x.ndim) if a not in features)
-    rows = Rows(rest, sharding.Devices(sharding.as_axis_name(_OP, axis_name)))
-    if given_mean is None or given_var is None:
-        return _normalize(rows, static, features, inputs)
-    return _normalize_by(rows, static, inputs, given_mean, given_var), jnp.asarray(mean), jnp.asarray(var)
+    static, arrays = given(_OP, x, scale, bias, where, weights, epsilon)
+    features = arguments.canonical_axes(_OP, axis, arrays.x.ndim)
+    devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
+    if mean is None or var is None:
+        return _normalize(features, devices, static, arrays)
+    mean, var = arguments.as_array(_OP, "mean", mean), arguments.as_array(_OP, "var", var)
+    return _normalize_by(features, static, arrays, mean, var), mean, var
 
 
 @jitted(0, 1, 2)
-def _normalize(rows: Rows, epsilon: float | None, features: Axes, inputs: Inputs) -> tuple[Array, Array, Array]:
-    y, (mean, variance) = normalize(rows, epsilon, inputs)
+def _normalize(
+    features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: Given
+) -> tuple[Array, Array, Array]:
+    norm, inputs = Norm(_rows(features, arrays.x.ndim, devices), epsilon), read(_OP, arrays, features)
+    of_rows = norm.moments(inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
-    of_features = lambda statistic: jnp.transpose(jnp.squeeze(statistic, rows.axes), order)  # noqa: E731
-    return y, of_features(moments.total(mean)), of_features(variance)
+    mean, var = (jnp.transpose(jnp.squeeze(s, norm.rows.axes), order) for s in (of_rows.mean, of_rows.variance))
+    return normalize(norm, inputs, of_rows), mean, var
 
 
 @jitted(0, 1)
-def _normalize_by(rows: Rows, epsilon: float | None, inputs: Inputs, mean: Array, variance: Array) -> Array:
-    where = masks.weighting_of(inputs.x, inputs.where, inputs.weights).where
-    is_live = None if where is None else unfolded.any_of(where, rows.axes, keepdims=True)
-    mean, variance = (
-        masks.selected(s.astype(precision.wide_dtype(inputs.x.dtype)), is_live, 1) for s in (mean, variance)
-    )
-    root = reciprocal_root(variance, None, epsilon, inputs.epsilon)
-    inputs = inputs._replace(where=where)
-    return normalize_by(rows.devices, inputs, moments.Mean(jnp.zeros_like(mean), mean), root)
+def _normalize_by(features: Axes, epsilon: float | None, arrays: Given, mean: Array, var: Array) -> Array:
+    inputs = read(_OP, arrays, features)
+    x, where = inputs.x, inputs.where
+    norm = Norm(_rows(features, x.ndim, sharding.Devices()), epsilon)
+    is_live = None if where is None else unfolded.any_of(where, norm.rows.axes, keepdims=True)
+    statistics = (along_axes(_OP, name, s, x, features) for name, s in (("mean", mean), ("var", var)))
+    mean, var = (masks.selected(s.astype(wide_dtype(x.dtype)), is_live, 1) for s in statistics)
+    return normalized(norm, inputs, Moments(None, mean, None, var))[0]
+
+
+def _rows(features: Axes, ndim: int, devices: sharding.Devices) -> Rows:
+    return Rows(row_blocks.axes_of_row(tuple(a for a in range(ndim) if a not in features), ndim), devices)

@@ -6,12 +6,12 @@ import numbers
 
 import jax
 
-from masksafe._core import arguments, sharding
+from masksafe._core import arguments, row_blocks, sharding
+from masksafe._core.moments import Groups, Rows
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Groups, Rows
 from masksafe._core.typing import Array, ArrayLike, jitted
-from masksafe.normalization._arguments import Inputs, read_arguments
-from masksafe.normalization._statistics import normalize
+from masksafe.normalization._arguments import Given, given, read
+from masksafe.normalization._normalize import Norm, normalize
 
 _OP = "group_norm"
 
@@ -72,45 +72,35 @@ def group_norm(
       `Wu, He, Group Normalization, 2018 <https://arxiv.org/abs/1803.08494>`_; `Ulyanov, Vedaldi, Lempitsky, Instance
       Normalization, 2016 <https://arxiv.org/abs/1607.08022>`_.
     """
-    x = arguments.as_float_array(_OP, "x", x, of_any_width=True)
-    (channels,) = arguments.canonical_axes(_OP, (axis,), x.ndim)
-    number = x.shape[channels]
+    static, arrays = given(_OP, x, scale, bias, where, weights, epsilon)
+    shape = arrays.x.shape
+    (channels,) = arguments.canonical_axes(_OP, (axis,), len(shape))
     arguments.check_is_known(_OP, "num_groups", num_groups, "an int")
     if not isinstance(num_groups, numbers.Integral):
         raise TypeError(arguments.message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
-    if int(num_groups) < 1 or number % int(num_groups):
-        raise ValueError(
-            arguments.message(_OP, "num_groups", f"value {num_groups}", f"a divisor of the {number} channels")
-        )
-    static, inputs = read_arguments(
-        _OP, x, (channels,), scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
-    )
-    if number == 0:  # there is nothing to divide into groups
-        return x
-    positions = tuple(a for a in range(x.ndim) if a not in (0, channels))
-    groups = Groups(channels, int(num_groups))
-    rows = Rows(positions, sharding.Devices(sharding.as_axis_name(_OP, axis_name)), groups=groups)
-    return _normalize(rows, static, inputs)
+    if int(num_groups) < 1 or shape[channels] % int(num_groups):
+        expected = f"a divisor of the {shape[channels]} channels"
+        raise ValueError(arguments.message(_OP, "num_groups", f"value {num_groups}", expected))
+    if shape[channels] == 0:  # there is nothing to divide into groups
+        return arrays.x
+    positions = tuple(a for a in range(len(shape)) if a not in (0, channels))
+    groups = Groups(channels - len(shape), int(num_groups))
+    devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
+    return _normalize(Rows(row_blocks.axes_of_row(positions, len(shape)), devices, groups), static, arrays)
 
 
 @jitted(0, 1)
-def _normalize(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
-    if not rows.axes and sharding.are_whole(inputs):
-        return _normalize_rows_of_channels(rows, epsilon, inputs)
-    # Channels are rows, and groups of them share statistics: an array with an axis for the groups would be copied.
-    return normalize(rows, epsilon, inputs)[0]
-
-
-def _normalize_rows_of_channels(rows: Rows, epsilon: float | None, inputs: Inputs) -> Array:
-    """Without positions: a row of one channel has one element, and to merge such rows would be all of the work."""
+def _normalize(rows: Rows, epsilon: float | None, arrays: Given) -> Array:
     assert rows.groups is not None
-    axis, number = rows.groups
+    axis, number = arrays.x.ndim + rows.groups.axis, rows.groups.number
+    inputs = read(_OP, arrays, (axis,))
+    # Channels are rows, and groups of them share moments: an array with an axis for the groups would be copied.
+    if rows.axes or not sharding.are_whole(inputs):
+        return normalize(Norm(rows, epsilon), inputs, None)
 
-    def grouped(a: Array) -> Array:
-        if a.ndim == 0:
-            return a
-        channels = (number, a.shape[axis] // number) if a.shape[axis] > 1 else (1, 1)
-        return a.reshape(*a.shape[:axis], *channels, *a.shape[axis + 1 :])
+    def grouped(a: Array) -> Array:  # without positions groups are rows: rows of one channel would be slow
+        groups = (number, a.shape[axis] // number) if a.shape[axis] != 1 else (1, 1)
+        return a.reshape(*a.shape[:axis], *groups, *a.shape[axis + 1 :])
 
-    y, _ = normalize(rows._replace(axes=(axis + 1,), groups=None), epsilon, jax.tree.map(grouped, inputs))
-    return y.reshape(inputs.x.shape)
+    rows = Rows((rows.groups.axis,), rows.devices)
+    return normalize(Norm(rows, epsilon), jax.tree.map(grouped, inputs), None).reshape(inputs.x.shape)

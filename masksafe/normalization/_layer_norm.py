@@ -7,19 +7,17 @@ works on any axes without transposing.
 from __future__ import annotations
 
 import numbers
-from typing import Literal, Unpack
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, masks, moments, precision, row_blocks, scaling
+from masksafe._core import arguments, masks, moments, precision, row_blocks
 from masksafe._core.public_op import public_op
-from masksafe._core.row_moments import Rows, nonzero_divisor, row_moments
 from masksafe._core.sharding import AxisName, Devices, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe.normalization._arguments import Arguments, Inputs, read_arguments
-from masksafe.normalization._rows import Config, normalize_rows
-from masksafe.normalization._statistics import at_ordinary_scale, normalize
+from masksafe.normalization._arguments import Given, given, read
+from masksafe.normalization._normalize import By, Norm, normalize
 
 
 @public_op
@@ -62,7 +60,7 @@ def layer_norm(
       computed in float32 and rounded once. Masked elements are 0 (`bias` is not added) and get a gradient of 0. A row
       with nothing left is 0; a row of one element or of equal elements is `bias`, even with an `epsilon` of 0, which
       makes its gradient 0. A NaN or infinity in an unmasked element makes the unmasked elements of its
-      row NaN. Deviations whose squares overflow, in float32 those beyond about 1e19, come out as 0.
+      row NaN. Squares of deviations may overflow, in float32 beyond about 1e19.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -81,9 +79,8 @@ def layer_norm(
     References:
       `Ba, Kiros, Hinton, Layer Normalization, 2016 <https://arxiv.org/abs/1607.06450>`_.
     """
-    return _normalize(
-        "layer_norm", x, axis, axis_name, scale=scale, bias=bias, where=where, weights=weights, epsilon=epsilon
-    )
+    static, arrays = given("layer_norm", x, scale, bias, where, weights, epsilon)
+    return normalize_rows(Call.of("layer_norm", arrays.x, axis, axis_name, static), arrays)
 
 
 @public_op
@@ -136,9 +133,8 @@ def rms_norm(
     References:
       `Zhang, Sennrich, Root Mean Square Layer Normalization, 2019 <https://arxiv.org/abs/1910.07467>`_.
     """
-    return _normalize(
-        "rms_norm", x, axis, axis_name, centred=False, scale=scale, where=where, weights=weights, epsilon=epsilon
-    )
+    static, arrays = given("rms_norm", x, scale, None, where, weights, epsilon)
+    return normalize_rows(Call.of("rms_norm", arrays.x, axis, axis_name, static, "mean square"), arrays)
 
 
 @public_op
@@ -196,33 +192,37 @@ def standardize(
     if algorithm not in ("fast", "stable"):
         raise ValueError(arguments.message(op, "algorithm", f"value {algorithm!r}", "'fast' or 'stable'"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
-        return _normalize(op, x, axis, axis_name, where=where, weights=weights, epsilon=epsilon)
-    axes, where = arguments.canonical_axes(op, axis, x.ndim), masks.as_mask_of(op, where, x.shape)
-    epsilon = _as_traced_epsilon(op, epsilon)
-    weights, name = masks.as_weights_of(op, weights, x.shape), as_axis_name(op, axis_name)
+        static, arrays = given(op, x, None, None, where, weights, epsilon)
+        return normalize_rows(Call.of(op, x, axis, axis_name, static), arrays)
+    where, weights = masks.as_mask_of(op, where, x.shape), masks.as_weights_of(op, weights, x.shape)
     mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
-    inputs = Inputs(x, where, weights, epsilon=epsilon)
-    return _standardize_with_given_statistics(Rows(axes, Devices(name)), algorithm, inputs, mean, variance)
+    rows = moments.Rows(arguments.canonical_axes(op, axis, x.ndim), Devices(as_axis_name(op, axis_name)))
+    epsilon = _as_traced_epsilon(op, epsilon)
+    return _standardize_with_given_statistics(rows, algorithm, x, where, weights, mean, variance, epsilon)
 
 
-def _normalize(
-    op: str,
-    x: ArrayLike,
-    axis: Axis | None,
-    axis_name: AxisName,
-    *,
-    centred: bool = True,
-    **given: Unpack[Arguments],
-) -> Array:
-    x = arguments.as_float_array(op, "x", x, of_any_width=True)
-    axes = arguments.canonical_axes(op, axis, x.ndim)
-    epsilon, inputs = read_arguments(op, x, axes, **given)
-    rows = Rows(axes, Devices(as_axis_name(op, axis_name)), centred)
-    if inputs.weights is not None or rows.devices.are_many:
-        return normalize(rows, epsilon, inputs)[0]
-    scaled, _ = at_ordinary_scale(rows, epsilon, x, inputs.where)
-    config = Config(row_blocks.axes_of_row(axes, x.ndim), epsilon, centred, inputs.bias is not None)
-    return normalize_rows(config, inputs if scaled is x else inputs._replace(x=scaled))
+class Call(NamedTuple):
+    """The static arguments of a norm of rows."""
+
+    op: str
+    axis: Axis | None
+    devices: Devices
+    epsilon: float | None
+    by: By
+
+    @classmethod
+    def of(cls, op: str, x: Array, axis: Any, axis_name: Any, epsilon: float | None, by: By = "deviation") -> Call:
+        axis = axis if type(axis) is int else arguments.canonical_axes(op, axis, x.ndim)  # which can be hashed
+        return cls(op, axis, Devices(as_axis_name(op, axis_name)), epsilon, by)
+
+
+@jitted(0)
+def normalize_rows(call: Call, arrays: Given) -> Array:
+    """A norm of rows by their own moments; scale and bias have the shape of a row."""
+    ndim = arrays.x.ndim
+    axes = arguments.canonical_axes(call.op, call.axis, ndim)
+    rows = moments.Rows(row_blocks.axes_of_row(axes, ndim), call.devices)
+    return normalize(Norm(rows, call.epsilon, call.by), read(call.op, arrays, axes), None)
 
 
 def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
@@ -239,26 +239,32 @@ def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> 
 
 @jitted(0, 1)
 def _standardize_with_given_statistics(
-    rows: Rows, algorithm: str, inputs: Inputs, mean: Array | None, variance: Array | None
+    rows: moments.Rows,
+    algorithm: str,
+    x: Array,
+    where: Array | None,
+    weights: Array | None,
+    mean: Array | None,
+    variance: Array | None,
+    epsilon: Array,
 ) -> Array:
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
-    x, where, weights, *_, epsilon = inputs
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
     wide = precision.widened(masks.selected(x.astype(dtype), where))
     weighting = masks.weighting_of(x, where, weights)
-    where = weighting.where
-    weight, sample_mean, squares = row_moments(rows, wide, weighting)
-    deviations = moments.deviations(wide, sample_mean, where)
-    sample_variance = (jnp.divide if weights is None else scaling.quotient)(squares, nonzero_divisor(weight))
+    of_rows, where = moments.moments(rows, wide, weighting), weighting.where
     if mean is None:
-        is_constant = moments.is_rounding(sample_variance, sample_mean)
-        deviations, sample_variance = (jnp.where(is_constant, 0, a) for a in (deviations, sample_variance))
-    else:  # E[x^2] - m^2 = var + (E[x] - m) (E[x] + m), and E[(x - m)^2] = var + (E[x] - m)^2
+        deviations = of_rows.deviations(wide, where)
+    else:
         mean = _broadcast_statistic(wide, mean, where, 0)
         deviations = masks.selected(wide - mean, where)
-        gap = -moments.deviations(mean, sample_mean, where)
-        sample_variance = jnp.maximum(sample_variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
-    variance = sample_variance if variance is None else _broadcast_statistic(wide, variance, where, 1)
+    if variance is not None:
+        variance = _broadcast_statistic(wide, variance, where, 1)
+    elif mean is None:
+        variance = of_rows.variance
+    else:  # E[(x - m)^2] = var + (E[x] - m)^2, and E[x^2] - m^2 = var + (E[x] - m) (E[x] + m)
+        gap = -of_rows.deviations(mean, where)
+        variance = jnp.maximum(of_rows.variance + gap * (gap if algorithm == "stable" else gap + 2 * mean), 0)
     variance = variance + epsilon.astype(wide.dtype)
     is_zero = (variance == 0) & (deviations == 0)
     reciprocal_std = jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))

@@ -33,8 +33,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },
     "one pass": {},
-    "arithmetic": {"elements_of_row_in_cache": range(1, 2**15), "counts_more_as_arithmetic": True},
-    "passes": {"form": "elsewhere", "fewest_elements_of_few_passes": 0, "elements_of_row_in_one_kernel": 0},
+    "one kernel": {"row_block_elements": 1, "has_kernel_library": True},
 }
 
 
@@ -145,7 +144,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> None:
     """It is a difference of numbers of the size of the largest, and has their rounding error."""
     largest = np.abs(expected[np.isfinite(expected)]).max(initial=5)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * largest)
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5 * largest)
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -53,12 +53,12 @@ def test_the_program_of_accelerators(key):
     assert_close(results[0], run(key)[:2])
 
 
-# Rows too long for a GPU's kernel take passes of their own; those of a softmax and of moments, in the short run.
-IN_PASSES = ("softmax", "layer_norm", "var_mean")
+# Those of a softmax and of moments, in the short run.
+ELSEWHERE = ("softmax", "layer_norm", "var_mean")
 
 
 def _plan_and_key(plan, key):
-    is_short = plan == "passes" and key in IN_PASSES
+    is_short = plan == "elsewhere" and key in ELSEWHERE
     return pytest.param(plan, key, marks=[pytest.mark.forms] * (not is_short))
 
 
