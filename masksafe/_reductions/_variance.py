@@ -89,7 +89,7 @@ def var_mean(
       \qquad W = \sum_{i : \text{where}_i} w_i
 
     The variance is computed from squared deviations, never as :math:`E[x^2] - E[x]^2`, which cancels when the mean is
-    large. With `axis_name` the moments of the devices are exchanged and merged by their weights.
+    large. With `axis_name` the devices exchange the sums for the mean, and then those of what deviates from it.
 
     Args:
       x: the array; integers and booleans are converted to floats.

@@ -19,8 +19,8 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
       y_i = \frac{x_i}{\max(\lVert x \rVert_2, \varepsilon)}, \qquad
       \lVert x \rVert_2 = \sqrt{\sum_{j : \text{where}_j} x_j^2}
 
-    A vector of zeros stays a vector of zeros and has a gradient of 0, with an `epsilon` of 0 as well. The elements are
-    divided by the largest of them before they are squared, so that no square overflows or vanishes.
+    A vector of zeros stays a vector of zeros and has a gradient of 0, with an `epsilon` of 0 as well. Squares may
+    overflow or vanish, in float32 beyond about 1e19 and below about 1e-19.
 
     Args:
       x: floats `[...]`.
