@@ -132,9 +132,14 @@ def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) 
         d_scale = selected(d_scale * factor, live)
     total, product = rows.add_up(total, product)
     (d_variance,) = of_factor(sharding.vary_with(product, factor))
-    d_mean = None if of_rows.centre is None else -factor * total
-    d_x, d_weights = pull_back(rows, deviations, weights, of_rows, d_mean, d_variance)
-    d_x = selected(selected(_scaled(d_y, scale, live) * factor + d_x, live), live_rows).astype(x.dtype)
+    d_x, d_weights = pull_back(rows, deviations, weights, of_rows, None, d_variance)
+    d_normalized = _scaled(d_y, scale, live)
+    if of_rows.centre is not None:
+        # Subtracted before the product: the only element of a row has a gradient of exactly 0.
+        n = rows.divisor(deviations, of_rows.weight)
+        d_normalized -= total / n if weights is None else (weights.astype(total.dtype) / n) * total
+        d_weights = None if d_weights is None else d_weights - factor * total * (deviations / n)
+    d_x = selected(selected(d_normalized * factor + d_x, live), live_rows).astype(x.dtype)
     totals = (None if p is None else _sum_to(p, d, own) for p, d in ((scale, d_scale), (bias, d_bias)))
     return (d_x, None if d_weights is None else selected(d_weights, where)), tuple(totals)
 
