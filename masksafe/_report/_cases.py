@@ -245,12 +245,11 @@ def _attention_cases() -> list[Case]:
 
 def _normalization_cases() -> list[Case]:
     x = np.float32(1e4) + _floats(2, 64)
-    large, zero = np.array([[3e30, 4e30]], np.float32), np.zeros((1, 3), np.float32)
+    zero = np.zeros((1, 3), np.float32)
     of_rows, of_columns = _standardized(x, 1, 1e-6), _standardized(x, 0, 1e-5)
     return [
         *(_edge(op, "mean 1e4, deviation 1", of_rows, x=x) for op in ("layer_norm", "standardize")),
         _edge("batch_norm", "mean 1e4, deviation 1", of_columns, x=x),
-        _edge("l2_normalize", "squares that overflow", np.array([[0.6, 0.8]]), x=large),
         _edge("l2_normalize", "a vector of zeros", np.zeros((1, 3)), x=zero),
     ]
 
