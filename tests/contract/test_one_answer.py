@@ -53,7 +53,7 @@ def test_the_program_of_accelerators(key):
     assert_close(results[0], run(key)[:2])
 
 
-# Those of a softmax and of moments, in the short run.
+# The short run has the form elsewhere of these: a softmax, and moments.
 ELSEWHERE = ("softmax", "layer_norm", "var_mean")
 
 

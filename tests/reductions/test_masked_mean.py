@@ -193,7 +193,6 @@ def test_gradient_over_devices_is_that_of_the_whole(check_vma, axes):
     assert program.as_text().count(" all-reduce(") == 2  # of the sums of all micro-batches: floats, and the count
 
 
-@pytest.mark.skipif(jax.__version_info__ == (0, 10, 0), reason="it has no gradient of a product over an explicit axis")
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, forms(AxisType.Auto)], ids=str)
 def test_gradient_on_a_mesh_without_shard_map(axis_type):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
