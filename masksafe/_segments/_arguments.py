@@ -2,41 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, switches, unfolded
+from masksafe._core.masks import Weighting
 from masksafe._core.typing import Array, jitted
+from masksafe._segments._moves import Segments
 
-
-class Segments(NamedTuple):
-    """What rows are divided into. It is static."""
-
-    op: str
-    number: int
-    rows_are_sorted: bool
-    devices: sharding.Devices  # each has some rows, and gets all segments
-    epsilon: float = 0.0  # of segment_standardize
-
-
-class Rows(NamedTuple):
-    """To which segment each row belongs, which of its elements are left, and how much they count."""
-
-    ids: Array  # [N]; a row whose id is out of range is masked
-    where: Array | None  # at the rank of the data; what else is masked, or None
-    weights: Array | None = None  # at that rank, of rows or of elements; wide, and 0 where masked
-
-    def live(self, segments: Segments, ndim: int) -> Array:
-        """Which elements are unmasked, `[N, ...]` at this rank."""
-        in_range = ((self.ids >= 0) & (self.ids < segments.number)).reshape(-1, *[1] * (ndim - 1))
-        return in_range if self.where is None else in_range & self.where
-
-
-Formula = Callable[[Segments, Array, Rows], Array]
+Formula = Callable[..., Array]  # of its options, which are static, the segments, the data and their weighting
 
 
 def compute(
@@ -50,8 +30,8 @@ def compute(
     axis_name: Any,
     weights: Any = None,
     *,
+    options: tuple[Any, ...] = (),
     is_like_data: bool = False,
-    epsilon: float = 0.0,
 ) -> Array:
     """The result of a formula, `[num_segments, ...]`, or of the shape of the data."""
     if data.ndim == 0:
@@ -68,11 +48,15 @@ def compute(
     number = _as_number(op, num_segments, ids, where)
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    segments = Segments(op, number, arguments.as_bool(op, "indices_are_sorted", indices_are_sorted), devices, epsilon)
+    are_sorted = arguments.as_bool(op, "indices_are_sorted", indices_are_sorted)
     if number == 0:  # JAX does not index an array of nothing
-        of_one = segments._replace(number=1), formula, is_like_data, data, jnp.full_like(ids, -1)
-        return _on_devices(*of_one, where, weights)[: None if is_like_data else 0]
-    return _on_devices(segments, formula, is_like_data, data, ids, where, weights)
+        of_one = Segments(jnp.full_like(ids, -1), 1, are_sorted, devices)
+        return _on_devices(formula, options, is_like_data, of_one, data, where, weights)[: None if is_like_data else 0]
+    segments = Segments(ids, number, are_sorted, devices)
+    return _on_devices(formula, options, is_like_data, segments, data, where, weights)
+
+
+to_rows = functools.partial(compute, is_like_data=True)
 
 
 def _fitting(op: str, argument: str, value: Array, data: Array) -> Array:
@@ -120,35 +104,39 @@ def _of_rows(where: Array | None) -> Array | None:
 
 @jitted(0, 1, 2)
 def _on_devices(
-    segments: Segments,
     formula: Formula,
+    options: tuple[Any, ...],
     is_like_data: bool,
+    segments: Segments,
     data: Array,
-    ids: Array,
     where: Array | None,
     weights: Array | None,
 ) -> Array:
     """The formula, of all devices if explicit axes of a mesh split the data."""
 
-    def result(devices: sharding.Devices, data: Array, *others: Any) -> Array:
-        here = segments._replace(devices=devices)
-        return formula(here, data, _rows(here, data, *others))
+    def result(devices: sharding.Devices, data: Array, ids: Array, *weighting: Any) -> Array:
+        here = dataclasses.replace(segments, ids=ids, devices=devices)
+        return formula(*options, *_read(here, data, *weighting))
 
-    where, weights = _at_rank(where, data), _at_rank(weights, data)
+    args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
-    names, args = PartitionSpec("rows", *columns), (data, ids, where, weights)
+    names = PartitionSpec("rows", *columns)
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
     return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
 
 
-def _rows(segments: Segments, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Rows:
+def _read(
+    segments: Segments, data: Array, where: Array | None, weights: Array | None
+) -> tuple[Segments, Array, Weighting]:
     if weights is not None:
-        live = Rows(ids, where).live(segments, data.ndim)
+        live = segments.live(data, where)
         wide = masks.selected(precision.widened(weights), live)
         # As everywhere: an element of weight 0 takes no part, even if it is NaN, and a negative weight is NaN.
-        return Rows(ids, live & ((wide != 0) | jnp.isfinite(data)), jnp.where(wide < 0, jnp.nan, wide))
-    if where is None or segments.rows_are_sorted or not masks.masks_rows(where, tuple(range(1, where.ndim))):
-        return Rows(ids, where)
-    # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
-    return Rows(jnp.where(where.reshape(-1), ids, segments.number), None)
+        takes_part = live & ((wide != 0) | jnp.isfinite(data))
+        return segments, data, Weighting(takes_part, jnp.where(wide < 0, jnp.nan, wide))
+    if where is not None and not segments.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
+        # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
+        ids = jnp.where(where.reshape(-1), segments.ids, segments.number)
+        segments, where = dataclasses.replace(segments, ids=ids), None
+    return segments, data, Weighting(where, None)

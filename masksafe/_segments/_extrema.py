@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, platforms, precision
+from masksafe._core import platforms
 from masksafe._core.arguments import as_real_array
+from masksafe._core.extrema import extremum
+from masksafe._core.masks import Weighting
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_rows, sums
+from masksafe._segments._arguments import compute
+from masksafe._segments._moves import Segments
 
 
 @public_op
@@ -65,7 +65,7 @@ def segment_max(
       `jax.ops.segment_max <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_max.html>`_, which it replaces.
     """
     data, op = as_real_array("segment_max", "data", data), "segment_max"
-    return compute(op, _extremum, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    return compute(op, _max, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
 @public_op
@@ -114,37 +114,37 @@ def segment_min(
       `jax.ops.segment_min <https://docs.jax.dev/en/latest/_autosummary/jax.ops.segment_min.html>`_, which it replaces.
     """
     data, op = as_real_array("segment_min", "data", data), "segment_min"
-    return compute(op, _extremum, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
+    return compute(op, _min, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
-def _extremum(segments: Segments, x: Array, rows: Rows) -> Array:
-    return (_of_floats if jnp.issubdtype(x.dtype, jnp.floating) else _evaluate)(segments, x, rows)
+def _max(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    return extremum(_reduce, True, segments, x, weighting.where)
 
 
-def _evaluate(segments: Segments, x: Array, rows: Rows) -> Array:
-    is_max, devices = segments.op == "segment_max", segments.devices
-    lowest, highest = precision.limits(x.dtype)
-    scatter, of_nothing = (lax.scatter_max, lowest) if is_max else (lax.scatter_min, highest)
-    x = masks.selected(x, rows.where, of_nothing)
-    on_device = lambda x, start: combined(scatter, segments, rows.ids, x, start)  # noqa: E731
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    return extremum(_reduce, False, segments, x, weighting.where)
 
-    def elsewhere(x: Array) -> Array:
-        return _of_order(on_device(_order(x, is_max), _order(jnp.asarray(of_nothing, x.dtype), is_max)), x.dtype)
 
-    on_cpu = lambda x: on_device(x, of_nothing)  # noqa: E731
-    extremum = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x) if is_float else on_cpu(x)
-    if not devices.are_many:
+def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Any) -> Array:
+    """The extremum of each segment, over all devices; NaN if an element is."""
+    scatter, of_devices = (lax.scatter_max, lax.pmax) if is_max else (lax.scatter_min, lax.pmin)
+
+    def by_order(x: Array) -> Array:
+        start = _order(jnp.asarray(of_nothing, x.dtype), is_max)
+        return _of_order(segments.combined(scatter, _order(x, is_max), start), x.dtype)
+
+    extremum = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, of_nothing), by_order, x)
+    if not segments.devices.are_many:
         return extremum
-    as_integers = _order(extremum, is_max) if is_float else extremum.astype(jnp.int32 if x.dtype == bool else x.dtype)
-    of_all = (lax.pmax if is_max else lax.pmin)(as_integers, devices.axis_name)
-    return _of_order(of_all, x.dtype) if is_float else of_all.astype(x.dtype)
+    return _of_order(of_devices(_order(extremum, is_max), segments.devices.axis_name), x.dtype)
 
 
-# Floats as integers of the same order. GPUs find extrema of integers at once, and no order of a NaN is undefined.
+# Numbers as integers of the same order. GPUs find extrema of integers at once, and no order of a NaN is undefined.
 
 
 def _order(x: Array, nan_is_highest: bool) -> Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
     bits = lax.bitcast_convert_type(widened(x), jnp.int64 if x.dtype.itemsize == 8 else jnp.int32)
     limits = jnp.iinfo(bits.dtype)
     order = jnp.where(bits < 0, bits ^ limits.max, bits)
@@ -152,25 +152,8 @@ def _order(x: Array, nan_is_highest: bool) -> Array:
 
 
 def _of_order(order: Array, dtype: Any) -> Array:
-    """The float; both the highest and the lowest integer are the bits of a NaN."""
+    """The number; both the highest and the lowest integer are the bits of a NaN."""
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return order.astype(dtype)
     bits = jnp.where(order < 0, order ^ jnp.iinfo(order.dtype).max, order)
     return lax.bitcast_convert_type(bits, wide_dtype(dtype)).astype(dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_floats(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _evaluate(segments, x, rows)
-
-
-@_of_floats.defjvp
-def _derivative(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
-    x, rows = primals
-    live, extremum = rows.live(segments, x.ndim), _of_floats(segments, x, rows)
-    is_within = jnp.less if segments.op == "segment_max" else jnp.greater
-    takes_part = lambda extremum: live & ~is_within(x, of_rows(rows.ids, extremum))  # noqa: E731
-    number = sums(segments, rows, takes_part(extremum).astype(jnp.int32))
-    # Of what XLA takes for another extremum: it would keep what it brings to the rows, at the size of the data.
-    moved = sums(segments, rows, widened(masks.selected(tangents[0], takes_part(platforms.unfused(extremum)))))
-    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
-    return extremum, (moved * share).astype(x.dtype)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -11,13 +10,13 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_promoted_float_array
-from masksafe._core.masks import selected
+from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import combined, of_live_rows, of_rows, of_rows_once, sums, with_live_derivatives
+from masksafe._segments._arguments import compute, to_rows
+from masksafe._segments._moves import Segments
 
 
 @public_op
@@ -118,9 +117,7 @@ def segment_softmax(
     """
     op = "segment_softmax"
     data = as_promoted_float_array(op, "data", data)
-    return compute(
-        op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, is_like_data=True
-    )
+    return to_rows(op, _softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
 @public_op
@@ -171,87 +168,71 @@ def segment_log_softmax(
     """
     op = "segment_log_softmax"
     data = as_promoted_float_array(op, "data", data)
-    return compute(
-        op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, is_like_data=True
-    )
+    return to_rows(op, _log_softmax, data, segment_ids, num_segments, where, indices_are_sorted, axis_name)
 
 
-def _largest(segments: Segments, x: Array, rows: Rows) -> Array:
+def _largest(segments: Segments, x: Array, where: Array | None) -> Array:
     """The largest unmasked element of each segment, in the wide dtype; -inf of nothing. It is a constant."""
-    x = lax.stop_gradient(selected(x, rows.where, -jnp.inf))
-    largest = widened(combined(lax.scatter_max, segments, rows.ids, x, -jnp.inf))
-    return segments.devices.max(largest)
+    x = lax.stop_gradient(selected(x, where, -jnp.inf))
+    return segments.devices.max(widened(segments.combined(lax.scatter_max, x, -jnp.inf)))
 
 
-def _less(rows: Rows, x: Array, of_segment: Array) -> Array:
+def _less(segments: Segments, x: Array, where: Array | None, of_segment: Array) -> Array:
     """The difference from a number of the segment; -inf where masked, but anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, of_segment), rows.where, -jnp.inf)
+    return selected(widened(x) - segments.spread(of_segment), where, -jnp.inf)
 
 
-def _at_least_one(total: Array) -> Array:
-    """A sum of exponentials, of which the largest is 1, or 1 in place of that of nothing.
+@jax.custom_jvp
+def _exps(segments: Segments, x: Array, where: Array | None, constant: Array) -> Array:
+    """The exponential of each element less a constant of its segment; anything in masked rows."""
+    return jnp.exp(_less(segments, x, where, constant))
+
+
+@_exps.defjvp
+def _derivative_of_exps(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    segments, x, where, _ = primals
+    live, exps = segments.live(x, where), _exps(*primals)
+    return exps, selected(exps, live) * widened(selected(tangents[1], live))
+
+
+def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
+    """The sum of exponentials, of which the largest is 1; that of nothing is 1 as well, so that its logarithm is 0.
 
     It is not compared with 0: XLA for GPUs would keep the zeros from which the sums start, to read them once more.
     """
+    total = segments.sum(exps, where)
     return jnp.where(total < 1, 1, total)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _logsumexp(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _logsumexp_with_terms(segments, x, rows)[0].astype(x.dtype)
-
-
-def _logsumexp_with_terms(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
-    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum.
-
-    The sum of nothing is 1, so that its logarithm and what is divided by it are 0.
-    """
-    largest = _largest(segments, x, rows)
+def _logsumexp(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    where = weighting.where
+    largest = _largest(segments, x, where)
     limit = float(jnp.finfo(largest.dtype).max)
     shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
-    exps = jnp.exp(_less(rows, x, shift))
-    total = _at_least_one(sums(segments, rows, exps))
-    return largest + jnp.log(total), exps, total
+    total = _total(segments, _exps(segments, x, where, shift), where)
+    return (largest + jnp.log(total)).astype(x.dtype)
 
 
-@_logsumexp.defjvp
-def _derivative_of_logsumexp(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
-    x = with_live_derivatives(segments, x, rows)
-    result, exps, total = _logsumexp_with_terms(segments, x, rows)
-    moved = sums(segments, rows, selected(exps, live) * widened(tangents[0]))
-    return result.astype(x.dtype), (moved / total).astype(x.dtype)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _softmax(segments: Segments, x: Array, rows: Rows) -> Array:
-    exps = jnp.exp(_less(rows, x, _largest(segments, x, rows)))
-    total = _at_least_one(sums(segments, rows, exps))
-    return selected(exps / of_rows(rows.ids, total), rows.live(segments, x.ndim)).astype(x.dtype)
+@jax.custom_jvp
+def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    where = weighting.where
+    exps = _exps(segments, x, where, _largest(segments, x, where))
+    total = _total(segments, exps, where)
+    return selected(exps / segments.spread(total), segments.live(x, where)).astype(x.dtype)
 
 
 @_softmax.defjvp
-def _derivative_of_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
-    probs = _softmax(segments, x, rows)
-    moved = widened(probs) * widened(selected(tangents[0], live))
-    d_probs = selected(moved, live) - widened(probs) * of_live_rows(rows, sums(segments, rows, moved))
+def _derivative_of_softmax(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    segments, x, (where, _) = primals
+    live, probs = segments.live(x, where), _softmax(*primals)
+    moved = widened(probs) * widened(selected(tangents[1], live))
+    d_probs = selected(moved, live) - widened(probs) * segments.spread_to_live(segments.sum(moved, where), where)
     return probs, d_probs.astype(x.dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _log_softmax(segments: Segments, x: Array, rows: Rows) -> Array:
-    largest = _largest(segments, x, rows)
-    total = _at_least_one(sums(segments, rows, jnp.exp(_less(rows, x, largest))))
-    log_probs = _less(rows, x, platforms.unfused(largest)) - of_rows_once(rows.ids, jnp.log(total))
-    return selected(log_probs, rows.live(segments, x.ndim), -jnp.inf).astype(x.dtype)
-
-
-@_log_softmax.defjvp
-def _derivative_of_log_softmax(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
-    log_probs = platforms.unfused(_log_softmax(segments, x, rows))
-    moved = widened(selected(tangents[0], live))
-    # With its sign last: the transpose then adds up cotangents as they are, and makes no copy of them.
-    mean = sums(segments, rows, jnp.exp(widened(log_probs)) * moved)
-    return log_probs, (moved + of_live_rows(rows, -mean)).astype(x.dtype)
+def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    where = weighting.where
+    largest = _largest(segments, x, where)
+    total = _total(segments, _exps(segments, x, where, largest), where)
+    log_probs = _less(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
+    return selected(log_probs, segments.live(x, where), -jnp.inf).astype(x.dtype)

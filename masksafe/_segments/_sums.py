@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_array
+from masksafe._core.masks import Weighting
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import mean_of, sums, total_weights, weighted_sums
+from masksafe._segments._arguments import compute
+from masksafe._segments._moves import Segments, average
 
 
 @public_op
@@ -123,12 +124,12 @@ def segment_mean(
     return compute(op, _mean, data, segment_ids, num_segments, where, indices_are_sorted, axis_name, weights)
 
 
-def _sum(segments: Segments, x: Array, rows: Rows) -> Array:
-    if rows.weights is None and not jnp.issubdtype(x.dtype, jnp.inexact):
-        return sums(segments, rows, x.astype(jnp.sum(x[:0]).dtype))
-    return weighted_sums(segments, rows, widened(x)).astype(float_dtype(x.dtype))
+def _sum(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    if weighting.weights is None and not jnp.issubdtype(x.dtype, jnp.inexact):
+        return segments.sum(x.astype(jnp.sum(x[:0]).dtype), weighting.where)
+    return segments.weighted_sum(widened(x), weighting).astype(float_dtype(x.dtype))
 
 
-def _mean(segments: Segments, x: Array, rows: Rows) -> Array:
-    total, weight = weighted_sums(segments, rows, widened(x)), total_weights(segments, rows, x.ndim)
-    return mean_of(rows, total, weight).astype(float_dtype(x.dtype))
+def _mean(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    total, weight = segments.weighted_sum(widened(x), weighting), segments.weight(x, weighting)
+    return average(total, weight, weighting).astype(float_dtype(x.dtype))

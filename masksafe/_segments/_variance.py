@@ -14,25 +14,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from masksafe._core import platforms
+from masksafe._core import platforms, unfolded
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
-from masksafe._core.masks import selected
+from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
-from masksafe._segments._arguments import Rows, Segments, compute
-from masksafe._segments._moves import (
-    mean_of,
-    of_live_rows,
-    of_rows,
-    of_rows_once,
-    sums,
-    total_weights,
-    unmasked_element,
-    weighted_sums,
-    with_live_derivatives,
-)
+from masksafe._segments._arguments import compute, to_rows
+from masksafe._segments._moves import Segments, average
 
 
 @public_op
@@ -145,23 +135,9 @@ def segment_standardize(
       <https://arxiv.org/abs/2402.03300>`_, for groups of rewards.
     """
     op = "segment_standardize"
-    data = as_promoted_float_array(op, "data", data)
-    return compute(
-        op,
-        _standardize,
-        data,
-        segment_ids,
-        num_segments,
-        where,
-        indices_are_sorted,
-        axis_name,
-        is_like_data=True,
-        epsilon=as_epsilon(op, epsilon),
-    )
-
-
-def _var(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _variance(segments, x, rows).astype(float_dtype(x.dtype))
+    data, options = as_promoted_float_array(op, "data", data), (as_epsilon(op, epsilon),)
+    args = data, segment_ids, num_segments, where, indices_are_sorted, axis_name
+    return to_rows(op, _standardize, *args, options=options)
 
 
 class _Mean(NamedTuple):
@@ -179,60 +155,77 @@ class _Moments(NamedTuple):
     weight: Array
 
 
-def _moments(segments: Segments, x: Array, rows: Rows) -> _Moments:
-    centre = lax.stop_gradient(unmasked_element(segments, rows, x))
-    weight = total_weights(segments, rows, x.ndim)
-    average = lambda d: mean_of(rows, weighted_sums(segments, rows, d), weight)  # noqa: E731
-    from_centre = selected(widened(x) - of_rows(rows.ids, centre), rows.where)
+def _moments(segments: Segments, x: Array, weighting: Weighting) -> _Moments:
+    centre = lax.stop_gradient(_unmasked_element(segments, x, weighting.where))
+    weight = segments.weight(x, weighting)
+    mean_of = lambda d: average(segments.weighted_sum(d, weighting), weight, weighting)  # noqa: E731
+    from_centre = selected(widened(x) - segments.spread(centre), weighting.where)
     # XLA takes each unfused mean for another one. Of the same it would keep what it brings to the rows, at the size of
     # the data, for the next deviations.
-    mean = platforms.unfused(_Mean(centre, average(from_centre)))
-    variance = average(jnp.square(_deviations(x, rows, mean)))
+    mean = platforms.unfused(_Mean(centre, mean_of(from_centre)))
+    variance = mean_of(jnp.square(_deviations(segments, x, weighting.where, mean)))
     # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
     return _Moments(platforms.unfused(mean), variance, weight)
 
 
-def _deviations(x: Array, rows: Rows, mean: _Mean) -> Array:
+def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
+    """An unmasked element of each segment, in the wide dtype, and the average of these over devices.
+
+    Of nothing it may be anything: no row is there to be compared with it.
+    """
+    number = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
+    # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
+    start = unfolded.unknown(-1, jnp.int32)
+    last = segments.combined(lax.scatter_max, jnp.where(segments.live(x, where), number, -1), start)
+    found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
+    if not segments.devices.are_many:
+        return found
+    has_one = (last >= 0).astype(found.dtype)
+    share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
+    return segments.devices.sum(selected(found, last >= 0) * share)
+
+
+def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) -> Array:
     """The deviation of each element from the mean of its segment; anything in masked rows."""
-    return selected(widened(x) - of_rows(rows.ids, mean.centre) - of_rows(rows.ids, mean.remainder), rows.where)
+    return selected(widened(x) - segments.spread(mean.centre) - segments.spread(mean.remainder), where)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _variance(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _moments(segments, x, rows).variance
+@jax.custom_jvp
+def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    return _moments(segments, x, weighting).variance.astype(float_dtype(x.dtype))
 
 
-@functools.partial(_variance.defjvp, symbolic_zeros=True)
-def _derivative_of_variance(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
+@functools.partial(_var.defjvp, symbolic_zeros=True)
+def _derivative_of_variance(primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The mean moves as well, but the deviations from it have no sum."""
-    (x, rows), (d_x, d_rows) = primals, tangents
-    x = with_live_derivatives(segments, x, rows)
-    mean, variance, weight = _moments(segments, x, rows)
-    deviations = selected(_deviations(x, rows, mean), rows.live(segments, x.ndim))
+    (segments, x, weighting), (_, d_x, (_, d_weights)) = primals, tangents
+    x = segments.with_live_derivatives(x, weighting.where)
+    mean, variance, weight = _moments(segments, x, weighting)
+    deviations = selected(_deviations(segments, x, weighting.where, mean), segments.live(x, weighting.where))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        d_squares = 2 * deviations * widened(d_x)
-        tangent += mean_of(rows, weighted_sums(segments, rows, d_squares), weight)
-    if not isinstance(d_rows.weights, SymbolicZero | None):
-        excess = deviations * deviations - of_rows(rows.ids, variance)
-        tangent += mean_of(rows, sums(segments, rows, d_rows.weights.astype(excess.dtype) * excess), weight)
-    return variance, tangent
+        tangent += average(segments.weighted_sum(2 * deviations * widened(d_x), weighting), weight, weighting)
+    if not isinstance(d_weights, SymbolicZero | None):
+        excess = deviations * deviations - segments.spread(variance)
+        moved = segments.sum(d_weights.astype(excess.dtype) * excess, weighting.where)
+        tangent += average(moved, weight, weighting)
+    return variance.astype(float_dtype(x.dtype)), tangent.astype(float_dtype(x.dtype))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _standardize(segments: Segments, x: Array, rows: Rows) -> Array:
-    return _standard(segments, x, rows)[0].astype(x.dtype)
+def _standardize(epsilon: float, segments: Segments, x: Array, weighting: Weighting) -> Array:
+    return _standard(epsilon, segments, x, weighting)[0].astype(x.dtype)
 
 
-def _standard(segments: Segments, x: Array, rows: Rows) -> tuple[Array, Array, Array]:
+def _standard(epsilon: float, segments: Segments, x: Array, weighting: Weighting) -> tuple[Array, Array, Array]:
     """The standard elements, the factor of each segment, and the number of its elements."""
-    mean, variance, number = _moments(segments, x, rows)
-    live, deviation = rows.live(segments, x.ndim), _root(variance + segments.epsilon)
+    mean, variance, number = _moments(segments, x, weighting)
+    live, deviation = segments.live(x, weighting.where), _root(variance + epsilon)
     # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
-    standard = selected(_deviations(x, rows, mean), live) / selected(of_rows_once(rows.ids, deviation), live, 1)
-    return standard, 1 / deviation, number
+    deviations = selected(_deviations(segments, x, weighting.where, mean), live)
+    return deviations / selected(segments.spread_once(deviation), live, 1), 1 / deviation, number
 
 
 def _root(variance: Array) -> Array:
@@ -242,13 +235,15 @@ def _root(variance: Array) -> Array:
 
 
 @_standardize.defjvp
-def _derivative_of_standard(segments: Segments, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    (x, rows), live = primals, primals[1].live(segments, primals[0].ndim)
-    x = with_live_derivatives(segments, x, rows)
-    y, factor, number = _standard(segments, x, rows)
+def _derivative_of_standard(epsilon: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    segments, x, weighting = primals
+    where = weighting.where
+    live, x = segments.live(x, where), segments.with_live_derivatives(x, where)
+    y, factor, number = _standard(epsilon, segments, x, weighting)
     y = platforms.unfused(y)
-    d_x = widened(selected(tangents[0], live))
+    d_x = widened(selected(tangents[1], live))
     # By the factor, with its sign, last: the transpose then adds up cotangents as they are, and makes no copy of them.
-    moved = lambda d: of_live_rows(rows, -factor * mean_of(rows, sums(segments, rows, d), number))  # noqa: E731
-    d_y = selected(of_rows_once(rows.ids, -factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
+    mean_of = lambda d: average(segments.sum(d, where), number, weighting)  # noqa: E731
+    moved = lambda d: segments.spread_to_live(-factor * mean_of(d), where)  # noqa: E731
+    d_y = selected(segments.spread_once(-factor) * -d_x, live) + moved(d_x) + y * moved(d_x * y)
     return y.astype(x.dtype), d_y.astype(x.dtype)

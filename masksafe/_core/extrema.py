@@ -1,0 +1,35 @@
+"""The rule of extrema: of the largest or the smallest of the unmasked elements of each group, a row or a segment.
+
+Groups tell which elements are `live`, `spread` a value of each to its elements, and `sum` the elements of each.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._core import masks, platforms, precision
+from masksafe._core.typing import Array
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def extremum(reduce: Callable[..., Array], is_max: bool, groups: Any, x: Array, where: Array | None) -> Array:
+    """The extrema, which `reduce` finds of elements without a mask; of nothing the limit of the dtype."""
+    lowest, highest = precision.limits(x.dtype)
+    of_nothing = lowest if is_max else highest
+    return reduce(is_max, groups, masks.selected(x, where, of_nothing), of_nothing)
+
+
+@extremum.defjvp
+def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+    """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
+    groups, x, where = primals
+    result, is_within = extremum(reduce, is_max, *primals), jnp.less if is_max else jnp.greater
+    takes_part = lambda result: masks.both(groups.live(x, where), ~is_within(x, groups.spread(result)))  # noqa: E731
+    number = groups.sum(takes_part(result).astype(jnp.int32), where)
+    # Of what XLA takes for another extremum: it would keep what it brings to the elements, at the size of the data.
+    moved = groups.sum(precision.widened(masks.selected(tangents[1], takes_part(platforms.unfused(result)))), where)
+    share = jnp.where(jnp.isnan(result), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
+    return result, (moved * share).astype(x.dtype)
