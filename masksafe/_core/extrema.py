@@ -1,6 +1,7 @@
 """The rule of extrema: of the largest or the smallest of the unmasked elements of each group, a row or a segment.
 
-Groups tell which elements are `live`, `spread` a value of each to its elements, and `sum` the elements of each.
+Groups tell which elements are `live`, `sum` the elements of each, and `spread` a value of each to its elements, or
+`spread_once`, apart from other uses of what is spread.
 """
 
 import functools
@@ -10,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from masksafe._core import masks, platforms, precision
+from masksafe._core import masks, precision
 from masksafe._core.typing import Array
 
 
@@ -26,10 +27,11 @@ def extremum(reduce: Callable[..., Array], is_max: bool, groups: Any, x: Array, 
 def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
     groups, x, where = primals
-    result, is_within = extremum(reduce, is_max, *primals), jnp.less if is_max else jnp.greater
-    takes_part = lambda result: masks.both(groups.live(x, where), ~is_within(x, groups.spread(result)))  # noqa: E731
-    number = groups.sum(takes_part(result).astype(jnp.int32), where)
-    # Of what XLA takes for another extremum: it would keep what it brings to the elements, at the size of the data.
-    moved = groups.sum(precision.widened(masks.selected(tangents[1], takes_part(platforms.unfused(result)))), where)
+    live, result = groups.live(x, where), extremum(reduce, is_max, *primals)
+    is_within = jnp.less if is_max else jnp.greater
+    takes_part = lambda spread: masks.selected(~is_within(x, spread), live)  # noqa: E731
+    number = groups.sum(takes_part(groups.spread(result)).astype(jnp.int32))
+    # Once: XLA would keep what is spread to the elements of segments, at the size of the data, for another use.
+    moved = groups.sum(precision.widened(masks.selected(tangents[1], takes_part(groups.spread_once(result)))))
     share = jnp.where(jnp.isnan(result), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
     return result, (moved * share).astype(x.dtype)

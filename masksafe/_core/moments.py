@@ -84,6 +84,21 @@ class Rows(NamedTuple):
         """The sum of each array over whole rows; the reduced axes stay, with size 1."""
         return self.add_up(*(jnp.sum(term, self.axes, keepdims=True) for term in terms))
 
+    def sum(self, x: Array) -> Array:
+        (total,) = self.sums(x)
+        return total
+
+    def live(self, x: Array, where: Array | None) -> Array | None:
+        """Which elements are unmasked; None: all."""
+        return where
+
+    def spread(self, of_rows: Array) -> Array:
+        """The value of each row for all of its elements."""
+        return of_rows
+
+    def spread_once(self, of_rows: Array) -> Array:
+        return of_rows
+
     def add_up(self, *sums: Array) -> tuple[Array, ...]:
         """The sums over whole rows, from those over what of it a device and a channel have; in one exchange."""
         return self.devices.sums(*(sums if self.groups is None else map(self.groups.sum, sums)))
@@ -122,6 +137,9 @@ class Rows(NamedTuple):
         of_group = 1 if self.groups is None else self.groups.size(x)
         number = math.prod(x.shape[a] for a in self.axes) * of_group * self.devices.size
         return float(number or math.inf) if isinstance(number, int) else jnp.asarray(number, x.dtype)
+
+
+jax.tree_util.register_static(Rows)  # else its axes would be leaves
 
 
 class Moments(NamedTuple):

@@ -8,44 +8,39 @@ import jax.numpy as jnp
 
 from masksafe._core import masks, sharding
 from masksafe._core.arguments import as_array, as_bool, canonical_axes
-from masksafe._core.typing import Array, Axes, Axis
+from masksafe._core.masks import Weighting
+from masksafe._core.moments import Rows
+from masksafe._core.row_blocks import axes_of_row
+from masksafe._core.typing import Array, Axis
 
 
 class Reduction(NamedTuple):
-    """What is reduced, and what remains. It is static."""
-
-    op: str
-    axes: Axes
-    keepdims: bool
-    devices: sharding.Devices
-
-    def shaped(self, reduced: Array) -> Array:
-        """A result whose reduced axes have size 1, with or without them."""
-        return reduced if self.keepdims else jnp.squeeze(reduced, self.axes)
-
-
-class Call(NamedTuple):
-    """The arguments of a reduction that are static, not yet checked but for what could not be hashed."""
+    """What is reduced. It is static, and not yet checked but for what could not be hashed."""
 
     op: str
     axis: Axis | None
     devices: sharding.Devices
     keepdims: bool
 
-    def read(self, x: Array, where: Any, weights: Any) -> tuple[Reduction, Array, Array | None, Array | None]:
-        """What is reduced: how, the elements in the dtype of the result, and their mask and weights at their rank."""
-        how = Reduction(self.op, canonical_axes(self.op, self.axis, x.ndim), self.keepdims, self.devices)
+    def read(self, x: Array, where: Array | None, weights: Array | None) -> tuple[Rows, Array, Weighting]:
+        """The rows, their elements in the dtype of the result, and which of them take part, and how much."""
+        rows = Rows(axes_of_row(canonical_axes(self.op, self.axis, x.ndim), x.ndim), self.devices)
         where, weights = masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
-        return how, masks.promoted_with(x, weights), where, weights
+        x = masks.promoted_with(x, weights)
+        return rows, x, masks.weighting_of(x, where, weights)
+
+    def shaped(self, rows: Rows, reduced: Array) -> Array:
+        """A result whose reduced axes have size 1, with or without them."""
+        return reduced if self.keepdims else jnp.squeeze(reduced, rows.axes)
 
 
 def prepared(
     op: str, x: Any, axis: Any, where: Any, weights: Any, axis_name: Any, keepdims: Any
-) -> tuple[Call, Array, Array | None, Array | None]:
+) -> tuple[Reduction, Array, Array | None, Array | None]:
     """Arguments for a jitted function that reads them when it is traced: eagerly, checks cost more than a short sum."""
     x = as_array(op, "x", x)
     where = None if where is None else as_array(op, "where", where)
     weights = None if weights is None else as_array(op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return Call(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, where, weights
+    return Reduction(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, where, weights

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from masksafe._core import arguments, masks, precision, unfolded
+from masksafe._core import arguments, unfolded
+from masksafe._core.extrema import extremum
+from masksafe._core.moments import Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe._reductions._arguments import Call, Reduction, prepared
+from masksafe._reductions._arguments import Reduction, prepared
 
 
 @public_op
@@ -56,7 +56,7 @@ def max(  # noqa: A001
       `jax.numpy.max <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.max.html>`_, which takes a `where` only
       together with an `initial` value.
     """
-    return _reduce(*prepared("max", x, axis, where, None, axis_name, keepdims))
+    return _extremum(True, *prepared("max", x, axis, where, None, axis_name, keepdims))
 
 
 @public_op
@@ -96,25 +96,21 @@ def min(  # noqa: A001
     References:
       `jax.numpy.min <https://docs.jax.dev/en/latest/_autosummary/jax.numpy.min.html>`_.
     """
-    return _reduce(*prepared("min", x, axis, where, None, axis_name, keepdims))
+    return _extremum(False, *prepared("min", x, axis, where, None, axis_name, keepdims))
 
 
-@jitted(0)
-def _reduce(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    x = arguments.as_real_array(call.op, "x", x)
-    how, x, where, _ = call.read(x, where, weights)
-    is_float = jnp.issubdtype(x.dtype, jnp.floating)
-    return how.shaped((_of_floats if is_float else _evaluate)(how, x, where))
+@jitted(0, 1)
+def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
+    rows, x, weighting = how.read(arguments.as_real_array(how.op, "x", x), where, weights)
+    return how.shaped(rows, extremum(_reduce, is_max, rows, x, weighting.where))
 
 
-def _evaluate(how: Reduction, x: Array, where: Array | None) -> Array:
-    lowest, highest = precision.limits(x.dtype)
-    reduce, of_nothing = (jnp.max, lowest) if how.op == "max" else (jnp.min, highest)
-    x = masks.selected(x, where, of_nothing)
-    local = _or_nan(reduce(x, how.axes, keepdims=True, initial=of_nothing), x, how.axes, keepdims=True)
-    if not how.devices.are_many:
+def _reduce(is_max: bool, rows: Rows, x: Array, of_nothing: Any) -> Array:
+    reduce = jnp.max if is_max else jnp.min
+    local = _or_nan(reduce(x, rows.axes, keepdims=True, initial=of_nothing), x, rows.axes, keepdims=True)
+    if not rows.devices.are_many:
         return local
-    of_devices = how.devices.gathered(local)
+    of_devices = rows.devices.gathered(local)
     return _or_nan(reduce(of_devices, 0), of_devices, 0)
 
 
@@ -123,20 +119,3 @@ def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Ar
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return extremum
     return jnp.where(unfolded.any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _of_floats(how: Reduction, x: Array, where: Array | None) -> Array:
-    return _evaluate(how, x, where)
-
-
-@_of_floats.defjvp
-def _derivative(how: Reduction, primals: Any, tangents: Any) -> tuple[Array, Array]:
-    """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
-    x, where = primals
-    extremum = _of_floats(how, x, where)
-    ties = x == extremum if where is None else (x == extremum) & where
-    number = how.devices.sum(jnp.sum(ties, how.axes, keepdims=True))
-    share = jnp.where(jnp.isnan(extremum), jnp.nan, 1 / jnp.maximum(number, 1)).astype(x.dtype)
-    moved = jnp.where(ties | jnp.isnan(extremum), masks.selected(tangents[0], where), 0) * share
-    return extremum, how.devices.sum(jnp.sum(moved, how.axes, keepdims=True))

@@ -17,7 +17,7 @@ from jax import lax
 from masksafe._core import masks, moments, scaling, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe._reductions._arguments import Call, prepared
+from masksafe._reductions._arguments import Reduction, prepared
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -288,14 +288,13 @@ def _value(total: _Sum, count: _Sum) -> Array:
 
 
 @jitted(0)
-def _total_and_count(call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
-    how, x, where, weights = call.read(x, where, weights)
-    where, weights = masks.weighting_of(x, where, weights)
+def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
+    rows, x, (where, weights) = how.read(x, where, weights)
     x = masks.selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)
-    total = jnp.sum(elements, how.axes)
+    total = jnp.sum(elements, rows.axes)
     if weights is not None:
-        count = unfolded.sum_of(jnp.broadcast_to(weights, x.shape), how.axes)
+        count = unfolded.sum_of(jnp.broadcast_to(weights, x.shape), rows.axes)
     else:
-        count = unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), how.axes)
+        count = unfolded.number_of(jnp.broadcast_to(True if where is None else where, x.shape), rows.axes)
     return _as_sum(total), _as_sum(count)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import sharding
-from masksafe._core.masks import selected, weighting_of
-from masksafe._core.moments import Rows, weighted
+from masksafe._core.masks import selected
+from masksafe._core.moments import weighted
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe._reductions._arguments import Call, prepared
+from masksafe._reductions._arguments import Reduction, prepared
 
 
 @public_op
@@ -59,14 +59,13 @@ def sum(  # noqa: A001
 
 
 @jitted(0)
-def _sum(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
-    dtype = float_dtype(x.dtype)
-    if weights is None and (not how.devices.are_many or x.dtype != dtype):  # or a sum of integers
-        return how.devices.sum(jnp.sum(selected(x, where), how.axes, keepdims=how.keepdims))
-    where, weights = weighting_of(x, where, weights)
-    total = jnp.sum(weighted(widened(selected(x, where)), weights), how.axes, keepdims=how.keepdims)
-    return how.devices.sum(total).astype(dtype)
+def _sum(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
+    rows, x, (where, weights) = how.read(x, where, weights)
+    x, dtype = selected(x, where), x.dtype
+    is_of_integers = weights is None and not jnp.issubdtype(dtype, jnp.inexact)
+    total = jnp.sum(x if is_of_integers else weighted(widened(x), weights), rows.axes, keepdims=how.keepdims)
+    total = rows.devices.sum(total)
+    return total if is_of_integers else total.astype(float_dtype(dtype))
 
 
 @public_op
@@ -121,9 +120,8 @@ def mean(
 
 
 @jitted(0)
-def _mean(call: Call, x: Array, where: Array | None, weights: Array | None) -> Array:
-    how, x, where, weights = call.read(x, where, weights)
-    weighting = weighting_of(x, where, weights)
-    wide = widened(selected(x, weighting.where))
-    _, average = Rows(how.axes, how.devices).average(weighted(wide, weighting.weights), weighting)
-    return how.shaped(average).astype(float_dtype(x.dtype))
+def _mean(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> Array:
+    rows, x, weighting = how.read(x, where, weights)
+    terms = weighted(widened(selected(x, weighting.where)), weighting.weights)
+    _, average = rows.average(terms, weighting)
+    return how.shaped(rows, average).astype(float_dtype(x.dtype))

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 
 from masksafe._core import arguments, row_blocks, sharding
 from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.masks import Weighting, selected, weighting_of
+from masksafe._core.masks import Weighting, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
 from masksafe._core.precision import float_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe._reductions._arguments import Call, prepared
+from masksafe._reductions._arguments import Reduction, prepared
 
 
 @public_op
@@ -127,21 +127,21 @@ def var_mean(
 
 
 @jitted(0, 1)
-def _reduce(correction: float, call: Call, x: Array, where: Array | None, weights: Array | None) -> tuple[Array, Array]:
+def _reduce(
+    correction: float, how: Reduction, x: Array, where: Array | None, weights: Array | None
+) -> tuple[Array, Array]:
     """Variance and mean in the dtypes of `x`, as floats."""
-    how, x, where, weights = call.read(x, where, weights)
+    rows, x, weighting = how.read(x, where, weights)
     x = x.astype(float_dtype(x.dtype))
-    if jnp.iscomplexobj(x) and (weights is not None or how.devices.are_many):
+    if jnp.iscomplexobj(x) and (weights is not None or rows.devices.are_many):
         raise TypeError(arguments.message(how.op, "x", f"dtype {x.dtype}", "a real dtype, with weights or axis_name"))
-    rows = Rows(row_blocks.axes_of_row(how.axes, x.ndim), how.devices)
-    weighting = weighting_of(x, where, weights)
     # Over devices by JAX's own rules: they know whether each device has all of a result's cotangent, or a part.
-    of_rows = moments(rows, x, weighting) if how.devices.are_many else _moments(rows, x, weighting)
+    of_rows = moments(rows, x, weighting) if rows.devices.are_many else _moments(rows, x, weighting)
     variance = of_rows.variance
     if correction:
         n = rows.divisor(x, of_rows.weight)
         variance = variance / jnp.where(n > correction, 1 - correction / n, jnp.inf)  # a NaN stays visible
-    return how.shaped(variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(of_rows.mean).astype(x.dtype)
+    return how.shaped(rows, variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(rows, of_rows.mean).astype(x.dtype)
 
 
 def _evaluate(rows: Rows, x: Array, weighting: Weighting) -> Moments:

@@ -182,19 +182,6 @@ def _less(segments: Segments, x: Array, where: Array | None, of_segment: Array) 
     return selected(widened(x) - segments.spread(of_segment), where, -jnp.inf)
 
 
-@jax.custom_jvp
-def _exps(segments: Segments, x: Array, where: Array | None, constant: Array) -> Array:
-    """The exponential of each element less a constant of its segment; anything in masked rows."""
-    return jnp.exp(_less(segments, x, where, constant))
-
-
-@_exps.defjvp
-def _derivative_of_exps(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    segments, x, where, _ = primals
-    live, exps = segments.live(x, where), _exps(*primals)
-    return exps, selected(exps, live) * widened(selected(tangents[1], live))
-
-
 def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
     """The sum of exponentials, of which the largest is 1; that of nothing is 1 as well, so that its logarithm is 0.
 
@@ -204,19 +191,34 @@ def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
     return jnp.where(total < 1, 1, total)
 
 
+@jax.custom_jvp
 def _logsumexp(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    where = weighting.where
+    return _logsumexp_with_terms(segments, x, weighting.where)[0].astype(x.dtype)
+
+
+def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> tuple[Array, Array, Array]:
+    """The result, and what the sum is made of: the exponentials of the differences from the largest, and their sum."""
     largest = _largest(segments, x, where)
     limit = float(jnp.finfo(largest.dtype).max)
     shift = jnp.clip(largest, -limit, limit)  # or the sum of a segment would be NaN for its infinity
-    total = _total(segments, _exps(segments, x, where, shift), where)
-    return (largest + jnp.log(total)).astype(x.dtype)
+    exps = jnp.exp(_less(segments, x, where, shift))
+    total = _total(segments, exps, where)
+    return largest + jnp.log(total), exps, total
+
+
+@_logsumexp.defjvp
+def _derivative_of_logsumexp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    segments, x, (where, _) = primals
+    live, x = segments.live(x, where), segments.with_live_derivatives(x, where)
+    result, exps, total = _logsumexp_with_terms(segments, x, where)
+    moved = segments.sum(selected(exps, live) * widened(tangents[1]), where)
+    return result.astype(x.dtype), (moved / total).astype(x.dtype)
 
 
 @jax.custom_jvp
 def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
     where = weighting.where
-    exps = _exps(segments, x, where, _largest(segments, x, where))
+    exps = jnp.exp(_less(segments, x, where, _largest(segments, x, where)))
     total = _total(segments, exps, where)
     return selected(exps / segments.spread(total), segments.live(x, where)).astype(x.dtype)
 
@@ -230,9 +232,20 @@ def _derivative_of_softmax(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return probs, d_probs.astype(x.dtype)
 
 
+@jax.custom_jvp
 def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
     where = weighting.where
     largest = _largest(segments, x, where)
-    total = _total(segments, _exps(segments, x, where, largest), where)
+    total = _total(segments, jnp.exp(_less(segments, x, where, largest)), where)
     log_probs = _less(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
     return selected(log_probs, segments.live(x, where), -jnp.inf).astype(x.dtype)
+
+
+@_log_softmax.defjvp
+def _derivative_of_log_softmax(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    segments, x, (where, _) = primals
+    log_probs = platforms.unfused(_log_softmax(*primals))
+    moved = widened(selected(tangents[1], segments.live(x, where)))
+    # With its sign last: the transpose then adds up cotangents as they are, and makes no copy of them.
+    mean = segments.sum(jnp.exp(widened(log_probs)) * moved, where)
+    return log_probs, (moved + segments.spread_to_live(-mean, where)).astype(x.dtype)

@@ -6,6 +6,7 @@ to a common offset, and a segment of equal elements has a variance of exactly 0.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -179,7 +180,11 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
     start = unfolded.unknown(-1, jnp.int32)
     last = segments.combined(lax.scatter_max, jnp.where(segments.live(x, where), number, -1), start)
-    found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
+    if all(n == 1 for n in last.shape[1:]):
+        found = widened(dataclasses.replace(segments, ids=last.reshape(-1)).spread(x))
+    else:
+        last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
+        found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
     if not segments.devices.are_many:
         return found
     has_one = (last >= 0).astype(found.dtype)
