@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core import label_checks, moments, precision, sharding, switches
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
-from masksafe._reductions._masked_mean import MaskedMean, normal, sums_of
+from masksafe._reductions._masked_mean import MaskedMean, count_as_float, normal
 
 _OP = "value_and_grad_of_mean"
 
@@ -177,18 +177,17 @@ def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> t
 
     def of_own_device(mean: MaskedMean) -> MaskedMean:
         mean = normal(mean)
-        if devices.share(sums_of(mean)[0].low):
+        if devices.share(jax.tree.leaves(mean)[0]):
             found = "a MaskedMean whose total is the same on all devices"
             raise ValueError(message(_OP, "fn", found, "that of each device, not yet summed over axis_name"))
         return mean
 
     mean, aux = of_own_device(mean), _map_aux(of_own_device, lambda x: x, aux)
-    total, count = sums_of(mean)
-    for name, x in {"total": total, "count": count}.items():
+    for name, x in {"total": mean.total, "count": mean.count}.items():
         if x.shape != ():
             raise ValueError(message(_OP, "fn", f"a MaskedMean whose {name} has shape {x.shape}", "scalars"))
-    if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {total.dtype}", "a float dtype"))
+    if not jnp.issubdtype(mean.total.dtype, jnp.floating):
+        raise TypeError(message(_OP, "fn", f"a MaskedMean whose total has dtype {mean.total.dtype}", "a float dtype"))
     return mean, aux
 
 
@@ -317,10 +316,9 @@ class _Sums(NamedTuple):
 
     def gradients_of_mean(self) -> Any:
         value = self.mean.value
-        count_in = functools.cache(sums_of(self.mean)[1].rounded)
 
         def gradient(d_total: Array, d_count: Array | None) -> Array:
-            count = count_in(d_total.dtype)
+            count = count_as_float(self.mean, d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / moments.nonzero_divisor(count))
 
@@ -373,7 +371,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
 
     def total_and_count(params: Any) -> Any:
         mean, aux = fn(params)
-        total, count = (x.low for x in sums_of(mean))
+        total, count = mean.total, mean.count
         if jnp.issubdtype(count.dtype, jnp.floating):
             return (total, _noting_dependence(is_dependent, count)), (mean, aux)
         return (total, jnp.zeros_like(total)), (mean, aux)

@@ -34,8 +34,8 @@ class MaskedMean:
     devices. It is a pytree, so it goes through `jax.jit`, `jax.vmap`, `lax.scan` and `lax.psum`, and can be
     differentiated.
 
-    It may grow over any number of parts. A sum of integers is exact up to 2**47, with 64-bit types disabled too; a sum
-    of floats keeps what each addition rounds away. For this the pytree has two arrays for each of the two sums.
+    A sum of integers, such as a count, is exact up to 2**47, with 64-bit types disabled too: the pytree has two arrays
+    for it. One of floats is rounded with each part that is added, and no longer grows once it is 2**24 times a part.
 
     Attributes:
       total: the weighted sum of the unmasked elements.
@@ -59,11 +59,11 @@ class MaskedMean:
       <https://github.com/huggingface/transformers/issues/34191>`_.
     """
 
-    _total: Any  # each a _Sum, but for a tree of something else than numbers, such as the specs of a shard_map
+    _total: Any  # of integers a _Long; else what was given: an array, or the spec of a shard_map
     _count: Any
 
     def __init__(self, total: Any, count: Any):
-        _set_sums(self, _as_sum(total), _as_sum(count))
+        self.__dict__.update(_total=_as_sum(total), _count=_as_sum(count))
 
     @classmethod
     def of(
@@ -127,14 +127,9 @@ class MaskedMean:
         return f"MaskedMean(total={self.total}, count={self.count})"
 
 
-def _set_sums(mean: MaskedMean, total: Any, count: Any) -> None:
-    object.__setattr__(mean, "_total", total)
-    object.__setattr__(mean, "_count", count)
-
-
 def _of_sums(total: Any, count: Any) -> MaskedMean:
     mean = object.__new__(MaskedMean)
-    _set_sums(mean, total, count)
+    mean.__dict__.update(_total=total, _count=count)
     return mean
 
 
@@ -147,45 +142,56 @@ jax.tree_util.register_pytree_with_keys(
         None,
     ),
     lambda _, sums: _of_sums(*sums),
-    lambda mean: ((mean._total, mean._count), None),
 )
 
 
-# Sums that may grow.
+# Integers of more than 32 bits.
 
 
-class _Sum(NamedTuple):
+class _Long(NamedTuple):
     """`low + 2**16 * high`, whatever the dtypes: so it may be scaled, averaged and added up like a number.
 
-    Of integers, `low` is below 2**17 after an addition, so that 2**14 of them can be added by whoever takes the arrays
-    for numbers, as `jax.tree.map(jnp.sum, means)` does. Of floats, `high` is what additions have rounded
-    away, over 2**16.
+    `low` is below 2**17 after an addition, so that 2**14 of them can be added by whoever takes the arrays for numbers,
+    as `jax.tree.map(jnp.sum, means)` does.
     """
 
     low: Any
     high: Any
 
-    @property
-    def dtype(self) -> Any:
-        return self.low.dtype
-
-    @property
-    def shape(self) -> Any:
-        return self.low.shape
-
-    def rounded(self, dtype: Any) -> Array:
-        """The sum as a float, whose derivative is that of `low`."""
-        total: Array = self.low.astype(dtype) + _BASE * lax.stop_gradient(self.high).astype(dtype)
-        return total
-
-
-def sums_of(mean: MaskedMean) -> tuple[_Sum, _Sum]:
-    """The total and the count, of arrays; what they depend on shows in `low` alone."""
-    return mean._total, mean._count
-
 
 _BITS = 16
 _BASE = 2**_BITS
+
+
+def _as_sum(x: Any) -> Any:
+    """Integers and booleans as a `_Long`; anything else as it is."""
+    if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
+        x = np.asarray(x)
+    if isinstance(x, int):
+        return _in_two(x)
+    if not hasattr(x, "dtype") or not _is_integral(x.dtype):
+        return x
+    dtype = _summand_dtype(x.dtype)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _Long(x.update(dtype=dtype), x.update(dtype=dtype))
+    low, high = _in_two(x.astype(dtype if isinstance(x, jax.Array) else np.int64))  # of NumPy's, 64 bits are at hand
+    return _Long(low.astype(dtype), high.astype(dtype))
+
+
+def _in_two(x: Any) -> _Long:
+    """Integers, with a low part from 0 to 2**16, and a high one that is negative for negative integers."""
+    return _Long(x & (_BASE - 1), x >> _BITS)
+
+
+def _is_integral(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
+
+
+def _summand_dtype(dtype: Any) -> Any:
+    """A dtype of at least 32 bits in which to add up; for booleans an integer."""
+    if not _is_integral(dtype):
+        return wide_dtype(dtype)
+    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
 
 
 def normal(mean: MaskedMean) -> MaskedMean:
@@ -193,102 +199,76 @@ def normal(mean: MaskedMean) -> MaskedMean:
     return _of_sums(_normal(mean._total), _normal(mean._count))
 
 
-def _as_sum(x: Any) -> Any:
-    """A number or an array as a sum; anything else as it is."""
-    if isinstance(x, jax.Array):
-        return _Sum(x, _zeros_for(x))
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return _Sum(x, x.update(dtype=_summand_dtype(x.dtype)))
-    if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
-        x = np.asarray(x)
-    if isinstance(x, np.ndarray | np.generic):
-        if x.dtype.kind in "iu":  # here 64 bits are at hand
-            return _Sum(*(a.astype(_summand_dtype(x.dtype)) for a in _in_two(x.astype(np.int64))))
-        return _Sum(x, np.zeros(x.shape, _summand_dtype(x.dtype)))
-    if isinstance(x, numbers.Number):
-        return _Sum(*_in_two(x)) if isinstance(x, int) else _Sum(x, 0.0)
-    return x
-
-
-@jitted()
-def _zeros_for(x: Array) -> Array:
-    zeros: Array = sharding.zeros_of_types(x, x).astype(_summand_dtype(x.dtype))
-    return zeros
-
-
-def _in_two(x: Any) -> tuple[Any, Any]:
-    """The low part of integers, from 0 to 2**16, and the high one, negative for negative integers."""
-    return x & (_BASE - 1), x >> _BITS
-
-
-def _summand_dtype(dtype: Any) -> Any:
-    """A dtype that can count: of floats and integers at least 32 bits, for booleans an integer."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return wide_dtype(dtype)
-    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-
-
-def _normal(x: _Sum) -> _Sum:
-    low, high = (a.astype(_summand_dtype(a.dtype)) for a in map(jnp.asarray, x))
-    if jnp.issubdtype(low.dtype, jnp.inexact):
-        return _Sum(low, high)
+def _normal(x: Any) -> Any:
+    if not isinstance(x, _Long):
+        x = jnp.asarray(x)
+        return x.astype(_summand_dtype(x.dtype))
+    low, high = map(_normal, x)
+    if not _is_integral(low.dtype):  # an average of integers
+        return low + _BASE * high
     low, carry = _in_two(low)
-    return _Sum(low, high + carry)
+    return _Long(low, high + carry)
+
+
+def _as_float(x: Any, dtype: Any) -> Array:
+    whole = x.low if isinstance(x, _Long) else x
+    number: Array = jnp.asarray(whole).astype(dtype)
+    return number + _BASE * _as_float(x.high, dtype) if isinstance(x, _Long) else number
+
+
+def count_as_float(mean: MaskedMean, dtype: Any) -> Array:
+    """The count, to rounding."""
+    return _as_float(mean._count, dtype)
 
 
 @jitted()
-def _added(a: tuple[_Sum, _Sum], b: tuple[_Sum, _Sum]) -> tuple[_Sum, ...]:
+def _added(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, ...]:
     return tuple(map(_plus, a, b))
 
 
-def _plus(a: _Sum, b: _Sum) -> _Sum:
+def _plus(a: Any, b: Any) -> Any:
     a, b = _normal(a), _normal(b)
-    if jnp.issubdtype(a.dtype, jnp.inexact) != jnp.issubdtype(b.dtype, jnp.inexact):
-        dtype = jnp.promote_types(*(wide_dtype(float_dtype(x.dtype)) for x in (a, b)))
-        a, b = (_Sum(x.rounded(dtype), jnp.zeros_like(x.high, dtype)) for x in (a, b))
-    total = _Sum(a.low + b.low, a.high + b.high)
-    if not jnp.issubdtype(total.dtype, jnp.inexact):
-        return total
-    return total._replace(high=total.high + lax.stop_gradient(_rounded_away(a.low, b.low)) / _BASE)
+    if isinstance(a, _Long) and isinstance(b, _Long):
+        return _Long(a.low + b.low, a.high + b.high)
+    dtype = jnp.promote_types(wide_dtype(_float_dtype(a)), wide_dtype(_float_dtype(b)))
+    return _as_float(a, dtype) + _as_float(b, dtype)
 
 
-def _rounded_away(a: Array, b: Array) -> Array:
-    """What `a + b` loses by rounding, exactly; 0 if the sum is not finite."""
-    is_finite, zero = jnp.isfinite(a + b), jnp.zeros_like(a)
-    a, b = jnp.where(is_finite, a, zero), jnp.where(is_finite, b, zero)
-    total = a + b
-    rounded_b = total - a  # as Knuth computes it
-    return (a - (total - rounded_b)) + (b - rounded_b)
+def _float_dtype(x: Any) -> Any:
+    """The dtype of the sum, as a float."""
+    return float_dtype(jnp.result_type(x.low if isinstance(x, _Long) else x))
 
 
 def _as_one(x: Any) -> Any:
     """The sum as a number, or what stands for it in a tree of something else, such as shapes or specs."""
-    if not isinstance(x, _Sum):
+    if not isinstance(x, _Long):
         return x
     return _number(x) if isinstance(x.low, jax.Array | np.ndarray | np.generic | numbers.Number) else x.low
 
 
 @jitted()
-def _number(x: _Sum) -> Array:
+def _number(x: _Long) -> Array:
     """The sum as a number of its dtype; an integer out of its range as the nearest one in it."""
-    low, high = _normal(x)
-    if jnp.issubdtype(low.dtype, jnp.inexact):
-        return _Sum(low, high).rounded(low.dtype)
+    whole: Array | _Long = _normal(x)
+    if not isinstance(whole, _Long):
+        return whole
+    low, high = whole
     limits = jnp.iinfo(low.dtype)
-    whole = (high << _BITS) + low
     least, most = (jnp.asarray(limit, low.dtype) for limit in (limits.min, limits.max))
-    return jnp.where(high > limits.max >> _BITS, most, jnp.where(high < limits.min >> _BITS, least, whole))
+    in_range = jnp.where(high < limits.min >> _BITS, least, (high << _BITS) + low)
+    return jnp.where(high > limits.max >> _BITS, most, in_range)
 
 
 @jitted()
-def _value(total: _Sum, count: _Sum) -> Array:
-    dtype = float_dtype(total.dtype)
-    dividend, divisor = total.rounded(wide_dtype(dtype)), count.rounded(jnp.finfo(wide_dtype(dtype)).dtype)
+def _value(total: Any, count: Any) -> Array:
+    dtype = _float_dtype(total)
+    wide = wide_dtype(dtype)
+    dividend, divisor = _as_float(total, wide), _as_float(count, jnp.finfo(wide).dtype)
     return jnp.where(divisor == 0, 0, scaling.quotient(dividend, moments.nonzero_divisor(divisor))).astype(dtype)
 
 
 @jitted(0)
-def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[_Sum, _Sum]:
+def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Any, Any]:
     rows, x, (where, weights) = how.read(x, where, weights)
     x = masks.selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)
