@@ -1,6 +1,6 @@
-"""The rule of extrema: of the largest or the smallest of the unmasked elements of each group, a row or a segment.
+"""The rule of extrema: of the largest or the smallest unmasked elements of sets, which are rows or segments.
 
-Groups tell which elements are `live`, `sum` the elements of each, and `spread` a value of each to its elements, or
+Sets tell which elements are `live`, `sum` the elements of each, and `spread` a value of each to its elements, or
 `spread_once`, apart from other uses of what is spread.
 """
 
@@ -16,22 +16,22 @@ from masksafe._core.typing import Array
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def extremum(reduce: Callable[..., Array], is_max: bool, groups: Any, x: Array, where: Array | None) -> Array:
+def extremum(reduce: Callable[..., Array], is_max: bool, sets: Any, x: Array, where: Array | None) -> Array:
     """The extrema, which `reduce` finds of elements without a mask; of nothing the limit of the dtype."""
     lowest, highest = precision.limits(x.dtype)
     of_nothing = lowest if is_max else highest
-    return reduce(is_max, groups, masks.selected(x, where, of_nothing), of_nothing)
+    return reduce(is_max, sets, masks.selected(x, where, of_nothing), of_nothing)
 
 
 @extremum.defjvp
 def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
-    groups, x, where = primals
-    live, result = groups.live(x, where), extremum(reduce, is_max, *primals)
+    sets, x, where = primals
+    live, result = sets.live(x, where), extremum(reduce, is_max, *primals)
     is_within = jnp.less if is_max else jnp.greater
     takes_part = lambda spread: masks.selected(~is_within(x, spread), live)  # noqa: E731
-    number = groups.sum(takes_part(groups.spread(result)).astype(jnp.int32))
+    number = sets.sum(takes_part(sets.spread(result)).astype(jnp.int32))
     # Once: XLA would keep what is spread to the elements of segments, at the size of the data, for another use.
-    moved = groups.sum(precision.widened(masks.selected(tangents[1], takes_part(groups.spread_once(result)))))
+    moved = sets.sum(precision.widened(masks.selected(tangents[1], takes_part(sets.spread_once(result)))))
     share = jnp.where(jnp.isnan(result), jnp.nan, 1 / jnp.maximum(number, 1)).astype(moved.dtype)
     return result, (moved * share).astype(x.dtype)

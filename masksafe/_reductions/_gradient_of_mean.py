@@ -262,7 +262,7 @@ def _in_parts(batch: Any, axes: list[int | None], number: int) -> _Parts:
     sizes = {}
     for name, x in leaves.items():
         axis = along[name]
-        if axis is None or not _has_axes(x):
+        if axis is None or getattr(x, "ndim", 0) == 0:
             continue
         if not -x.ndim <= axis < x.ndim:
             raise ValueError(message(_OP, name, f"shape {x.shape}", f"an axis {axis}, which in_axes says"))
@@ -293,10 +293,6 @@ def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
     return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
-def _has_axes(x: Any) -> bool:
-    return hasattr(x, "dtype") and x.ndim > 0
-
-
 def _hint_of_keys(arrays: Iterable[Any]) -> str:
     """What to do about a key of `jax.random.PRNGKey`, if there is what may be one."""
     if not any(x.dtype == jnp.uint32 and x.shape in ((2,), (4,)) for x in arrays):
@@ -315,15 +311,14 @@ class _Sums(NamedTuple):
     d_count: Any  # None if the count does not depend on the parameters
 
     def gradients_of_mean(self) -> Any:
-        value = self.mean.value
+        value, count_in = self.mean.value, functools.cache(functools.partial(count_as_float, self.mean))
 
-        def gradient(d_total: Array, d_count: Array | None) -> Array:
-            count = count_as_float(self.mean, d_total.dtype)
+        def gradient(d_total: Array, d_count: Array | None = None) -> Array:
+            count = count_in(d_total.dtype)
             d_mean = d_total if d_count is None else d_total - value.astype(d_total.dtype) * d_count
             return jnp.where(count == 0, 0, d_mean / moments.nonzero_divisor(count))
 
-        d_count = jax.tree.map(lambda _: None, self.d_total) if self.d_count is None else self.d_count
-        return jax.tree.map(gradient, self.d_total, d_count)
+        return jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
 
 
 def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tuple[_Sums, Any]:
