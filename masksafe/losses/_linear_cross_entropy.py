@@ -18,15 +18,15 @@ from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Inputs
+from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
 _FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
 _FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
-class _Options(_reading.LabelOptions, total=False):
+class _CrossEntropyOptions(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -43,7 +43,7 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     *,
     with_components: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_CrossEntropyOptions],
 ) -> Array: ...
 
 
@@ -54,13 +54,18 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     *,
     with_components: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_CrossEntropyOptions],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **options: Unpack[_Options]
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_components: bool,
+    **options: Unpack[_CrossEntropyOptions],
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -164,15 +169,15 @@ def linear_softmax_cross_entropy(
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
     bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
-    inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
+    inputs = LinearInputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     if with_components or reduction == "none":
-        losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
+        losses = tuple(map(_weighted, evaluate(options, inputs), factors))
         results = _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
-        results = (weighted_sum(options, inputs, factors),)
+        results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
         divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative

@@ -52,8 +52,8 @@ class Normalizer(NamedTuple):
     total: Array
 
 
-class Sums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`."""
+class DivergenceSums(NamedTuple):
+    """DivergenceSums over the classes of each row `[..., 1]`."""
 
     teacher: Normalizer
     student: Normalizer
@@ -83,12 +83,14 @@ class Divergence(Formula):
         # The cotangents are as large as the difference of the logits of both sides, divided by the temperature twice.
         return min(max(10 + 2 * round(math.log2(self.temperature)), -60), 60)
 
-    def nothing(self, zero: Array) -> Sums:
+    def nothing(self, zero: Array) -> DivergenceSums:
         none = Normalizer(zero, zero)
         divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
-        return Sums(none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None)
+        return DivergenceSums(
+            none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
+        )
 
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> Sums:
+    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.of_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf)) if self.with_rest else None
@@ -104,16 +106,16 @@ class Divergence(Formula):
         else:
             log_m = self._log_mixture(log_p, log_q)
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
-        return Sums(of_teacher, of_student, tuple(divergences), rest, valid)
+        return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: Sums, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: DivergenceSums, data: Any, classes: int) -> tuple[Array, ...]:
         divergence, *of_student = sums.divergences
         if of_student:
             divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: Sums, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: DivergenceSums, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         d = d_outputs[0] / self.temperature
         if not self.of_top_k:
@@ -129,7 +131,7 @@ class Divergence(Formula):
         d_x = jnp.exp(x - sums.rest.largest) * (d_rest / total)
         return (_with_classes(d_x, targets.classes, d_student),)
 
-    def _slopes(self, student: Array, teacher: Array, sums: Sums) -> tuple[Array, Array]:
+    def _slopes(self, student: Array, teacher: Array, sums: DivergenceSums) -> tuple[Array, Array]:
         """The derivatives by the logits of the student, and by those of the teacher."""
         log_p, log_q = _log_softmax(teacher, sums.teacher), _log_softmax(student, sums.student)
         p, q, divergences = jnp.exp(log_p), jnp.exp(log_q), sums.divergences
