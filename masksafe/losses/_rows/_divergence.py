@@ -124,7 +124,8 @@ class Divergence(Formula):
     ) -> tuple[Array, ...]:
         d = _over(d_outputs[0], self.temperature)
         if not self.of_top_k:
-            slopes = self._slopes(*logits, sums)
+            student, teacher = logits
+            slopes = self._slopes(student, teacher, sums)
             return tuple(slope * d for slope in slopes[: self.gradients])
         x, targets, _ = self._top_k(logits[0], data)
         d_student = self._slopes(*self._few_classes(x, targets, sums.rest), sums)[0] * (d * sums.valid)

@@ -137,7 +137,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> A
     """The results in a form that JAX differentiates to any order; if possible in a fixed number of blocks."""
     formula, kept = options.formula, inputs.kept
     if kept is not None:
-        inputs = inputs._replace(live=both(inputs.live, jnp.any(kept, 0)))
+        inputs = inputs._replace(live=both(inputs.live, jnp.broadcast_to(jnp.any(kept, 0), inputs.tokens)))
         if any(formula.of_labels):
             has_label = jnp.any(kept[: sum(formula.of_labels)], 0)
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
@@ -173,8 +173,8 @@ def _in_reverse(
     inputs, weights = args
     pairs = zip(kept.results, d_results, strict=True) if weights is None else [(kept.results, d_results)]
     devices = sharding.Devices(options.axis_name)
-    takes_part = [jnp.broadcast_to(jnp.isfinite(x) | (devices.sum(d) != 0), inputs.tokens) for x, d in pairs]
-    return inputs._replace(kept=jnp.stack(takes_part)), weights
+    kept_results = jnp.stack([jnp.isfinite(x) | (devices.sum(d) != 0) for x, d in pairs])
+    return inputs._replace(kept=kept_results), weights
 
 
 def _reverse(
@@ -203,15 +203,15 @@ def _gradients(
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
         of_tokens = [selected(devices.sum(d), inputs.live) for d in d_results]
-        d_rows, factor = tuple(as_rows(d, d.ndim) for d in of_tokens), jnp.ones((), of_tokens[0].dtype)
+        d_outputs, factor = tuple(as_rows(d, d.ndim) for d in of_tokens), jnp.ones((), dtype)
     else:
-        d_rows = _scaled_weights(options, inputs, weights)
+        d_outputs = weights
         factor = devices.sum(d_results).astype(dtype) / _cotangent_scale(options, inputs, weights)
 
-    def in_blocks(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_rows: Outputs, factor: Array) -> Any:
+    def in_blocks(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
         if weights is None:
-            wanted = flat._replace(live=both(_is_wanted(d_rows), flat.live))
-            gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_rows)[1]
+            wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
+            gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
         else:
             gradients = jax.tree.map(functools.partial(_times, factor), kept.gradients)
             if flat.live is not None:
@@ -223,12 +223,13 @@ def _gradients(
                 )
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
 
-    def in_tiles(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_rows: Outputs, factor: Array) -> Any:
-        wanted = _is_wanted(d_rows) if weights is None else None
+    def in_tiles(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
+        wanted = _is_wanted(d_outputs) if weights is None else None
+        d_rows = d_outputs if weights is None else _scaled_weights(options, inputs, d_outputs)
         return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
 
     schedules = _schedules(options, inputs, in_blocks, in_tiles)
-    return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, kept, d_rows, factor)
+    return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, kept, d_outputs, factor)
 
 
 def _is_wanted(d_rows: Outputs) -> Array:

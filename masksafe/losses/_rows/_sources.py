@@ -46,7 +46,7 @@ class LinearInputs(NamedTuple):
     data: Any  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
     class_weights: Array | None  # [V]
     live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
-    kept: Array | None = None  # `[outputs, ...]`, in derivatives of gradients: which outputs the user has not replaced
+    kept: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced afterwards
 
     @property
     def tokens(self) -> tuple[int, ...]:
