@@ -29,13 +29,6 @@ class _Batch(NamedTuple):
     ids: Array | None  # [N]
 
 
-class _Static(NamedTuple):
-    """It is static."""
-
-    config: OfNegatives
-    reduction: LossReduction
-
-
 @public_op
 def info_nce_loss(
     x: ArrayLike,
@@ -100,7 +93,7 @@ def info_nce_loss(
     op = "info_nce_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), None, where, ids)
     of_columns = arguments.as_bool(op, "symmetric", symmetric)
-    return _loss(_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
+    return _loss(*_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
 
 
 @public_op
@@ -155,7 +148,7 @@ def sigmoid_contrastive_loss(
     """
     op = "sigmoid_contrastive_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), _as_scalar(op, "bias", bias), where, ids)
-    return _loss(_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
+    return _loss(*_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
 
 
 def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any, ids: Any) -> _Batch:
@@ -187,23 +180,23 @@ def _as_ids(op: str, ids: Any) -> Array:
 
 def _read_static(
     op: str, of_rows: Reduction, of_columns: bool, reduction: Any, axis_name: Any, block_size: Any
-) -> _Static:
+) -> tuple[OfNegatives, LossReduction]:
     _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return _Static(OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction)
+    return OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction
 
 
-@jitted(0)
-def _loss(static: _Static, batch: _Batch) -> Array:
+@jitted(0, 1)
+def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array:
     vectors, number, row = PartitionSpec("rows", None), PartitionSpec(), PartitionSpec("rows")
     of_all = vectors, vectors, number, number, row, row
     names = tuple(None if x is None else of_x for x, of_x in zip(batch, of_all, strict=True))
-    devices = static.config.devices
-    of_rows = functools.partial(_of_rows, static.config)
+    devices = config.devices
+    of_rows = functools.partial(_of_rows, config)
     losses = own_shard_map.along_devices(of_rows, devices, tuple(batch), names, row, ("rows",))
-    if static.reduction == "none":
+    if reduction == "none":
         return losses
-    if static.reduction == "mean":
+    if reduction == "mean":
         return mean(losses, where=batch.where, axis_name=devices.axis_name)
     return devices.sum(jnp.sum(losses))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from masksafe._core import arguments, label_checks, moments, precision, scaling,
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction
+from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -161,7 +161,8 @@ def linear_softmax_cross_entropy(
     )
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     class_weights = _read_class_weights(class_weights, kernel)
-    of_tokens = _read_weights(weights, where, labels)
+    weights = as_weights_of(_OP, weights, labels.shape, "labels")
+    of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
     dtype = precision.wide_dtype(layer.dtype)
@@ -192,14 +193,9 @@ def linear_softmax_cross_entropy(
 # means that all are 1. A negative weight is NaN.
 
 
-def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array) -> Array | None:
-    """Those of the tokens, 0 under the mask."""
-    weights = as_weights_of(_OP, weights, labels.shape, "labels")
-    return None if weights is None else cast(Array, _cleaned(weights, where, labels.shape))
-
-
-@functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
+@jitted(2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
+    """Those of the tokens, 0 under the mask."""
     weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 

@@ -57,7 +57,7 @@ def sums_and_gradients(
 
     no_sums = formula.nothing(jnp.zeros((packed.length, 1), dtype)) if sums is None else ()
     wanted = () if d_outputs is None else layers[: formula.gradients]
-    no_gradients = tuple(layer.zeros(packed.length, dtype) for layer in wanted)
+    no_gradients = tuple(layer.zeros(packed.length, Linear(dtype, dtype, dtype)) for layer in wanted)
     state = vary_with((no_sums, no_gradients), (inputs, sums, d_outputs))
     is_one = isinstance(packed.blocks, int) and packed.blocks == 1
     found, gradients = one_block(0, state) if is_one else loop(0, packed.blocks, one_block, state)

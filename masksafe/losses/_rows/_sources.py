@@ -33,10 +33,11 @@ class Linear(NamedTuple):
             return logits
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
 
-    def zeros(self, tokens: int, dtype: Any) -> "Linear":
-        """Gradients of 0, for so many tokens."""
-        d_features, d_kernel = jnp.zeros((tokens, self.kernel.shape[0]), dtype), jnp.zeros(self.kernel.shape, dtype)
-        return Linear(d_features, d_kernel, None if self.bias is None else jnp.zeros(self.bias.shape, dtype))
+    def zeros(self, tokens: int, dtypes: "Linear") -> "Linear":
+        """Gradients of 0, for so many tokens, in the given dtypes."""
+        d_features = jnp.zeros((tokens, self.kernel.shape[0]), dtypes.features)
+        d_bias = None if self.bias is None else jnp.zeros(self.bias.shape, dtypes.bias)
+        return Linear(d_features, jnp.zeros(self.kernel.shape, dtypes.kernel), d_bias)
 
 
 class LinearInputs(NamedTuple):

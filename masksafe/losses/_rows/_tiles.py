@@ -73,16 +73,8 @@ def sums(
 
     nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
     rows = formula.add_devices(options.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
-    gradients = () if d_outputs is None else (inputs.layers[0].zeros(number, dtype),)
+    gradients = () if d_outputs is None else (inputs.layers[0].zeros(number, Linear(dtype, dtype, dtype)),)
     return sharding.vary_with((jax.tree.map(lambda x: packed.unpacked(x, number), rows), gradients), inputs)
-
-
-class _OfTiles(NamedTuple):
-    """The gradients after some tiles or, of one tile, after some blocks; those of the features are in packed order."""
-
-    features: Array
-    kernel: Any  # None before the first block of a tile
-    bias: Any
 
 
 def gradients(
@@ -116,8 +108,8 @@ def gradients(
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
-    def of_tile(tile: _Tile, state: _OfTiles, is_label: Array | None = None) -> _OfTiles:
-        def of_block(i: Any, sums: _OfTiles) -> _OfTiles:
+    def of_tile(tile: _Tile, state: Linear, is_label: Array | None = None) -> Linear:
+        def of_block(i: Any, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, rows = first if is_first else block.cut(operands)
@@ -127,7 +119,7 @@ def gradients(
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = block.cut(sums.features) + matmul(d_logits, tile.kernel, 1, 1)
             d_kernel = _added(sums.kernel, matmul(features, d_logits, 0, 0))
-            return _OfTiles(block.put(sums.features, d_features), d_kernel, d_bias)
+            return Linear(block.put(sums.features, d_features), d_kernel, d_bias)
 
         def put(whole: Array, part: Array) -> Array:
             part = selected((part * factor.astype(part.dtype)).astype(whole.dtype), any_live)
@@ -135,16 +127,14 @@ def gradients(
                 return part
             return lax.dynamic_update_slice_in_dim(whole, part, tile.start, whole.ndim - 1)
 
-        sums = of_block(0, _OfTiles(state.features, None, None))
+        sums = of_block(0, Linear(state.features, None, None))  # type: ignore[arg-type]  # before the first there is none
         d_features, *of_classes = sums if packed.is_one_block else loop(1, packed.blocks, of_block, sums)
-        return _OfTiles(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
+        return Linear(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
 
     def labels_of_first_block(start: Any) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
-    d_features = jnp.zeros((packed.length, layer.kernel.shape[0]), dtype)
-    d_bias = None if layer.bias is None else jnp.zeros(layer.bias.shape, dtypes.bias)
-    state = _OfTiles(d_features, jnp.zeros(layer.kernel.shape, dtypes.kernel), d_bias)
+    state = layer.zeros(packed.length, dtypes._replace(features=dtype))  # features in packed order
     state = sharding.vary_with(state, (inputs, rows, d_outputs, factor))
     state = _over_tiles(inputs, sizes.class_tile, of_tile, state, labels_of_first_block)
     d_features = packed.unpacked(state.features, number) * factor.astype(dtype)
