@@ -152,19 +152,18 @@ def unfused_on_cpu(results: Tree) -> Tree:
 
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
-    return _of_platform(on_cpu, elsewhere, args, "cpu")
+    form = choices().form
+    if form is None:
+        return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)  # type: ignore[no-any-return]
+    return (on_cpu if form == "cpu" else elsewhere)(*args)
 
 
 def on_cuda_or_elsewhere(on_cuda: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
     """`on_cuda(*args)` if the program is lowered for CUDA, `elsewhere(*args)` for any other platform."""
-    return _of_platform(on_cuda, elsewhere, args, "cuda")
-
-
-def _of_platform(there: Callable[..., Tree], elsewhere: Callable[..., Tree], args: Any, platform: str) -> Tree:
     form = choices().form
     if form is None:
-        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)  # type: ignore[no-any-return]
-    return (there if form == platform else elsewhere)(*args)
+        return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)  # type: ignore[no-any-return]
+    return (on_cuda if form == "cuda" else elsewhere)(*args)
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

@@ -595,12 +595,12 @@ def test_no_block_is_nearly_empty():
     """One row more than a block holds makes two blocks of half as many: dead rows cost as much as live ones."""
     sizes, of_rows = set(), jnp.arange(7.0)
 
-    def block(total, part):
+    def block(_, total, part):
         rows, of_rows = part
         sizes.add(rows.keys.shape[0])
         return total + jnp.sum(jnp.where(rows.live, of_rows, 0)), of_rows
 
-    total, results = in_blocks(6, block, jnp.zeros(()), Side(jnp.zeros((7, 2)), jnp.arange(7), None), of_rows)
+    total, results = in_blocks(6, block, Side(jnp.zeros((7, 2)), jnp.arange(7), None), None, jnp.zeros(()), of_rows)
     assert sizes == {4}
     assert total == 21
     np.testing.assert_array_equal(results, of_rows)
