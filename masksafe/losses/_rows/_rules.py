@@ -1,8 +1,8 @@
 """Outputs of tokens, and weighted sums of them, with their derivative rule and on meshes.
 
 A schedule runs a formula: blocks of tokens on a CPU, tiles of the classes elsewhere, and one pass where JAX refuses a
-loop. In blocks the forward pass of a weighted sum computes its gradients along, and the reverse pass multiplies them by
-the cotangent of the sum; in tiles and in one pass the reverse pass computes them.
+loop. In blocks and in one pass the forward pass of a weighted sum computes its gradients along, and the reverse pass
+multiplies them by the cotangent of the sum; in tiles the reverse pass computes them.
 
 The functions take `LinearInputs` in the user's layout, since a copy could show a masked NaN to jax_debug_nans. Only the
 first layers, as many as the formula says, have gradients.
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from masksafe._core import own_shard_map, platforms, sharding, unfolded
 from masksafe._core.derivatives import rule
 from masksafe._core.masks import both, selected
+from masksafe._core.precision import widened
 from masksafe._core.typing import Array
 from masksafe.losses._rows import _blocks, _tiles
 from masksafe.losses._rows._options import Options, Sizes
@@ -68,16 +69,17 @@ class _Kept(NamedTuple):
     results: Any
     outputs: tuple[Array | None, ...]  # those whose weights have gradients
     sums: Any  # None in one pass
-    gradients: tuple[Linear, ...]  # of the weighted sum; without weights or in one pass none, in tiles 0
+    gradients: tuple[Linear, ...]  # of the weighted sum, of tokens on one axis; none without weights, 0 in tiles
 
 
 def _forward(
     options: Options, inputs: LinearInputs, weights: Outputs | None, *, with_gradients: bool = True
 ) -> tuple[Any, _Kept]:
+    d_outputs = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
     if _needs_one_pass(inputs):
-        outputs, sums, gradients = _plain(options, inputs, None), None, ()
+        outputs, gradients, sums = *_in_one_pass(options, inputs, d_outputs), None
     else:
-        d_rows = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
+        d_rows = None if d_outputs is None else _rows(d_outputs)
         flat, schedules = inputs.flat, _schedules(options, inputs, _blocks.sums_and_gradients, _tiles.sums)
         sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
         of_rows = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
@@ -87,6 +89,27 @@ def _forward(
     kept = tuple(x if w.ndim else None for x, w in zip(outputs, weights, strict=True))
     total = _sum_of(outputs, weights)
     return total, _Kept(total, kept, sums, gradients)
+
+
+def _in_one_pass(
+    options: Options, inputs: LinearInputs, d_outputs: Outputs | None
+) -> tuple[Outputs, tuple[Linear, ...]]:
+    """The outputs, and the gradients in the dtype of sums; XLA would not find that the reverse pass makes the same."""
+    if d_outputs is None or options.axis_name is not None:
+        return _plain(options, inputs, None), ()
+    number = options.formula.gradients
+    wide = jax.tree.map(widened if _is_float16(inputs) else lambda x: x, inputs.layers[:number])
+    plain = lambda layers: _plain(options, inputs._replace(layers=(*layers, *inputs.layers[number:])), None)  # noqa: E731
+    outputs, reverse = jax.vjp(plain, wide)
+    # The product splits the cotangents over devices like the outputs.
+    (gradients,) = reverse(tuple(d.astype(x.dtype) * jnp.ones_like(x) for d, x in zip(d_outputs, outputs, strict=True)))
+    flat = [d._replace(features=as_rows(d.features, len(inputs.tokens))) for d in gradients]
+    return outputs, tuple(jax.tree.map(lambda d: d.astype(inputs.sum_dtype), flat))
+
+
+def _is_float16(inputs: LinearInputs) -> bool:
+    """Whether scaled cotangents would overflow in the dtype of a layer."""
+    return any(layer.dtype == jnp.float16 for layer in inputs.layers)
 
 
 def _needs_one_pass(inputs: LinearInputs) -> bool:
@@ -112,10 +135,14 @@ def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
 
 
 def _scaled_weights(options: Options, inputs: LinearInputs, weights: Outputs) -> Outputs:
-    """The cotangents of the outputs `[N, 1]` for which the gradients of a sum are computed."""
+    """The cotangents of the outputs for which the gradients of a sum are computed."""
     scale = _cotangent_scale(options, inputs, weights)
-    of_tokens = (jnp.broadcast_to(w.astype(inputs.sum_dtype) * scale, inputs.tokens) for w in weights)
-    return tuple(as_rows(w, w.ndim) for w in of_tokens)
+    return tuple(jnp.broadcast_to(w.astype(inputs.sum_dtype) * scale, inputs.tokens) for w in weights)
+
+
+def _rows(d_outputs: Outputs) -> Outputs:
+    """Of tokens on one axis `[N, 1]`."""
+    return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
 def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Outputs) -> Array | float:
@@ -123,7 +150,7 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Outputs) -
 
     Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
     """
-    if all(layer.dtype != jnp.float16 for layer in inputs.layers):
+    if not _is_float16(inputs):
         return 1.0
     scale = 2.0**options.formula.cotangent_exponent
     if not any(w.ndim for w in weights):
@@ -185,7 +212,7 @@ def _reverse(
     d_weights = None if weights is None else tuple(None if x is None else _times(d_results, x) for x in kept.outputs)
     number = options.formula.gradients
     layers, others = inputs.layers[:number], inputs.layers[number:]
-    if kept.sums is None:
+    if kept.sums is None and not kept.gradients:
         of_layers = lambda layers: _plain(options, inputs._replace(layers=(*layers, *others)), weights)  # noqa: E731
         (gradients,) = jax.vjp(of_layers, layers)[1](d_results)
     else:
@@ -202,32 +229,37 @@ def _gradients(
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
-        of_tokens = [selected(devices.sum(d), inputs.live) for d in d_results]
-        d_outputs, factor = tuple(as_rows(d, d.ndim) for d in of_tokens), jnp.ones((), dtype)
+        of_tokens = tuple(selected(devices.sum(d), inputs.live) for d in d_results)
+        d_outputs, factor = _rows(of_tokens), jnp.ones((), dtype)
     else:
         d_outputs = weights
         factor = devices.sum(d_results).astype(dtype) / _cotangent_scale(options, inputs, weights)
+
+    def multiplied(flat: LinearInputs, kept: _Kept, factor: Array) -> tuple[Linear, ...]:
+        gradients: tuple[Linear, ...] = jax.tree.map(functools.partial(_times, factor), kept.gradients)
+        if flat.live is None:
+            return gradients
+        # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
+        live, of_classes = flat.live[:, None], functools.partial(selected, where=unfolded.any_of(flat.live))
+        return tuple(Linear(selected(d.features, live), *jax.tree.map(of_classes, d[1:])) for d in gradients)
 
     def in_blocks(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
         if weights is None:
             wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
             gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
         else:
-            gradients = jax.tree.map(functools.partial(_times, factor), kept.gradients)
-            if flat.live is not None:
-                # Selected after the product, since the cotangent may be infinite, as for sqrt(0).
-                of_classes = functools.partial(selected, where=unfolded.any_of(flat.live))
-                gradients = tuple(
-                    Linear(selected(d.features, flat.live[:, None]), *jax.tree.map(of_classes, d[1:]))
-                    for d in gradients
-                )
+            gradients = multiplied(flat, kept, factor)
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
 
     def in_tiles(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
         wanted = _is_wanted(d_outputs) if weights is None else None
-        d_rows = d_outputs if weights is None else _scaled_weights(options, inputs, d_outputs)
+        d_rows = d_outputs if weights is None else _rows(_scaled_weights(options, inputs, d_outputs))
         return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
 
+    gradients: tuple[Linear, ...]
+    if kept.sums is None:
+        gradients = jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, kept, factor), dtypes)
+        return gradients
     schedules = _schedules(options, inputs, in_blocks, in_tiles)
     return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, kept, d_outputs, factor)
 
