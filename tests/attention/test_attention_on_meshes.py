@@ -11,12 +11,12 @@ import pytest
 from attention_cases import (
     assert_same_bits,
     attention,
-    few_of,
     normals,
     replaced,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import few_of
 
 import masksafe
 

@@ -11,13 +11,13 @@ from attention_cases import (
     assert_close,
     assert_same_bits,
     attention,
-    few_of,
     normals,
     random_inputs,
     replaced,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import few_of
 
 import masksafe
 
