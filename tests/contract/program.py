@@ -129,6 +129,20 @@ def value_and_gradients(key: str, where: Any, args: Any, cotangents: Any, **opti
     return outputs, pull_back(cotangents)
 
 
+@functools.cache
+def text_of(key: str, plan: str) -> str:
+    op = OPS[key]
+    with platforms.chosen(**PLANS[plan]):
+        step = jax.jit(functools.partial(value_and_gradients, key))
+        return step.lower(op.where, op.args, cotangents_of(key)).as_text()
+
+
+def distinct_plans(key: str) -> list[str]:
+    """The plans but for those that make no other program of an op than one before them; "blocks" is the first."""
+    texts = {text_of(key, plan): plan for plan in reversed(PLANS)}
+    return [plan for plan in PLANS if plan in texts.values()]
+
+
 def direction(i: int, x: np.ndarray) -> np.ndarray:
     return np.cos(np.arange(x.size) + i + 1).reshape(x.shape).astype(x.dtype)
 
