@@ -346,7 +346,8 @@ def test_refusals(kind, text, call):
 
 # Several devices. The first of four has nothing left.
 
-SPECS = P("x"), P(None, "x"), P("x", "y"), P(("y", "x"))
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SPLITS = [(P("x"), AUTO), (P(None, "x"), EXPLICIT), (P("x", "y"), EXPLICIT), (P(("y", "x")), AUTO)]
 FOUR = np.arange(N) // (N // 4)
 HERE = ROWS & (FOUR > 0)
 
@@ -371,9 +372,7 @@ def test_rows_over_devices(name):
 
 
 @each_op
-@pytest.mark.parametrize(
-    ("spec", "kind"), zip(SPECS, [AxisType.Auto, AxisType.Explicit, AxisType.Explicit, AxisType.Auto], strict=True)
-)
+@pytest.mark.parametrize(("spec", "kind"), SPLITS)
 @pytest.mark.forms
 def test_data_split_over_a_mesh(name, spec, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
