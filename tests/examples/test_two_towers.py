@@ -91,6 +91,7 @@ def test_garbage_changes_no_bit_of_a_training_that_learns(data):
     assert clean.steps[-1] == len(clean.losses)
 
 
+@pytest.mark.slow
 def test_the_usual_formula_ends_at_the_first_step_with_garbage(data):
     steps = {name: len(example.train(name, *data, epochs=1).losses) for name in example.RUNS}
     whole, *_ = steps.values()
