@@ -187,7 +187,7 @@ def of_students(log_p, log_q, beta=0.3):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("noise", [1.0, 1e-3])
+@pytest.mark.parametrize("noise", [forms(1.0), 1e-3])
 def test_the_error_is_that_of_the_formula(direction, noise):
     """In float32, against float64: at most twice that of the unfused formula, or a few units in the last place of 1."""
     rng = np.random.default_rng(1)
@@ -244,12 +244,12 @@ def test_gradients_have_the_digits_of_their_dtype(dtype):
     assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=4 * eps)
 
 
+TYPES = "bfloat16", "float32", "float64"
+EVERY_PAIR_OF_TYPES = [tuple(TYPES[n % 3] for n in (i, j, i + j, i + 2 * j)) for i in range(3) for j in range(3)]
+
+
 @pytest.mark.forms
-@pytest.mark.parametrize(
-    "dtypes",
-    [("bfloat16", "float64", "float32", "float16"), *itertools.product(["bfloat16", "float32", "float64"], repeat=4)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtypes", [("bfloat16", "float64", "float32", "float16"), *EVERY_PAIR_OF_TYPES], ids=str)
 def test_mixed_dtypes_have_second_derivatives(dtypes):
     with jax.enable_x64(True):
         args = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(ARGS, dtypes, strict=False)]
