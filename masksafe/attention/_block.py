@@ -363,11 +363,6 @@ def dot_keys(q: Array, k: Array) -> Array:
     return _dot(_merge_heads(q), k, 3, 3).reshape(*q.shape[:4], k.shape[2])
 
 
-def dot_keys_by_column(q: Array, k: Array) -> Array:
-    """`[B, K, G, T, H]` and `[B, K, H, S]` to `[B, K, G, T, S]`."""
-    return _dot(_merge_heads(q), k, 3, 2).reshape(*q.shape[:4], k.shape[3])
-
-
 def dot_values(p: Array, v: Array) -> Array:
     """`[B, K, G, T, S]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
     return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])

@@ -21,11 +21,10 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, once_if, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
+from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._block import (
     Plan,
     are_finite,
-    dot_keys_by_column,
-    dot_values,
     finite_or_zero,
     keys_by_problem,
     queries_by_problem,
@@ -59,7 +58,7 @@ def _most_keys(plan: Plan, pairs: Pairs) -> float:
     others = pairs.query_segments, pairs.end_position, pairs.allowed, pairs.bias
     is_static = plan.band is not None and all(x is None for x in others)
     is_of_all_samples = pairs.end_key is not None and pairs.end_key.shape[0] == 1  # and so depends on no length
-    return plan.sizes.most_keys_of_kernels if is_static and is_of_all_samples else plan.sizes.key_tile
+    return plan.sizes.most_keys_of_kernels if is_static and is_of_all_samples else plan.sizes.key_tile - 1
 
 
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
@@ -76,7 +75,7 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
         seen = seen_keys_of(plan, start, tile.size, k.shape[1])
         block = block_of(pairs, tile, seen)
         x = _logits(plan, take(queries, 3, tile), take(keys, 3, seen), block)
-        out = dot_values(jax.nn.softmax(x), take(values, 2, seen))
+        out = _dot(jax.nn.softmax(x), take(values, 2, seen))
         if plan.needs_logsumexp:
             # XLA would else write the logits to memory, for both of their users.
             held = lax.optimization_barrier((queries, keys))
@@ -110,12 +109,22 @@ def _bounded(x: Array, factor: float = 1.0) -> Array:
 
 
 def _logits(plan: Plan, queries: Array, keys: Array, block: Block) -> Array:
-    x = soft_capped(dot_keys_by_column(queries, keys), plan.soft_cap)
+    x = soft_capped(_dot(queries, keys), plan.soft_cap)
     if block.bias is not None:
         x = x + finite_or_zero(block.bias.astype(x.dtype))
     if block.mask is None:
         return x
     return jnp.minimum(x, jnp.where(block.mask, jnp.inf, float(jnp.finfo(x.dtype).min)).astype(x.dtype))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """The products `[B, K, G, T, n]` of arrays `[B, K, G, T, m]` with those of their key heads, `[B, K, m, n]`.
+
+    A matrix with the rows of all query heads of a key head would be slower: the library then has to reshape logits.
+    """
+    of_query_heads = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], *b.shape[2:]))
+    product = lax.dot_general(a, of_query_heads, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))))
+    return without_sign_of_zero(product) if 1 in (*a.shape[3:], b.shape[3]) else product
 
 
 def _sees_bad(block: Block, is_query_sound: Array, is_key_sound: Array) -> Array:
