@@ -91,3 +91,28 @@ def test_no_array_over_all_pairs():
     shape = jax.ShapeDtypeStruct((2, 512, 8, 16), np.float32)
     program = jax.jit(functools.partial(attention, is_causal=True)).lower(shape, shape, shape).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2 * 512 * 512 * 8 * 4 / 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_nan_shows_in_the_queries_that_see_it(is_causal):
+    """In arrays of so many elements that the library may have a part in them, in whose maxima a NaN is lost."""
+    B, T, N, K, H = 2, 64, 4, 2, 32
+    inputs = [np.random.default_rng(i).normal(size=(B, T, h, H)).astype(np.float32) for i, h in enumerate((N, K, K))]
+    run_one = functools.partial(attention, is_causal=is_causal)
+
+    @jax.jit
+    def run(*inputs):
+        out, reverse = jax.vjp(run_one, *inputs)
+        return run_one(*inputs), out, *reverse(jnp.ones_like(out))
+
+    for operand in range(3):
+        changed = [x.copy() for x in inputs]
+        changed[operand][1, 5, 0, 3] = np.nan
+        is_bad = np.zeros((B, T, N, 1), bool)
+        first, last = (5, T) if is_causal else (0, T)
+        is_bad[1, slice(5, 6) if operand == 0 else slice(first, last), : 1 if operand == 0 else N // K] = True
+        is_key_bad = np.zeros((B, T, K, 1), bool)
+        is_key_bad[1, : 6 if operand == 0 and is_causal else T, 0] = True
+        expected = is_bad, is_bad, is_bad, is_key_bad, is_key_bad
+        for result, bad in zip(run(*changed), expected, strict=True):
+            assert (np.isnan(result) == bad).all()
