@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for the tests of sharding, and the profile of the property tests."""
 
 import contextlib
+import gc
 import importlib.metadata
 import os
 
@@ -17,6 +18,10 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
+
+# What JAX has traced is kept and makes up most objects: to search it for garbage as often as Python does is a fifth of
+# the time.
+gc.set_threshold(200_000, 20, 100)
 
 # An example compiles a program or two: its time says nothing, and random ones would make CI a lottery.
 timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}

@@ -68,6 +68,7 @@ def rule(
     forward: Callable[..., tuple[Any, Any]],
     reverse: Callable[..., tuple[Any, ...]],
     in_reverse: Callable[..., tuple[Any, ...]],
+    value: Callable[..., tuple[Any, Any]] | None = None,
 ) -> Function:
     """An op with a hand-written reverse rule, and with the derivatives of `plain` wherever JAX needs other ones.
 
@@ -75,7 +76,7 @@ def rule(
     `forward` returns the same output, and residuals. `in_reverse` and `reverse` take the arguments as a tuple, the
     residuals and the cotangent of the output. The former returns the arguments for the reverse pass, in which what the
     user has replaced after the op may be masked as well, and `reverse` their cotangents, with None for an array without
-    one.
+    one. `value`, if given, takes the place of `forward` where nothing is differentiated; its residuals are not used.
     """
 
     def plain_forward(config: Any, *args: Any) -> tuple[Any, Any]:
@@ -107,7 +108,7 @@ def rule(
         args = in_reverse(config, args, residuals, d_output)
         return shardings.apply(pull_back(config, args, residuals, d_output))
 
-    with_rule = jax.custom_vjp(lambda config, *args: evaluate(config, *args)[0], nondiff_argnums=(0,))
+    with_rule = jax.custom_vjp(lambda config, *args: (value or evaluate)(config, *args)[0], nondiff_argnums=(0,))
     with_rule.defvjp(forward_with_types, reverse_to_types)
 
     @functools.partial(jax.jit, static_argnums=0)

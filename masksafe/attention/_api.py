@@ -260,6 +260,7 @@ def dot_product_attention(
     ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
     sizes, rounds = platforms.choices().attention, sinks is None
     plan = Plan(static_scale, soft_cap, dropout_rate, is_causal, window, sizes, band, rounds, ring)
+    plan = plan._replace(needs_logsumexp=return_residual or arrays.sinks is not None)
     by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
     out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
     if bad_samples is not None:
@@ -302,7 +303,7 @@ def _choose_cudnn(
     if implementation == "xla":
         return None
     otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-    config = _cudnn.Config(plan, attend, otherwise)
+    config = _cudnn.Config(plan._replace(needs_logsumexp=True), attend, otherwise)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     reason = _cudnn.reason_against(config, given, return_residual)
     if reason is not None and implementation == "cudnn":

@@ -28,8 +28,22 @@ from masksafe._core.tiles import Tile, divide, part
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries, are_finite
+from masksafe.attention._block import (
+    Adjustments,
+    Cotangents,
+    Gradients,
+    Inputs,
+    Keys,
+    Plan,
+    Queries,
+    are_finite,
+    keys_by_problem,
+    keys_by_user,
+    queries_by_problem,
+    queries_by_user,
+)
 from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
+from masksafe.attention._kernels import attend_in_kernels, has_kernels
 from masksafe.attention._merge import Partial, with_sinks
 from masksafe.attention._pairs import AXES, Pairs, Problems, grouped_heads
 from masksafe.attention._ring import run_forward, run_reverse
@@ -138,7 +152,7 @@ def _attention(plan: Plan, inputs: Inputs) -> _Result:
 
     The bias of the inputs is `[B, N, T, S]` with size 1 where it broadcasts.
     """
-    return _forward(plan, inputs)[0]
+    return _forward(plan._replace(is_differentiated=False), inputs)[0]
 
 
 def _grouped(inputs: Inputs) -> Inputs:
@@ -206,7 +220,7 @@ def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array,
 
 def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
     """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
-    live_queries = _queries_by_problem(live, inputs.k.shape[2])[..., 0]
+    live_queries = queries_by_problem(live, inputs.k.shape[2])[..., 0]
     return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
 
 
@@ -220,6 +234,8 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
             return _attend_sample_by_sample(plan, q, k, v, pairs)
+        if not plan.is_plain and has_kernels(plan, q, k, pairs):
+            return attend_in_kernels(plan, q, k, v, pairs)
         tiles = tiles_of(plan, q, k, pairs)
 
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
@@ -372,9 +388,9 @@ def _solve(
         sample, head, samples, heads = problems.sample, problems.head, problems.samples, problems.heads
         first_query_head = head if group == 1 else head * group
         query_places = {0: (sample, samples), 2: (first_query_head, heads * group)}
-        of_queries = jax.tree.map(lambda x: _queries_by_problem(part(x, query_places), heads), by_query)
+        of_queries = jax.tree.map(lambda x: queries_by_problem(part(x, query_places), heads), by_query)
         key_places = {0: (sample, samples), 2: (head, heads)}
-        of_keys = jax.tree.map(lambda x: _keys_by_problem(part(x, key_places)), by_key)
+        of_keys = jax.tree.map(lambda x: keys_by_problem(part(x, key_places)), by_key)
         of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs.only(problems), carry)
         return carry, (of_queries, of_keys)
 
@@ -394,7 +410,7 @@ def _solve(
         carry, results = lax.scan(step, carry, numbers, unroll=unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
-    return jax.tree.map(_queries_by_user, results[0]), jax.tree.map(_keys_by_user, results[1]), carry
+    return jax.tree.map(queries_by_user, results[0]), jax.tree.map(keys_by_user, results[1]), carry
 
 
 # Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own
@@ -419,38 +435,14 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
     def one_sample(i: Array) -> Partial:
         def keys_of(tile: Tile) -> Keys:
             cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
-            k_j, v_j = (widened(_keys_by_problem(from_bits(x, k.dtype))) for x in cut)
+            k_j, v_j = (widened(keys_by_problem(from_bits(x, k.dtype))) for x in cut)
             return Keys.of(k_j, v_j, are_finite(k_j, v_j))  # of so few keys one copy serves all uses
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
-        of_problems = (_queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
+        of_problems = (queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
         tiles = divide(num_queries, num_queries), of_keys
         return attend_in_blocks(plan, Queries.of(plan, *of_problems), keys_of, own, v.shape[-1], tiles)
 
     results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))
-    return Partial(*(_queries_by_user(x[:, 0]) for x in results))
-
-
-# Layouts.
-
-
-def _queries_by_problem(x: Array, num_key_heads: int) -> Array:
-    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
-
-
-def _queries_by_user(x: Array) -> Array:
-    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
-
-
-def _keys_by_problem(x: Array) -> Array:
-    """`[B, S, K, n]` to `[B, K, S, n]`."""
-    return jnp.moveaxis(x, 1, 2)
-
-
-def _keys_by_user(x: Array) -> Array:
-    """`[B, K, S, n]` to `[B, S, K, n]`."""
-    return jnp.moveaxis(x, 2, 1)
+    return Partial(*(queries_by_user(x[:, 0]) for x in results))

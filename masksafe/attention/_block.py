@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.platforms import AttentionSizes
-from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.precision import wide_dtype
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, once_if, take
 from masksafe._core.typing import Array
@@ -69,6 +69,8 @@ class Plan(NamedTuple):
     ring: Ring | None = None  # None if all keys are here; else other devices have more of them
     on_accelerator: bool = False
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
+    needs_logsumexp: bool = True  # whether anything depends on it
+    is_differentiated: bool = True  # whether a reverse pass follows, which wants the largest logits and the sums
 
 
 class Adjustments(NamedTuple):
@@ -172,16 +174,40 @@ def finite_or_zero(x: Array) -> Array:
 
 
 def are_finite(*arrays: Array) -> Array:
-    """Where all elements along the last axis are finite, `[..., 1]`; by wide numbers, which a CPU reduces fastest.
+    """Where all elements along the last axis are finite, `[..., 1]`.
 
-    For arrays in the user's layout: of others, XLA would have to make a copy for each use.
+    Not by a maximum, in which XLA's library for CPUs loses a NaN. For arrays in the user's layout: of others, XLA would
+    have to make a copy for each use.
     """
-    largest = (jnp.max(jnp.abs(widened(x)), -1, keepdims=True) for x in arrays)
-    return functools.reduce(jnp.logical_and, map(jnp.isfinite, largest))
+    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x), -1, keepdims=True) for x in arrays))
 
 
 def times(x: Array, factor: float) -> Array:
     return x if factor == 1 else x * factor
+
+
+# The layout by problem, and that of the user.
+
+
+def queries_by_problem(x: Array, num_key_heads: int) -> Array:
+    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
+
+
+def queries_by_user(x: Array) -> Array:
+    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def keys_by_problem(x: Array) -> Array:
+    """`[B, S, K, n]` to `[B, K, S, n]`."""
+    return jnp.moveaxis(x, 1, 2)
+
+
+def keys_by_user(x: Array) -> Array:
+    """`[B, K, S, n]` to `[B, S, K, n]`."""
+    return jnp.moveaxis(x, 2, 1)
 
 
 # Forward.

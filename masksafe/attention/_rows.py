@@ -42,7 +42,7 @@ def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Pa
         return part.tiles.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
 
     parts = map(one_part, _parts(plan, queries.q, keys.k))
-    return Partial(*map(_joined, zip(*parts, strict=True)))
+    return Partial(*map(joined, zip(*parts, strict=True)))
 
 
 def _attend_by_sums(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
@@ -69,7 +69,7 @@ def pull_back_by_rows(plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs,
         d_k.append(_padded(of_part.key, part.keys, keys.k.shape[2]))
         d_v.append(_padded(of_part.value, part.keys, keys.k.shape[2]))
     d_k_sum = _block.times(functools.reduce(jnp.add, d_k), _block.split_scale(plan, queries.q)[1])
-    return Gradients(_block.times(_joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
+    return Gradients(_block.times(joined(d_q), plan.scale), d_k_sum, functools.reduce(jnp.add, d_v), sums)
 
 
 def _pull_back_part(
@@ -102,7 +102,7 @@ def _pull_back_part(
     return Gradients(part.tiles.join(d_q), d_k, d_v, sums)
 
 
-def _joined(parts: Sequence[Array]) -> Array:
+def joined(parts: Sequence[Array]) -> Array:
     return jnp.concatenate(parts, 3) if len(parts) > 1 else parts[0]
 
 
@@ -149,10 +149,10 @@ def _parts(plan: Plan, q: Array, k: Array) -> Iterator[_Part]:
     size = _multiple_above(-(-length // number), sizes.alignment)
     for start in range(0, length, size):
         tiles = divide(min(size, length - start), most_queries)
-        yield _Part(start, tiles, _seen_keys(plan, start, tiles.length, num_keys))
+        yield _Part(start, tiles, seen_keys_of(plan, start, tiles.length, num_keys))
 
 
-def _seen_keys(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
+def seen_keys_of(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
     """The keys that some queries may see by the static mask; at least one."""
     if plan.band is None:
         return whole(num_keys)

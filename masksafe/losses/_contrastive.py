@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
 from masksafe._reductions import mean
-from masksafe.losses._negatives import Config, Reduction, Scaling, Side, over_negatives
+from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives
 from masksafe.losses._rows import _reading
 
 
@@ -26,13 +27,6 @@ class _Batch(NamedTuple):
     bias: Array | None
     where: Array | None  # [N]
     ids: Array | None  # [N]
-
-
-class _Static(NamedTuple):
-    """It is static."""
-
-    config: Config
-    reduction: LossReduction
 
 
 @public_op
@@ -99,7 +93,7 @@ def info_nce_loss(
     op = "info_nce_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), None, where, ids)
     of_columns = arguments.as_bool(op, "symmetric", symmetric)
-    return _loss(_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
+    return _loss(*_read_static(op, "logsumexp", of_columns, reduction, axis_name, block_size), batch)
 
 
 @public_op
@@ -154,7 +148,7 @@ def sigmoid_contrastive_loss(
     """
     op = "sigmoid_contrastive_loss"
     batch = _read(op, x, y, _as_scalar(op, "scale", scale), _as_scalar(op, "bias", bias), where, ids)
-    return _loss(_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
+    return _loss(*_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
 
 
 def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any, ids: Any) -> _Batch:
@@ -186,39 +180,38 @@ def _as_ids(op: str, ids: Any) -> Array:
 
 def _read_static(
     op: str, of_rows: Reduction, of_columns: bool, reduction: Any, axis_name: Any, block_size: Any
-) -> _Static:
+) -> tuple[OfNegatives, LossReduction]:
     _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return _Static(Config(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction)
+    return OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction
 
 
-@jitted(0)
-def _loss(static: _Static, batch: _Batch) -> Array:
-    def on_each(devices: sharding.Devices, *arrays: Any) -> Array:
-        return _of_rows(static.config._replace(devices=devices), _Batch(*arrays))
-
+@jitted(0, 1)
+def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array:
     vectors, number, row = PartitionSpec("rows", None), PartitionSpec(), PartitionSpec("rows")
     of_all = vectors, vectors, number, number, row, row
     names = tuple(None if x is None else of_x for x, of_x in zip(batch, of_all, strict=True))
-    devices = static.config.devices
-    losses = own_shard_map.along_devices(on_each, devices, tuple(batch), names, row, ("rows",))
-    if static.reduction == "none":
+    devices = config.devices
+    of_rows = functools.partial(_of_rows, config)
+    losses = own_shard_map.along_devices(of_rows, devices, tuple(batch), names, row, ("rows",))
+    if reduction == "none":
         return losses
-    if static.reduction == "mean":
+    if reduction == "mean":
         return mean(losses, where=batch.where, axis_name=devices.axis_name)
     return devices.sum(jnp.sum(losses))
 
 
-def _of_rows(config: Config, batch: _Batch) -> Array:
+def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Any) -> Array:
     """The losses `[N]`, 0 where masked."""
     # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
     # all rows.
-    batch = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), batch)
+    batch = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), _Batch(*arrays))
     x, y, scale, bias, where, ids = _in_one_dtype(batch)
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
-    first = config.devices.first(number)
+    first = devices.first(number)
     keys = ids if ids is not None else jnp.arange(number, dtype=jnp.int32) + (0 if first is None else first)
+    config = config._replace(devices=devices)
     sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
     of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
     of_pair = of_pair if bias is None else of_pair + bias

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, Unpack, cast, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,19 @@ from masksafe._core import arguments, label_checks, moments, precision, scaling,
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction
+from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Inputs
+from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
 _FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
 _FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
-class _Options(_reading.LabelOptions, total=False):
+class _CrossEntropyOptions(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -43,7 +43,7 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     *,
     with_components: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_CrossEntropyOptions],
 ) -> Array: ...
 
 
@@ -54,13 +54,18 @@ def linear_softmax_cross_entropy(
     labels: ArrayLike,
     *,
     with_components: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_CrossEntropyOptions],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_softmax_cross_entropy(
-    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_components: bool, **options: Unpack[_Options]
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_components: bool,
+    **options: Unpack[_CrossEntropyOptions],
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -156,7 +161,8 @@ def linear_softmax_cross_entropy(
     )
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     class_weights = _read_class_weights(class_weights, kernel)
-    of_tokens = _read_weights(weights, where, labels)
+    weights = as_weights_of(_OP, weights, labels.shape, "labels")
+    of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
     dtype = precision.wide_dtype(layer.dtype)
@@ -164,15 +170,15 @@ def linear_softmax_cross_entropy(
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
     bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
-    inputs = Inputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
+    inputs = LinearInputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     if with_components or reduction == "none":
-        losses = tuple(map(_weighted, token_outputs(options, inputs), factors))
+        losses = tuple(map(_weighted, evaluate(options, inputs), factors))
         results = _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
-        results = (weighted_sum(options, inputs, factors),)
+        results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
         divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative
@@ -187,14 +193,9 @@ def linear_softmax_cross_entropy(
 # means that all are 1. A negative weight is NaN.
 
 
-def _read_weights(weights: ArrayLike | None, where: Array | None, labels: Array) -> Array | None:
-    """Those of the tokens, 0 under the mask."""
-    weights = as_weights_of(_OP, weights, labels.shape, "labels")
-    return None if weights is None else cast(Array, _cleaned(weights, where, labels.shape))
-
-
-@functools.partial(jax.jit, static_argnums=2)  # which hides the NaN of masked weights from jax_debug_nans
+@jitted(2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
+    """Those of the tokens, 0 under the mask."""
     weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
 

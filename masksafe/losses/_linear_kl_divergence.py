@@ -19,8 +19,8 @@ from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
 from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import token_outputs, weighted_sum
-from masksafe.losses._rows._sources import Inputs, Linear
+from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._sources import Linear, LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 _PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
@@ -245,10 +245,10 @@ def _read_options(
 
 def _without_masked_classes(
     layers: tuple[Linear, ...], data: TopK | None, live: Array | None, class_mask: Array | None
-) -> Inputs:
+) -> LinearInputs:
     """A kernel of 0 and a bias of -inf at masked classes, which have no gradients; no token is left if no class is."""
     if class_mask is None:
-        return Inputs(layers, data, None, live)
+        return LinearInputs(layers, data, None, live)
 
     def masked(layer: Linear) -> Linear:
         bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
@@ -256,7 +256,7 @@ def _without_masked_classes(
 
     layers, any_class = tuple(map(masked, layers)), any_of(class_mask)
     live = jnp.broadcast_to(any_class, layers[0].features.shape[:-1]) if live is None else live & any_class
-    return Inputs(layers, data, None, live)
+    return LinearInputs(layers, data, None, live)
 
 
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
@@ -281,11 +281,12 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     return functools.reduce(either, found)
 
 
-def _reduced(options: Options, reduction: str, inputs: Inputs, where: Array | None) -> Array:
+def _reduced(options: Options, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
     """The reduced losses of the tokens that are live, all of which are in `where`."""
     if reduction == "none":
-        return token_outputs(options, inputs)[0]
-    total = weighted_sum(options, inputs, (jnp.ones((), inputs.sum_dtype),))
+        (losses,) = evaluate(options, inputs)
+        return cast(Array, losses)
+    total: Array = evaluate(options, inputs, (jnp.ones((), inputs.sum_dtype),))
     if reduction == "sum":
         return total
     count = jnp.asarray(math.prod(inputs.tokens)) if where is None else number_of(where)

@@ -10,13 +10,13 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import token_outputs
-from masksafe.losses._rows._sources import Inputs
+from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_log_probs"
 
 
-class _Options(_reading.LabelOptions, total=False):
+class _LogProbOptions(_reading.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     temperature: float
@@ -29,7 +29,7 @@ def linear_log_probs(
     labels: ArrayLike,
     *,
     with_entropy: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_LogProbOptions],
 ) -> Array: ...
 
 
@@ -40,13 +40,13 @@ def linear_log_probs(
     labels: ArrayLike,
     *,
     with_entropy: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_LogProbOptions],
 ) -> tuple[Array, Array]: ...
 
 
 @overload
 def linear_log_probs(
-    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **options: Unpack[_Options]
+    features: ArrayLike, kernel: ArrayLike, labels: ArrayLike, *, with_entropy: bool, **options: Unpack[_LogProbOptions]
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -123,6 +123,6 @@ def linear_log_probs(
     formula = CrossEntropy(*of_logits, as_log_prob=True, with_entropy=with_entropy)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
-    log_probs, *entropies = token_outputs(options, Inputs((layer,), labels, None, where))
+    log_probs, *entropies = evaluate(options, LinearInputs((layer,), labels, None, where))
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
     return (log_probs, entropies[0]) if with_entropy else log_probs

@@ -34,8 +34,8 @@ from masksafe.losses._rows._sources import matmul
 Reduction = Literal["logsumexp", "softplus"]
 
 
-class Config(NamedTuple):
-    """It is static."""
+class OfNegatives(NamedTuple):
+    """What is computed of the negatives of rows, and how."""
 
     reduction: Reduction  # of the logits of a row: the logarithm of the sum of exponentials, or the sum of softplus
     of_columns: bool  # whether columns are reduced as well; logarithms only
@@ -56,7 +56,7 @@ class Scaling(NamedTuple):
     bias: Array | None
 
 
-class Sums(NamedTuple):
+class PairSums(NamedTuple):
     """Of each row, and of each column."""
 
     rows: Array
@@ -102,14 +102,7 @@ def _finite(largest: Array) -> Array:
     return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
 
 
-def _added(config: Config, z: Array, rows: Any, columns: Any) -> tuple[Any, Any]:
-    """The sums of the rows of a block and of all columns, with those of one more block."""
-    if config.reduction == "softplus":
-        return rows + jnp.sum(jax.nn.softplus(z), 1), None
-    return rows.plus(z, 1), columns.plus(z, 0) if config.of_columns else None
-
-
-def _d_logits(config: Config, z: Array, negative: Array, rows: Any, columns: Any) -> Array:
+def _d_logits(config: OfNegatives, z: Array, negative: Array, rows: Any, columns: Any) -> Array:
     """The cotangents of a block's logits, from the sums and their cotangents."""
     sums, d_sums = rows
     if config.reduction == "softplus":
@@ -130,19 +123,20 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
     return matmul(d_z.astype(dtype), vectors.astype(dtype), axis, 0)
 
 
-# All rows of this device with the columns of one.
+# Rows in blocks, with the columns of one device.
 
 
 def in_blocks(
-    size: int | None, fn: Callable[[Any, Any], tuple[Any, Any]], carry: Any, rows: Side, of_rows: Any
+    size: int | None, fn: Callable[[Any, Any, Any], tuple[Any, Any]], rows: Side, columns: Any, carry: Any, of_rows: Any
 ) -> tuple[Any, Any]:
-    """`fn(carry, (rows, of_rows))` for blocks of at most so many rows; its second results are of rows.
+    """`fn(columns, carry, (rows, of_rows))` for blocks of at most so many rows; its second results are of rows.
 
     Where JAX differentiates it, each of several blocks is computed again.
     """
+    of_block: Callable[[Any, Any], tuple[Any, Any]] = functools.partial(fn, columns)
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
-        return fn(carry, (rows, of_rows))
+        return of_block(carry, (rows, of_rows))
     size = even_size(number, size)
     blocks = -(-number // size)
     live = jnp.ones(number, bool) if rows.live is None else rows.live  # the last block is filled with dead rows
@@ -151,61 +145,9 @@ def in_blocks(
         padded = jnp.pad(x, [(0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)])
         return padded.reshape(blocks, size, *x.shape[1:])
 
-    fn = jax.checkpoint(fn, prevent_cse=False)
-    carry, results = lax.scan(fn, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
+    of_block = jax.checkpoint(of_block, prevent_cse=False)
+    carry, results = lax.scan(of_block, carry, jax.tree.map(cut, (rows._replace(live=live), of_rows)))
     return carry, jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:number], results)
-
-
-def _forward_part(config: Config, scaling: Scaling, x: Side, y: Side, sums: tuple[Any, Any]) -> tuple[Any, Any]:
-    def block(columns: Any, part: tuple[Side, Any]) -> tuple[Any, Any]:
-        z, _ = _logits(scaling, part[0], y)
-        of_rows, of_columns = _added(config, z, part[1], columns)
-        return of_columns, of_rows
-
-    of_rows, of_columns = sums
-    of_columns, of_rows = in_blocks(config.block_size, block, of_columns, x, of_rows)
-    return of_rows, of_columns
-
-
-class _Gradients(NamedTuple):
-    """By the vectors of rows, and of columns, without the scale; and of each row the sum of the cotangents."""
-
-    rows: Array
-    columns: Array
-    bias: Array
-
-
-def _reverse_part(
-    config: Config, scaling: Scaling, x: Side, y: Side, of_rows: Any, of_columns: Any, sums: _Gradients
-) -> _Gradients:
-    def block(d_columns: Array, part: tuple[Side, Any]) -> tuple[Array, Any]:
-        rows, (of_rows, d_rows, d_bias) = part
-        z, negative = _logits(scaling, rows, y)
-        d_z = _d_logits(config, z, negative, of_rows, of_columns)
-        d_columns += _product(d_z, rows.vectors, 0)
-        return d_columns, (d_rows + _product(d_z, y.vectors, 1), d_bias + jnp.sum(d_z, 1))
-
-    d_columns, (d_rows, d_bias) = in_blocks(config.block_size, block, sums.columns, x, (of_rows, sums.rows, sums.bias))
-    return _Gradients(d_rows, d_columns, d_bias)
-
-
-# The columns of all devices.
-
-
-def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[Any, Any]], y: Any, sums: Any) -> Any:
-    """The sums of this device's rows and columns, after `visit(y, of_rows, of_columns)` with the `y` of each device."""
-    of_rows, of_columns = sums
-    if not devices.are_many:
-        return visit(y, of_rows, of_columns)
-
-    def step(carry: Any, _: Any) -> tuple[Any, None]:
-        y, of_rows, of_columns = carry
-        of_rows, of_columns = visit(y, of_rows, of_columns)
-        return (*devices.from_before((y,)), of_rows, devices.from_before(of_columns)), None
-
-    (y, of_rows, of_columns), _ = lax.scan(step, (y, of_rows, of_columns), length=devices.size - 1)
-    of_rows, of_columns = visit(y, of_rows, of_columns)
-    return of_rows, devices.from_before(of_columns)
 
 
 def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args: Any) -> Tree:
@@ -223,61 +165,80 @@ def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args
     return platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
 
 
-def _evaluate(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
-    return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
+# The columns of all devices.
 
 
-def _sums(config: Config, size: int | None, scaling: Scaling, x: Side, y: Side) -> Sums:
-    config = config._replace(block_size=size)
-    nothing = [jnp.zeros_like(side.keys, precision.wide_dtype(x.vectors.dtype)) for side in (x, y)]
+def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[Any, Any]], y: Any, sums: Any) -> Any:
+    """The sums of this device's columns and rows, after `visit(y, of_columns, of_rows)` with the `y` of each device."""
+    if not devices.are_many:
+        return visit(y, *sums)
+
+    def step(carry: Any, _: Any) -> tuple[Any, None]:
+        y, of_columns, of_rows = carry
+        of_columns, of_rows = visit(y, of_columns, of_rows)
+        return (*devices.from_before((y,)), devices.from_before(of_columns), of_rows), None
+
+    (y, *sums), _ = lax.scan(step, (y, *sums), length=devices.size - 1)
+    of_columns, of_rows = visit(y, *sums)
+    return devices.from_before(of_columns), of_rows
+
+
+def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: Side) -> PairSums:
+    nothing = [jnp.zeros_like(side.keys, precision.wide_dtype(x.vectors.dtype)) for side in (y, x)]
     start: Any = nothing
     if config.reduction == "logsumexp":
         start = [_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing]
-    of_rows, of_columns = sharding.vary_with(start, (scaling, x, y))
-    sums = of_rows, of_columns if config.of_columns else None
+    of_columns, of_rows = sharding.vary_with(start, (scaling, x, y))
     y = sharding.vary_with(y, (x, y)) if config.devices.are_many else y
 
-    def visit(y: Side, of_rows: Any, of_columns: Any) -> tuple[Any, Any]:
-        return _forward_part(config, scaling, x, y, (of_rows, of_columns))
+    def block(y: Side, columns: Any, part: tuple[Side, Any]) -> tuple[Any, Any]:
+        rows, of_rows = part
+        z, _ = _logits(scaling, rows, y)
+        if config.reduction == "softplus":
+            return None, of_rows + jnp.sum(jax.nn.softplus(z), 1)
+        return columns.plus(z, 0) if config.of_columns else None, of_rows.plus(z, 1)
 
-    of_rows, of_columns = _go_round(config.devices, visit, y, sums)
+    visit = functools.partial(in_blocks, size, block, x)
+    of_columns, of_rows = _go_round(config.devices, visit, y, (of_columns if config.of_columns else None, of_rows))
     if config.reduction == "softplus":
-        return Sums(of_rows, None)
-    return Sums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
+        return PairSums(of_rows, None)
+    return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
 
 
-def _forward(config: Config, scaling: Scaling, x: Side, y: Side) -> tuple[Sums, Any]:
+def _evaluate(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
+    return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
+
+
+def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Any]:
     sums = _evaluate(config, scaling, x, y)
     return sums, (scaling, x, y, sums)
 
 
-def _reverse(config: Config, residuals: Any, d_sums: Sums) -> tuple[Scaling, Side, Side]:
-    columns = residuals[2].keys.shape[0]
-    return with_block_size(functools.partial(_cotangents, config), config.block_size, columns, *residuals, d_sums)
-
-
 def _cotangents(
-    config: Config, size: int | None, scaling: Scaling, x: Side, y: Side, sums: Sums, d_sums: Sums
+    config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: Side, sums: PairSums, d_sums: PairSums
 ) -> tuple[Scaling, Side, Side]:
-    config = config._replace(block_size=size)
     wide = precision.wide_dtype(x.vectors.dtype)
-    of_x = jnp.zeros_like(x.vectors, wide), jnp.zeros_like(x.keys, wide)
-    start = (
-        sharding.vary_with(of_x, (scaling, x, y, d_sums)),
-        sharding.vary_with(jnp.zeros_like(y.vectors, wide), (x, d_sums)),
-    )
+    # By the vectors of columns and of rows, without the scale; and of each row the sum of the cotangents.
+    d_columns = sharding.vary_with(jnp.zeros_like(y.vectors, wide), (x, d_sums))
+    nothing = jnp.zeros_like(x.vectors, wide), jnp.zeros_like(x.keys, wide)
+    start = d_columns, sharding.vary_with(nothing, (scaling, x, y, d_sums))
     # A row with no negative has no derivative, whatever its cotangent.
     of_rows, of_columns = (
         None if s is None or d is None else (s, jnp.where(s == -jnp.inf, 0, d))
         for s, d in zip(sums, d_sums, strict=True)
     )
 
-    def visit(moving: Any, of_x: Any, d_columns: Any) -> tuple[Any, Any]:
-        y, of_columns = moving
-        d = _reverse_part(config, scaling, x, y, of_rows, of_columns, _Gradients(of_x[0], d_columns, of_x[1]))
-        return (d.rows, d.bias), d.columns
+    def block(moving: Any, d_columns: Array, part: tuple[Side, Any]) -> tuple[Array, Any]:
+        (y, of_columns), (rows, (of_rows, d_rows, d_bias)) = moving, part
+        z, negative = _logits(scaling, rows, y)
+        d_z = _d_logits(config, z, negative, of_rows, of_columns)
+        d_columns += _product(d_z, rows.vectors, 0)
+        return d_columns, (d_rows + _product(d_z, y.vectors, 1), d_bias + jnp.sum(d_z, 1))
 
-    (d_rows, d_bias), d_columns = _go_round(config.devices, visit, (y, of_columns), start)
+    def visit(moving: Any, d_columns: Array, d_rows: Any) -> tuple[Any, Any]:
+        return in_blocks(size, block, x, moving, d_columns, (of_rows, *d_rows))
+
+    d_columns, (d_rows, d_bias) = _go_round(config.devices, visit, (y, of_columns), start)
     d_scale = jnp.sum(x.vectors.astype(d_rows.dtype) * d_rows)
     d_scaling = Scaling(
         d_scale.astype(scaling.scale.dtype),
@@ -288,7 +249,10 @@ def _cotangents(
     return d_scaling, Side(d_x, None, None), Side(d_y, None, None)  # type: ignore[arg-type]
 
 
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def over_negatives(config: Config, scaling: Scaling, x: Side, y: Side) -> Sums:
-    """The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`."""
-    return _evaluate(config, scaling, x, y)
+def _reverse(config: OfNegatives, residuals: Any, d_sums: PairSums) -> tuple[Scaling, Side, Side]:
+    columns = residuals[2].keys.shape[0]
+    return with_block_size(functools.partial(_cotangents, config), config.block_size, columns, *residuals, d_sums)
+
+
+# The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`.
+over_negatives = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)

@@ -91,7 +91,7 @@ def ntxent(
 def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Array) -> tuple[Array, Array]:
     """The sum of the losses of all pairs of samples with the same label, and their number."""
 
-    def block(sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
+    def block(columns: Side, sums: tuple[Array, Array], part: tuple[Side, Array]) -> tuple[tuple[Array, Array], None]:
         (units, label, live), index = part
         x = jnp.matmul(units, columns.vectors.T, precision=jax.lax.Precision.HIGHEST) / temperature
         same = label[:, None] == columns.keys[None]
@@ -108,7 +108,7 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
     zero = jnp.zeros((), rows.vectors.dtype)
     nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
-    sums: tuple[Array, Array] = in_blocks(size, block, nothing, rows, index)[0]
+    sums: tuple[Array, Array] = in_blocks(size, block, rows, columns, nothing, index)[0]
     return sums
 
 

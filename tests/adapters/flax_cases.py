@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
+import pytest
 
 CHANNELS = 6
 X = jax.random.normal(jax.random.key(0), (3, 4, CHANNELS)) * 2 + 1
@@ -32,6 +33,7 @@ NORMS = {
     "batch, running statistics": ("BatchNorm", {"use_running_average": True}),
 }
 MASKED = {name: NORMS[name] for name in ("layer", "layer, positions and channels", "rms", "group", "batch")}
+BY_DEFAULT = [*MASKED, "layer, parameters in bfloat16", "batch, running statistics"]  # of what is compared to flax
 
 
 def initializers():
@@ -73,4 +75,4 @@ def through_orbax(state, directory):
         return checkpointer.restore(directory / "state", state)
 
 
-CHECKPOINTS = (through_msgpack, through_orbax)
+CHECKPOINTS = [through_msgpack, pytest.param(through_orbax, marks=pytest.mark.forms)]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import few_of
 
 from masksafe.adapters import equinox as ours
 
@@ -98,6 +99,7 @@ def test_norm_has_equinox_fields(make, shape):
     }
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["layer norm", "rms norm", "group norm"])
 def test_norm_of_16_bits_is_rounded_once(name, dtype):
@@ -192,7 +194,7 @@ def test_batch_norm_is_equinox_own(mode, affine):
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
 def test_gradients_of_batch_norm_within_vmap_are_equinox_own(mode):
     def of_sample(layer, state):
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, state)[0])))
@@ -202,6 +204,7 @@ def test_gradients_of_batch_norm_within_vmap_are_equinox_own(mode):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_batch_norm_over_two_axes_is_equinox_own():
     x, where = BATCHES.swapaxes(1, 2), jnp.arange(12).reshape(3, 4) != 5
 
@@ -218,7 +221,7 @@ def test_batch_norm_over_two_axes_is_equinox_own():
     np.testing.assert_array_equal((out == 0).all((2, 3)), ~where)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
 def test_masked_samples_of_batch_norm_are_as_if_taken_out(mode):
     layer, own = batch_norms(mode)
     is_sample = jnp.array([True, False, True, True, False, True])
@@ -233,7 +236,7 @@ def test_masked_samples_of_batch_norm_are_as_if_taken_out(mode):
     assert (gradients[1][:, ~is_sample] == 0).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
 def test_batch_norm_under_a_mask_is_untouched_by_garbage(mode):
     layer, _ = batch_norms(mode)
     where = jax.random.bernoulli(jax.random.key(4), 0.6, BATCHES.shape)
@@ -242,7 +245,7 @@ def test_batch_norm_under_a_mask_is_untouched_by_garbage(mode):
         chex.assert_trees_all_equal(trained(layer, jnp.where(where, BATCHES, garbage), where), clean)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
 def test_batch_of_nothing_is_zero_and_leaves_the_state(mode):
     layer, _ = batch_norms(mode)
     for batches in (BATCHES[:0], BATCHES[:1]):
@@ -256,7 +259,7 @@ def test_batch_of_nothing_is_zero_and_leaves_the_state(mode):
 
 
 @pytest.mark.parametrize("batches", [0, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
 def test_a_channel_of_nothing_keeps_its_statistics(mode, batches):
     layer, _ = batch_norms(mode)
     where = jnp.ones((6, 4, 1), bool).at[:, 1].set(False)
@@ -277,6 +280,7 @@ def test_a_channel_of_nothing_keeps_its_statistics(mode, batches):
     assert not np.allclose(actual[:, 0], expected[:, 0], rtol=1e-2)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize(
     ("mode", "dtype", "affine"), [("batch", None, True), ("batch", None, False), ("ema", "bfloat16", True)]
@@ -345,6 +349,7 @@ def test_heads_are_processed_as_by_equinox():
         layer(QUERY, QUERY, QUERY, process_heads=lambda q, k, v: (q[:, :1], k, v))
 
 
+@pytest.mark.forms
 def test_masked_heads_may_be_normalised():
     def total(layer, x):
         normalize = lambda *heads: [a / jnp.linalg.norm(a, axis=-1, keepdims=True) for a in heads]  # noqa: E731
@@ -394,6 +399,7 @@ def test_attention_without_queries_or_keys(time, keys):
         np.testing.assert_array_equal(layer(query, key_, key_, mask), jnp.zeros((time, QUERY.shape[1])))
 
 
+@pytest.mark.forms
 def test_dropout_of_attention():
     layer, own = attentions(dropout_p=0.5)
     draw = equinox.filter_jit(lambda key, **arguments: layer(QUERY, QUERY, QUERY, key=key, **arguments))
@@ -411,6 +417,7 @@ def test_dropout_of_attention():
         layer(QUERY, QUERY, QUERY)
 
 
+@pytest.mark.forms
 def test_attention_of_mixed_dtypes_has_equinox_dtype():
     for dtypes in (["bfloat16"] * 3, ["float32", "bfloat16", "float32"]):
         arrays = [jnp.ones((2, 8), dtype) for dtype in dtypes]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import linen
 from flax_cases import GARBAGE, MASK, MASKED, NORMS, X, assert_close, assert_same_bits, filled
+from tiers import few_of
 
 from masksafe.adapters import linen as ours
 
@@ -54,7 +55,7 @@ def initialized(layer):
     return layer.init(jax.random.key(1), X)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", few_of(ALL, *cases.BY_DEFAULT, "layer, features elsewhere"))
 def test_norms_have_the_variables_values_and_gradients_of_flax(name):
     own, layer = (norm(library, name) for library in (linen, ours))
     variables = initialized(own)
@@ -117,7 +118,11 @@ def test_refusals_name_the_layer_and_the_argument(layer, options, x, argument):
 # Attention.
 
 
-@pytest.mark.parametrize("options", [{"normalize_qk": True, "out_features": 3}, {"dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"normalize_qk": True, "out_features": 3}, pytest.param({"dtype": jnp.bfloat16}, marks=pytest.mark.forms)],
+    ids=str,
+)
 def test_attention_has_the_variables_values_and_gradients_of_flax(options):
     own, layer = (attention(library, **options) for library in (linen, ours))
     variables = initialized(own)
@@ -156,6 +161,7 @@ def test_attention_to_a_context_with_nothing_left(keyword):
     np.testing.assert_allclose(outs[0][:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_attention_promotes_queries_and_context_as_flax_does():
     own, layer = (attention(library, param_dtype=jnp.bfloat16) for library in (linen, ours))
     variables = initialized(own)

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax_cases import CHANNELS, GARBAGE, MASK, MASKED, NORMS, X, assert_close, assert_same_bits, filled
+from tiers import few_of
 
 from masksafe.adapters import nnx as ours
 
@@ -45,7 +46,7 @@ def value_and_gradients(layer, x, options=(), **arrays):
     return y, nnx.to_pure_dict(d_layer), d_x, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngState)))
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", few_of(NORMS, *cases.BY_DEFAULT))
 def test_norms_have_the_state_values_and_gradients_of_flax(name):
     own, layer = (norm(library, name) for library in (nnx, ours))
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(layer)), nnx.to_pure_dict(nnx.state(own)))
@@ -62,7 +63,7 @@ def test_norms_do_not_see_what_is_masked(name):
     np.testing.assert_array_equal(np.where(MASK, 0, d_x), 0)
 
 
-@pytest.mark.parametrize("name", MASKED)
+@pytest.mark.parametrize("name", few_of(MASKED, "layer", "batch"))
 def test_norms_under_a_mask_are_those_of_flax_where_something_is_left(name):
     own, layer = norm(nnx, name), norm(ours, name)
     mask = np.broadcast_to(MASK, X.shape)[:2]
@@ -93,6 +94,7 @@ def test_running_statistics_are_those_of_what_is_unmasked():
         layer(x)
 
 
+@pytest.mark.forms
 def test_a_batch_over_devices_counts_elements_and_not_devices():
     whole, part = (ours.BatchNorm(CHANNELS, axis_name=name, rngs=nnx.Rngs(0)) for name in (None, "samples"))
     y = whole(X, mask=MASK)
@@ -107,6 +109,7 @@ def test_a_batch_over_devices_counts_elements_and_not_devices():
     np.testing.assert_allclose(states["var"][...][2], whole.var[...], rtol=1e-6)
 
 
+@pytest.mark.forms
 def test_norms_work_in_vmap():
     layer = norm(ours, "layer")
     one_by_one = jax.vmap(lambda x, mask: layer(x, mask=mask))(X, jnp.array(MASK))
@@ -135,7 +138,7 @@ def test_refusals_name_the_layer_and_the_argument(layer, options, x, argument):
     [
         {"normalize_qk": True, "out_features": 3},
         {"num_kv_heads": 1, "use_bias": False, "dropout_rate": 0.5, "deterministic": True},
-        {"dtype": jnp.bfloat16},
+        pytest.param({"dtype": jnp.bfloat16}, marks=pytest.mark.forms),
     ],
     ids=str,
 )
@@ -186,6 +189,7 @@ def test_what_a_causal_mask_and_padding_on_the_left_hide_together_is_gone():
     assert jnp.all(results[0][0][:, :2] == 0)
 
 
+@pytest.mark.forms
 def test_a_single_causal_query_sees_the_first_key_alone():
     layer, mask = attention(ours), jnp.ones((1, 1, 1, 4), bool)
     out = layer(X[:, :1], X, mask=mask, is_causal=True)
@@ -200,7 +204,7 @@ def test_attention_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [1, HEADS])
+@pytest.mark.parametrize("heads", few_of([1, HEADS], HEADS))
 def test_a_step_of_decoding_whose_query_sees_nothing_is_gone(heads):
     layer, grads = attention(ours, decode=True), nnx.grad(lambda layer, x, mask: layer(x, mask=mask).sum())
     layer.init_cache((1, 3, CHANNELS))
@@ -213,6 +217,7 @@ def test_a_step_of_decoding_whose_query_sees_nothing_is_gone(heads):
     np.testing.assert_allclose(layer(X[:1, :1], mask=mask), attention(ours)(X[:1, :1]), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_a_later_step_may_see_a_key_that_its_own_query_does_not():
     layer, x = attention(ours, decode=True), X[:1]
     layer.init_cache((1, 4, CHANNELS))
@@ -249,7 +254,7 @@ def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
     assert layer.cache_index[...] == 0
 
 
-@pytest.mark.parametrize("mask", [PAIRS, PAIRS.astype(bool)])
+@pytest.mark.parametrize("mask", [PAIRS, pytest.param(PAIRS.astype(bool), marks=pytest.mark.forms)])
 def test_masks_need_no_promotion_of_dtypes_or_ranks(mask):
     layer, of_rows = attention(ours), ours.LayerNorm(CHANNELS, rngs=nnx.Rngs(1))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
@@ -277,6 +282,7 @@ def test_attention_drops_weights_and_refuses_to_store_them():
         layer(X, sow_weights=True)
 
 
+@pytest.mark.forms
 def test_attention_takes_inputs_without_a_batch_and_another_function():
     identity = lambda query, key, value, **options: value  # noqa: E731
     layer = attention(ours, attention_fn=identity)

@@ -4,17 +4,11 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 
 import masksafe
 from masksafe.testing._trees import bits
 
 attention = masksafe.dot_product_attention
-
-
-def few_of(values, *kept):
-    """All values as parameters, those that are not kept for other runs: each compiles a program."""
-    return [v if v in kept else pytest.param(v, marks=pytest.mark.forms) for v in values]
 
 
 def shrink_blocks(choose, size=4, **others):

@@ -1,7 +1,8 @@
 """The forms of attention: one block, many of a few queries and keys each, blocks of keys alone, and rows."""
 
 import pytest
-from attention_cases import by_rows, decode_always, few_of, shrink_blocks
+from attention_cases import by_rows, decode_always, shrink_blocks
+from tiers import few_of
 
 FORMS = {
     "one block": lambda choose: None,

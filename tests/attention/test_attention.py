@@ -13,12 +13,12 @@ from attention_cases import (
     attention,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     replaced,
     with_gradients,
 )
+from tiers import few_of
 
 with_residual = functools.partial(attention, return_residual=True)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import few_of, normals
+from attention_cases import normals
+from tiers import few_of
 
 import masksafe
 

@@ -13,12 +13,12 @@ from attention_cases import (
     by_rows,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     replaced,
     with_gradients,
 )
+from tiers import few_of
 
 
 @pytest.fixture(autouse=True, params=few_of(["tiles", "at once"], "tiles"))

@@ -22,7 +22,6 @@ from attention_cases import (
     below,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     replaced,
@@ -31,6 +30,7 @@ from attention_cases import (
 )
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import few_of
 
 import masksafe
 from masksafe._core import platforms

@@ -5,9 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import few_of
 from attention_in_flax import make_modern_layer
 from flax import linen, nnx
+from tiers import few_of
 
 from masksafe.adapters import flax_attention
 

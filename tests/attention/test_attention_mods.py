@@ -13,13 +13,13 @@ from attention_cases import (
     attention,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     replaced,
     with_gradients,
 )
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import few_of
 
 import masksafe
 from masksafe import attention_masks

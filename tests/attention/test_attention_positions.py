@@ -13,11 +13,11 @@ from attention_cases import (
     below,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     with_gradients,
 )
+from tiers import few_of
 
 import masksafe
 

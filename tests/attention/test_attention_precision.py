@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import attention, exact, few_of, normals, random_inputs, with_gradients
+from attention_cases import attention, exact, normals, random_inputs, with_gradients
+from tiers import few_of
 
 import masksafe
 

@@ -13,7 +13,6 @@ from attention_cases import (
     below,
     causal,
     exact,
-    few_of,
     normals,
     random_inputs,
     replaced,
@@ -22,6 +21,7 @@ from attention_cases import (
 )
 from jax.experimental import checkify
 from jax.sharding import NamedSharding, PartitionSpec
+from tiers import few_of
 
 import masksafe
 from masksafe._core.tiles import divide
@@ -117,7 +117,7 @@ SIDES = {
 
 
 @pytest.mark.parametrize("dtype", few_of(["float32", "float64"], "float32"))
-@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("name", few_of(SIDES, "in turn"))
 def test_flags_for_64_bits_and_for_strict_promotion_are_no_obstacle(name, dtype, choose):
     T, S, sizes = SIDES[name]
     choose(attention=sizes)

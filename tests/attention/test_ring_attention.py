@@ -11,13 +11,13 @@ from attention_cases import (
     assert_close,
     assert_same_bits,
     attention,
-    few_of,
     normals,
     random_inputs,
     replaced,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import few_of
 
 import masksafe
 
@@ -147,8 +147,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("check_vma", few_of([True, False], True))
-@pytest.mark.parametrize("name", few_of(CASES, "window and causal"))
+# On one device each mask is tried in each form. In a ring each has one form, in turn, and these have all of them.
+IN_EVERY_FORM = "everything", "segments, causal", "window and causal", "mask"
+IN_RINGS = [
+    pytest.param(name, (i + j) % 2 == 1, form, marks=[pytest.mark.forms] * ((name, j) != ("window and causal", 0)))
+    for i, name in enumerate(CASES)
+    for j, form in enumerate(("one block", "many blocks", "blocks of keys", "rows"))
+    if j == i % 4 or name in IN_EVERY_FORM
+]
+
+
+@pytest.mark.parametrize(("name", "check_vma", "whole_form"), IN_RINGS, indirect=["whole_form"])
 def test_equals_one_device(name, check_vma, whole_form):
     more, static = CASES[name]
     arrays = inputs(**more)

@@ -44,23 +44,40 @@ class Results(NamedTuple):
     gradients: tuple[Any, ...]  # by the floats
     tangents: tuple[Any, ...] = ()  # of the outputs, in forward mode, along the directions
     forward_over_reverse: tuple[Any, ...] = ()  # the derivatives of the gradients along the directions
-    reverse_over_reverse: tuple[Any, ...] = ()
+    reverse_over_reverse: tuple[Any, ...] = ()  # the same, which costs as much as all others; only with `all_modes`
 
 
-def each_op(condition: Callable[[Op], Any] = lambda op: True, *, compiles: bool = False) -> Any:
+# Each of these has a loop, a layout or a rule of its own; the others are computed like one of them.
+KINDS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
+KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max", "segment_softmax", "squared_error")
+KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
+
+
+def each_op(
+    condition: Callable[[Op], Any] = lambda op: True, *, compiles: bool = False, by_default: Any = tuple(OPS)
+) -> Any:
     """Parameters: the keys of those ops, with which the names of tests end.
 
-    A test that compiles others takes the variants of an op, whose keys have a comma, with `-m forms`.
+    All but those `by_default` run with `-m forms`. A test that compiles others than `run` takes the variants of an op,
+    whose keys have a comma, with `-m forms` as well.
     """
 
     def marks(key: str) -> Any:
-        return [pytest.mark.forms] * (OPS[key].tier == "forms" or (compiles and key != OPS[key].name))
+        is_form = OPS[key].tier == "forms" or key not in by_default or (compiles and key != OPS[key].name)
+        return [pytest.mark.forms] * is_form
 
     keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
     return pytest.mark.parametrize("key", keys)
 
 
-def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cotangents: Any = None) -> Results:
+def run(
+    key: str,
+    where: Any = None,
+    args: Any = None,
+    plan: str = "blocks",
+    cotangents: Any = None,
+    all_modes: bool = False,
+) -> Results:
     """The results of a mask and arrays, by default those of the table."""
     op = OPS[key]
     where, args = op.where if where is None else where, op.args if args is None else args
@@ -68,12 +85,12 @@ def run(key: str, where: Any = None, args: Any = None, plan: str = "blocks", cot
     cotangents = cotangents_of(key) if cotangents is None else cotangents
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
-        results: Results = jax.device_get(program_of(key)(where, tuple(args), cotangents, directions))
+        results: Results = jax.device_get(program_of(key, all_modes)(where, tuple(args), cotangents, directions))
     return results
 
 
 @functools.cache
-def program_of(key: str) -> Any:
+def program_of(key: str, all_modes: bool) -> Any:
     op = OPS[key]
 
     def results(where: Any, args: Any, cotangents: Any, directions: Any) -> Results:
@@ -89,7 +106,7 @@ def program_of(key: str) -> Any:
         with masksafe.forward_mode():
             tangents = jax.jvp(of_floats, floats, directions)[1]
         forward = jax.jvp(gradients, (floats,), (directions,))[1]
-        (reverse,) = jax.vjp(gradients, floats)[1](directions)
+        (reverse,) = jax.vjp(gradients, floats)[1](directions) if all_modes else ((),)
         return Results(outputs, pull_back(cotangents), tangents, forward, reverse)
 
     return jax.jit(results)
@@ -110,6 +127,20 @@ def value_and_gradients(key: str, where: Any, args: Any, cotangents: Any, **opti
     of_floats, floats = function_of_floats(OPS[key], where, args, **options)
     outputs, pull_back = jax.vjp(of_floats, *floats)
     return outputs, pull_back(cotangents)
+
+
+@functools.cache
+def text_of(key: str, plan: str) -> str:
+    op = OPS[key]
+    with platforms.chosen(**PLANS[plan]):
+        step = jax.jit(functools.partial(value_and_gradients, key))
+        return step.lower(op.where, op.args, cotangents_of(key)).as_text()
+
+
+def distinct_plans(key: str) -> list[str]:
+    """The plans but for those that make no other program of an op than one before them; "blocks" is the first."""
+    texts = {text_of(key, plan): plan for plan in reversed(PLANS)}
+    return [plan for plan in PLANS if plan in texts.values()]
 
 
 def direction(i: int, x: np.ndarray) -> np.ndarray:

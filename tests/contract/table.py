@@ -365,14 +365,16 @@ OPS = {
         "sigmoid_focal_loss", functools.partial(of.focal, alpha=0.3, gamma=1.5), X, P, alpha=0.3, gamma=1.5
     )._replace(tier="forms"),
     "softmax_cross_entropy": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P)),
-    "softmax_cross_entropy, rows": _by_row(losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS),
+    "softmax_cross_entropy, rows": _by_row(
+        losses.softmax_cross_entropy, of.cross_entropy, (X, P), where=SOME_ROWS, tier="forms"
+    ),
     "softmax_cross_entropy_with_integer_labels": _of_labels("softmax_cross_entropy_with_integer_labels", of.of_label),
     "softmax_cross_entropy_with_integer_labels, rows": _of_labels(
         "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
     "poly_loss_cross_entropy, epsilon": _by_row(
-        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False
+        _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False, tier="forms"
     ),
     "log_probs": _by_row(_with_entropy, of.log_prob, (X, LABELS), "row, label", classes=CLASSES, **_two_zeros),
     "log_probs, temperature": _by_row(
@@ -404,6 +406,7 @@ OPS = {
         (X, P, WEIGHTS),
         "row, row, row",
         has_axis=False,
+        tier="forms",
     ),
     "make_fenchel_young_loss": _by_row(
         losses.make_fenchel_young_loss(masksafe.logsumexp), of.fenchel_young, (X, P), has_axis=False
@@ -669,7 +672,7 @@ OPS = {
     ),
     # Products of matrices with a side of 1, which XLA computes in other ways.
     "dot_product_attention, one query": _attention_over(
-        np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS
+        np.ones_like(ONE_QUERY), of.attention, where=ONE_QUERY, key_heads=HEADS, tier="forms"
     ),
     "dot_product_attention, one key": _attention_over(np.ones_like(ONE_KEY), of.attention, where=ONE_KEY, tier="forms"),
     "dot_product_attention, causal": _of_structure(DISTANCE <= -1, is_causal=True, causal_offset=-1),

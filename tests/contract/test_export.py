@@ -7,8 +7,6 @@ import pytest
 from program import assert_close, cotangents_of, each_op, run, value_and_gradients
 from table import OPS, SEGMENTS_OF_ROWS
 
-CALLED_BY_DEFAULT = "mean", "softmax"
-
 
 def exported(key):
     """The op with its gradients, and arrays to call it with."""
@@ -31,25 +29,11 @@ def size_of(key, axis, n):
     return str(n) if is_fixed else f"2 * half_of_{n}" if name == "group_norm" else f"n{n}"
 
 
-@each_op(compiles=True)
-def test_export_with_symbolic_sizes_asks_for_no_platform(key, monkeypatch):
-    for name in ("default_backend", "devices", "local_devices"):
-        monkeypatch.setattr(jax, name, lambda *_, **__: pytest.fail("what an op does is decided when it is lowered"))
-    assert exported(key)[0].platforms == ("cpu", "cuda")
-
-
-def assert_called(key):
-    program, args = exported(key)
-    results = jax.export.deserialize(program.serialize()).call(*args)
-    assert_close(results, run(key)[:2])
-
-
-@each_op(lambda op: op.name in CALLED_BY_DEFAULT, compiles=True)
-def test_a_program_that_was_read_gives_the_same(key):
-    assert_called(key)
-
-
-@pytest.mark.forms
-@each_op(lambda op: op.name not in CALLED_BY_DEFAULT, compiles=True)
-def test_every_program_that_was_read_gives_the_same(key):
-    assert_called(key)
+@each_op(compiles=True, by_default=("mean", "softmax", "layer_norm", "segment_softmax", "dot_product_attention"))
+def test_export_with_symbolic_sizes_asks_for_no_platform_and_gives_the_same(key, monkeypatch):
+    with monkeypatch.context() as patches:
+        for name in ("default_backend", "devices", "local_devices"):
+            patches.setattr(jax, name, lambda *_, **__: pytest.fail("what an op does is decided when it is lowered"))
+        program, args = exported(key)
+    assert program.platforms == ("cpu", "cuda")
+    assert_close(jax.export.deserialize(program.serialize()).call(*args), run(key)[:2])

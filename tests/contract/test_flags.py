@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from program import PLANS, direction, each_op, filled, program_of, run, value_and_gradients
+from program import PLANS, direction, distinct_plans, each_op, filled, program_of, run, value_and_gradients
 from table import OPS
 
 from masksafe._core import platforms
@@ -33,21 +33,20 @@ def test_float32_stays_beside_64_bits(key):
 
 
 def all_derivatives(key, where, args, cotangents):
-    return program_of(key)(where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats))
+    return program_of(key, True)(where, args, cotangents, tuple(direction(i, args[i]) for i in OPS[key].floats))
 
 
 @pytest.mark.forms
 @each_op()
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_derivative_is_traced_beside_64_bits(key, plan, dtype):
-    traced_beside_64_bits(all_derivatives, key, dtype, plan)
+def test_every_derivative_is_traced_beside_64_bits(key):
+    for plan, dtype in zip(distinct_plans(key), ("float64", "float32"), strict=False):
+        traced_beside_64_bits(all_derivatives, key, dtype, plan)
 
 
 @pytest.mark.forms
 @each_op()
-@pytest.mark.parametrize("plan", ["blocks", "elsewhere"])
-def test_garbage_is_no_alarm(key, plan):
+def test_garbage_is_no_alarm(key):
     args = filled(key, OPS[key].where, lambda a: np.nan if a.dtype.kind == "f" else -100)
-    with jax.debug_nans(True):
-        run(key, args=args, plan=plan)
+    for plan in [plan for plan in distinct_plans(key) if plan in ("blocks", "elsewhere")]:
+        with jax.debug_nans(True):
+            run(key, args=args, plan=plan, all_modes=True)

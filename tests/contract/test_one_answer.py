@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from program import (
+    KINDS,
     PLANS,
     assert_close,
     assert_same_bits,
     assert_same_second_derivative,
     cotangents_of,
+    distinct_plans,
     each_op,
     filled,
     function_of_floats,
@@ -29,11 +31,11 @@ from masksafe.testing import assert_consistent
 def test_the_value_alone(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
-        outputs = jax.tree.leaves(op.call(op.where, *op.args))
+        outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *op.args))
     assert_close(outputs, run(key).outputs)
 
 
-@each_op(lambda op: op.may_be_unmasked, compiles=True)
+@each_op(lambda op: op.may_be_unmasked, compiles=True, by_default=KINDS)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -41,7 +43,7 @@ def test_no_mask_is_a_mask_of_nothing(key):
     assert_close(results, run(key, np.ones_like(op.where))[:2])
 
 
-@each_op(compiles=True)
+@pytest.mark.parametrize("key", KINDS)
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
@@ -53,28 +55,20 @@ def test_the_program_of_accelerators(key):
     assert_close(results[0], run(key)[:2])
 
 
-# The short run has the form elsewhere of these: a softmax, and moments.
-ELSEWHERE = ("softmax", "layer_norm", "var_mean")
-
-
-def _plan_and_key(plan, key):
-    is_short = plan == "elsewhere" and key in ELSEWHERE
-    return pytest.param(plan, key, marks=[pytest.mark.forms] * (not is_short))
-
-
-@pytest.mark.parametrize(
-    ("plan", "key"), [_plan_and_key(plan, key) for key in OPS for plan in PLANS if plan != "blocks"]
-)
-def test_every_form_of_a_program(plan, key):
-    results = run(key, plan=plan)
+@pytest.mark.forms
+@each_op()
+def test_every_form_of_a_program(key):
     garbage = filled(key, OPS[key].where, lambda a: np.nan if a.dtype.kind == "f" else -100)
-    assert_same_bits(run(key, args=garbage, plan=plan), results)
-    assert_close(results[:2], run(key)[:2])
-    for actual, expected in zip(jax.tree.leaves(results[2:]), jax.tree.leaves(run(key)[2:]), strict=True):
-        assert_same_second_derivative(actual, expected)
+    expected = run(key, all_modes=True)
+    for plan in distinct_plans(key)[1:]:
+        results = run(key, plan=plan, all_modes=True)
+        assert_same_bits(run(key, args=garbage, plan=plan, all_modes=True), results)
+        assert_close(results[:2], expected[:2])
+        for actual, other in zip(jax.tree.leaves(results[2:]), jax.tree.leaves(expected[2:]), strict=True):
+            assert_same_second_derivative(actual, other)
 
 
-@each_op(compiles=True)
+@each_op(compiles=True, by_default=KINDS)
 def test_in_a_vmap(key):
     op = OPS[key]
     moved = tuple(
@@ -105,25 +99,21 @@ def test_along_another_axis(key):
 
 
 OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
-# Each of these has another kind of loop.
-LOOPS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
-LOOPS += ("layer_norm", "log_softmax", "var", "linear_softmax_cross_entropy", "linear_kl_divergence")
 
 
 def may_be_split(op):
     return len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT
 
 
-@each_op(lambda op: may_be_split(op) and op.name in LOOPS, compiles=True)
+@each_op(may_be_split, compiles=True, by_default=KINDS)
 def test_split_over_devices(key):
     assert_split(key, AxisType.Auto)
 
 
 @pytest.mark.forms
 @each_op(may_be_split, compiles=True)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_every_op_split_over_devices(key, kind):
-    assert_split(key, kind)
+def test_split_over_devices_of_an_explicit_mesh(key):
+    assert_split(key, AxisType.Explicit)
 
 
 def assert_split(key, kind):

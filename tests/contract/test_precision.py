@@ -28,8 +28,11 @@ WIDE -= {"multiclass_generalized_dice_loss"}
 WIDE_OUTPUTS = {"batch_norm": (1, 2), "dot_product_attention": (1,)}
 
 
+two_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.forms)])
+
+
 @each_op(compiles=True)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.forms)])
+@two_dtypes
 def test_16_bits_are_rounded_once(key, dtype):
     op = OPS[key]
     args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)
@@ -42,13 +45,13 @@ def test_16_bits_are_rounded_once(key, dtype):
 
 
 @each_op(compiles=True)
-def test_gradients_have_the_dtypes_of_the_arguments(key):
+@two_dtypes
+def test_gradients_have_the_dtypes_of_the_arguments(key, dtype):
     op = OPS[key]
-    for dtype in ("bfloat16", "float16"):
-        fn, floats = function_of_floats(op, op.where, as_dtype(op.args, dtype))
-        total = lambda *floats: sum(jnp.sum(out.astype("float32")) for out in fn(*floats))  # noqa: B023, E731
-        gradients = jax.eval_shape(jax.grad(total, tuple(range(len(floats)))), *floats)
-        assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
+    fn, floats = function_of_floats(op, op.where, as_dtype(op.args, dtype))
+    total = lambda *floats: sum(jnp.sum(out.astype("float32")) for out in fn(*floats))  # noqa: E731
+    gradients = jax.eval_shape(jax.grad(total, tuple(range(len(floats)))), *floats)
+    assert {g.dtype for g in gradients} == {jnp.dtype(dtype)}
 
 
 @each_op(compiles=True)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -26,7 +27,7 @@ OPS = {
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", few_of(OPS, "softmax", "layer_norm", "integer labels", "cosine_similarity"))
 def test_many_rows_of_no_elements(name, masked, choose):
     choose(row_block_elements=1)
     x = jnp.zeros((ROWS, 0))

@@ -46,6 +46,7 @@ def test_padding_is_filled_and_nothing_else(batches):
     assert not ((filled.receivers[~is_edge] >= 0) & (filled.receivers[~is_edge] < example.NODES)).any()
 
 
+@pytest.mark.slow
 def test_first_step(batches):
     of_ops = {ops: [example.effect(ops, padding, batches[0]) for padding in example.PADDINGS] for ops in example.OPS}
     same, masksafe, usual = "the same bits", of_ops[example.MASKSAFE], of_ops[example.USUAL]
@@ -66,6 +67,7 @@ def test_other_formulas_end_at_the_second_step_unless_the_padding_does_no_harm(b
     assert list(steps.values()) == [4, 4, 4, 2, 2]
 
 
+@pytest.mark.slow
 def test_picture(tmp_path, batches):
     graph = example.draw_graph(np.random.default_rng(1))
     records = {name: example.train(name, batches[:3]) for name in example.RUNS}

@@ -71,6 +71,7 @@ def test_padding_is_filled_and_nothing_else(data):
     np.testing.assert_array_equal(repeated.weights[99:], np.tile(clean.weights[99], (example.ROWS - 99, 1)))
 
 
+@pytest.mark.slow
 def test_effects_of_padding_on_the_loss():
     paddings = example.ZEROS, example.LAST_ROW, example.GARBAGE
     effects = {name: [example.effect(name, padding) for padding in paddings] for name in example.LOSSES}
@@ -81,6 +82,7 @@ def test_effects_of_padding_on_the_loss():
     assert effects[example.CLIP][2] == "NaN"
 
 
+@pytest.mark.slow
 def test_garbage_changes_no_bit_of_a_training_that_learns(data):
     clean, garbage = (example.train(name, *data, epochs=30) for name in (example.CLEAN, example.POLLUTED))
     assert example.is_same(clean, garbage)
@@ -89,6 +91,7 @@ def test_garbage_changes_no_bit_of_a_training_that_learns(data):
     assert clean.steps[-1] == len(clean.losses)
 
 
+@pytest.mark.slow
 def test_the_usual_formula_ends_at_the_first_step_with_garbage(data):
     steps = {name: len(example.train(name, *data, epochs=1).losses) for name in example.RUNS}
     whole, *_ = steps.values()
@@ -102,6 +105,7 @@ def test_recall_is_the_share_whose_name_is_nearest(data, monkeypatch):
     assert [example.recall({}, data[1], most) for most in (1, 2, 3)] == [1 / 3, 2 / 3, 1]
 
 
+@pytest.mark.slow
 def test_picture_and_costs(tmp_path, data):
     costs = {rows: example.measure(rows, width=8, rounds=1) for rows in (16, 32)}
     assert all(cost.seconds > 0 for of_losses in costs.values() for cost in of_losses.values())

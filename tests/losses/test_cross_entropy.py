@@ -344,7 +344,7 @@ def test_16_bit_error_is_that_of_rounding_the_output(dtype, num_classes, scale, 
         assert (error <= half_ulp(exact, dtype) + 1e-6 * np.abs(exact)).all()
 
 
-@pytest.mark.parametrize(("offset", "scale"), [(0, 1), (0, 15), (1e4, 1)])
+@pytest.mark.parametrize(("offset", "scale"), [forms(0, 1), forms(0, 15), (1e4, 1)])
 def test_the_error_is_at_most_twice_that_of_optax(offset, scale, blocks):
     rng = np.random.default_rng(0)
     logits = np.float32(offset + scale * rng.normal(size=(64, 50)))
@@ -419,7 +419,7 @@ def test_absent_class_with_a_logit_of_minus_infinity_is_fine(blocks):
     assert all(x[0, 0] == 0 for x in gradients)
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", [forms(False), True])
 def test_labels_of_0_need_no_probabilities(blocks, masked):
     """Logits of only -inf have none: with labels of 0 the loss is 0, with others NaN."""
     logits = np.where(np.arange(4)[:, None] % 2 == 0, -INF, LOGITS).astype(np.float32)

@@ -88,7 +88,7 @@ def test_results_and_gradients_are_those_of_float64(dtype, where, temperature, b
         np.testing.assert_allclose(np.asarray(a, float), e, rtol=0.6 * float(jnp.finfo(a.dtype).eps) + 3e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(("offset", "scale"), [(0, 1), (0, 15), (1e4, 1)])
+@pytest.mark.parametrize(("offset", "scale"), [forms(0, 1), forms(0, 15), (1e4, 1)])
 def test_the_error_is_at_most_twice_that_of_the_formula(offset, scale, blocks):
     """The log_prob and the entropy of distrax.Categorical."""
     rng = np.random.default_rng(0)

@@ -279,6 +279,7 @@ def test_a_mean_with_the_shares_of_the_whole_batch_has_its_gradient(microbatches
     np.testing.assert_allclose(aux.loss, value, rtol=1e-5)
 
 
+@pytest.mark.forms
 def test_micro_batches_on_each_device():
     def on_each(kernel, features, where):
         (value, aux), gradient = in_two_passes(kernel, features, where, 2, "data")
@@ -471,6 +472,7 @@ def test_mean_z_loss_of_unmasked_tokens():
     np.testing.assert_allclose(mean, np.mean(jax.nn.logsumexp(LOGITS[MASK], -1) ** 2), rtol=1e-6)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize("dtype", ["bfloat16", forms("float16")])
 def test_z_loss_of_16_bits_is_rounded_once(dtype):
     logits = (4 * LOGITS).astype(jnp.dtype(dtype))

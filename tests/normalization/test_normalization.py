@@ -295,6 +295,7 @@ def test_constant_whose_mean_is_rounded_has_no_spread_but_with_the_next_float_it
     np.testing.assert_allclose(along(np.asarray(fn(along(x))[1]))[:3], expected[:3], rtol=1e-4)
 
 
+@pytest.mark.forms
 @pytest.mark.parametrize(
     ("op", "epsilon", "masked"), cases([("layer_norm", 0, True)], NAMES, [0, 1e-6], [True, False]), ids=str
 )

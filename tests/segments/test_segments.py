@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tiers import few_of
 
 import masksafe
 
@@ -33,6 +34,11 @@ def finite(out):
     return masksafe.mask_where(jnp.isinf(out), out, 0)
 
 
+def ops_by_default(*names):
+    """The ops, of which the others, whose sums are those of these, are forms."""
+    return pytest.mark.parametrize("name", few_of(OPS, *names))
+
+
 @functools.partial(jax.jit, static_argnames=("name", "number", "options"))
 def step(name, x, ids, where=None, number=S, options=()):
     """The result, and the gradient of some function of what is finite of it."""
@@ -50,24 +56,22 @@ def assert_same(actual, expected, **tolerance):
         np.testing.assert_allclose(a, e, **{"rtol": 1e-5, "atol": 1e-6} | tolerance)
 
 
-def by_rows(name, x, ids, number=S):
+def by_rows(name, x):
     """The same by the op for rows, of each segment by itself."""
-    of_segment = {s: x[ids == s] for s in range(number)}
     op = getattr(masksafe, name)
     if name in REDUCTIONS:
-        return np.stack([op(x, axis=0) for x in of_segment.values()])
-    out = np.full(x.shape, MASKED.get(name, 0), np.float32)
-    for s, rows in of_segment.items():
-        if len(rows):
-            out[ids == s] = op(rows, axis=0)
+        return jnp.stack([op(x[s == IDS], axis=0) for s in range(S)])
+    out = jnp.full(x.shape, MASKED.get(name, 0), np.float32)
+    for s in np.unique(IDS):
+        out = out.at[s == IDS].set(op(x[s == IDS], axis=0))
     return out
 
 
 @each_op
 def test_the_op_for_rows_of_each_segment(name):
-    for shape in ((N,), (N, COLUMNS), (N, 2, 2)):
-        x = RNG.normal(size=shape).astype(np.float32)
-        np.testing.assert_allclose(segment(name)(x, IDS, S), by_rows(name, x, IDS), rtol=1e-5, atol=1e-6)
+    arrays = [RNG.normal(size=shape).astype(np.float32) for shape in ((N,), (N, COLUMNS), (N, 2, 2))]
+    for op, rows in jax.jit(lambda arrays: [(segment(name)(x, IDS, S), by_rows(name, x)) for x in arrays])(arrays):
+        np.testing.assert_allclose(op, rows, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sum", "max", "min"])
@@ -82,7 +86,7 @@ def test_jax_ops(name):
             np.testing.assert_array_equal(out, peer(x, IDS, S))
 
 
-@each_op
+@ops_by_default("mean", "max", "softmax")
 def test_an_id_out_of_range_is_masked_as_a_row_is(name):
     garbage = np.where(ROWS[:, None], X, np.nan)
     expected = step(name, X, IDS, ROWS)
@@ -93,7 +97,7 @@ def test_an_id_out_of_range_is_masked_as_a_row_is(name):
     np.testing.assert_array_equal(segment(name)(garbage, ids, S), expected[0])  # NumPy's 64 bits do not wrap
 
 
-@each_op
+@ops_by_default("var", "softmax")
 def test_sorted_ids(name):
     order = np.argsort(IDS, kind="stable")
     x, ids, rows = X[order], IDS[order], ROWS[order]
@@ -128,7 +132,7 @@ def test_the_number_of_segments_is_that_of_unmasked_ids():
         jax.jit(masksafe.segment_sum)(np.ones(4), ids)
 
 
-@each_op
+@ops_by_default("max", "standardize")
 def test_no_rows_no_elements_and_no_segments(name):
     for x, number in ((X[:0], S), (X, 0), (X[:0], 0), (X[:, :0], S)):
         for where in (None, np.ones(x.shape, bool), np.ones(len(x), bool)):
@@ -158,7 +162,7 @@ def test_equal_elements_have_no_variance():
 IN_PARTS = {"fewest_rows_in_parts": 1, "fewest_rows_of_segments_in_parts": 1, "rows_of_part_by_segments": 1}
 
 
-@each_op
+@ops_by_default("var", "log_softmax")
 def test_rows_in_parts(name, choose):
     """Of large arrays sums are made of parts; four of these, one of which has no row of some segment."""
     order = np.argsort(IDS, kind="stable")
@@ -232,8 +236,8 @@ def test_extrema_by_order(name, choose):
         np.testing.assert_array_equal(np.float32(out), expected_here)
 
 
-@each_op
-@pytest.mark.parametrize("nothing_in_first", [False, True])
+@ops_by_default("max", "var", "softmax")
+@pytest.mark.parametrize("nothing_in_first", few_of([False, True], True))
 def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_first):
     """Of a function that is not linear in the result, so that the result has derivatives within a derivative."""
     ids = np.where(ROWS & (IDS > 0 if nothing_in_first else True), IDS, -1)
@@ -250,7 +254,7 @@ def test_garbage_in_rows_out_of_range_and_second_derivatives(name, nothing_in_fi
     np.testing.assert_array_equal(clean[ids < 0], 0)
 
 
-@each_op
+@ops_by_default("standardize")
 def test_garbage_is_no_alarm_of_debug_nans(name):
     x = jnp.asarray(np.where(ROWS[:, None], X, np.float32(np.nan)))
     with jax.debug_nans(True):
@@ -342,11 +346,13 @@ def test_refusals(kind, text, call):
 
 # Several devices. The first of four has nothing left.
 
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+SPLITS = [(P("x"), AUTO), (P(None, "x"), EXPLICIT), (P("x", "y"), EXPLICIT), (P(("y", "x")), AUTO)]
 FOUR = np.arange(N) // (N // 4)
 HERE = ROWS & (FOUR > 0)
 
 
-@each_op
+@ops_by_default("var", "max", "softmax")
 def test_rows_over_devices(name):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     rows = P("x")
@@ -366,8 +372,7 @@ def test_rows_over_devices(name):
 
 
 @each_op
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", "y"), P(("y", "x"))], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("spec", "kind"), SPLITS)
 @pytest.mark.forms
 def test_data_split_over_a_mesh(name, spec, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
@@ -381,7 +386,7 @@ def test_data_split_over_a_mesh(name, spec, kind):
     assert_same(results, step(name, x, IDS, HERE))
 
 
-@each_op
+@ops_by_default("mean", "softmax")
 def test_batched_rows(name):
     xs, ids, where = np.stack([X, -X]), np.stack([IDS, IDS[::-1]]), np.stack([ROWS, ROWS[::-1]])
     results = jax.jit(jax.vmap(functools.partial(step, name)))(xs, ids, where)

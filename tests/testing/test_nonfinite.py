@@ -213,7 +213,7 @@ def test_label_at_a_masked_class_is_called_one():
     assert "a label out of range or at a masked class" in report.first.note
 
 
-@pytest.mark.parametrize("grad", [False, True], ids=["value", "gradient"])
+@pytest.mark.parametrize("grad", [form(False), True], ids=["value", "gradient"])
 def test_what_an_op_makes_and_hides_is_named_as_its_own(grad):
     def fn(x):
         return masksafe.logsumexp(masksafe.log_softmax(x, where=jnp.array([[True], [True], [False]])), where=x < 0)
@@ -457,8 +457,8 @@ LAST = jnp.array([[False], [True]])
     "mix",
     [
         lambda x: jnp.max(x, -1, keepdims=True),
-        lambda x: lax.cumsum(x, 1, reverse=True),
-        lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None],
+        form(lambda x: lax.cumsum(x, 1, reverse=True)),
+        form(lambda x: lax.reduce(x, 1.0, lambda a, b: a * b * 1.5, (1,))[:, None]),
         lambda x: x @ jnp.ones((3, 2)),
         form(lambda x: jnp.prod(x, -1, keepdims=True)),
         form(lambda x: jnp.sort(x, -1)),

@@ -17,6 +17,7 @@ if jax.__version_info__ == (0, 10, 0):
     NAMES_OF_OTHER_VERSIONS |= {"stack"}
 
 
+@pytest.mark.forms
 def test_every_name_is_that_of_a_primitive():
     sets = [value for value in vars(_primitives).values() if isinstance(value, frozenset)]
     names = set().union(*sets, _primitives.FIRST_INDEX, _primitives.MIXED_AXES, _replay._STRUCTURES)

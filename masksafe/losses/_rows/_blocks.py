@@ -13,20 +13,20 @@ from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array
 from masksafe.losses._rows._options import Options, Sizes
-from masksafe.losses._rows._sources import Inputs, Linear, add_to_kernel, matmul
-from masksafe.losses._rows._tokens import Block, Packed
+from masksafe.losses._rows._sources import Linear, LinearInputs, add_to_kernel, matmul
+from masksafe.losses._rows._tokens import Packed, TokenBlock
 
 _State = tuple[Any, tuple[Linear, ...]]
 
 
 def sums_and_gradients(
-    options: Options, sizes: Sizes, inputs: Inputs, sums: Any, d_outputs: tuple[Array, ...] | None
+    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Any, d_outputs: tuple[Array, ...] | None
 ) -> _State:
     """The sums of each row `[N, 1]`, of use where unmasked, and the gradients; both in the dtype of sums.
 
     Sums that are known are not computed again; without cotangents of the outputs `[N, 1]` there are no gradients.
     """
-    layers, data, _, live = inputs
+    layers, data, _, live, _ = inputs
     formula, classes, dtype = options.formula, inputs.classes(options.axis_name), inputs.sum_dtype
     (number,) = inputs.tokens
     packed = Packed.of(number, live, sizes.token_block)
@@ -46,7 +46,7 @@ def sums_and_gradients(
             gradients = tuple(added(block, *of_layer) for of_layer in of_layers)
         return all_sums, gradients
 
-    def added(block: Block, gradients: Linear, layer: Linear, d_logits: Array) -> Linear:
+    def added(block: TokenBlock, gradients: Linear, layer: Linear, d_logits: Array) -> Linear:
         # Not by zeros in the cotangents of the rows: the logits of a repeated token may be infinite.
         d_logits = selected(d_logits, block.live)
         d_bias = None if gradients.bias is None else gradients.bias + jnp.sum(d_logits, 0).astype(dtype)
@@ -55,13 +55,9 @@ def sums_and_gradients(
         d_kernel = add_to_kernel(gradients.kernel, layer.features, d_logits, sizes.class_tile)
         return Linear(d_features, d_kernel, d_bias)
 
-    def zeros_like(layer: Linear) -> Linear:
-        d_features = jnp.zeros((packed.length, layer.kernel.shape[0]), dtype)
-        d_bias = None if layer.bias is None else jnp.zeros(layer.bias.shape, dtype)
-        return Linear(d_features, jnp.zeros(layer.kernel.shape, dtype), d_bias)
-
     no_sums = formula.nothing(jnp.zeros((packed.length, 1), dtype)) if sums is None else ()
-    no_gradients = () if d_outputs is None else tuple(map(zeros_like, layers[: formula.gradients]))
+    wanted = () if d_outputs is None else layers[: formula.gradients]
+    no_gradients = tuple(layer.zeros(packed.length, Linear(dtype, dtype, dtype)) for layer in wanted)
     state = vary_with((no_sums, no_gradients), (inputs, sums, d_outputs))
     is_one = isinstance(packed.blocks, int) and packed.blocks == 1
     found, gradients = one_block(0, state) if is_one else loop(0, packed.blocks, one_block, state)

@@ -45,7 +45,7 @@ from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
 
-class Part(NamedTuple):
+class LogitPart(NamedTuple):
     """The logits of some rows `[..., n]` at some of the classes."""
 
     logits: Array
@@ -55,8 +55,8 @@ class Part(NamedTuple):
     label: Array | None = None  # `[..., 1]`, if it may be looked up
 
 
-class Sums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`; None where a formula does not need one."""
+class LabelSums(NamedTuple):
+    """LabelSums over the classes of each row `[..., 1]`; None where a formula does not need one."""
 
     largest: Array  # m, finite
     total: Array  # s
@@ -113,11 +113,11 @@ class CrossEntropy(Formula):
 
     # The sums.
 
-    def nothing(self, zero: Array) -> Sums:
+    def nothing(self, zero: Array) -> LabelSums:
         none = dict.fromkeys(self._terms(zero, None), zero)
-        return Sums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
+        return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
-    def sums(self, part: Part) -> Sums:
+    def sums(self, part: LogitPart) -> LabelSums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
         largest = largest_logit(x)
@@ -125,21 +125,21 @@ class CrossEntropy(Formula):
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
         others = {name: total(selected(term, part.live)) for name, term in terms.items()}
-        return Sums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
+        return LabelSums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
 
-    def _at_label(self, x: Array, part: Part) -> Array:
+    def _at_label(self, x: Array, part: LogitPart) -> Array:
         if part.label is None:
             return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
         return self.x(at_label(part.logits, part.live, part.label))
 
-    def sums_of_each(self, part: Part) -> Sums:
+    def sums_of_each(self, part: LogitPart) -> LabelSums:
         """For every logit the sums over it alone."""
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
         z = self._over_temperature(x - largest)
         label = jnp.where(part.is_label, x, 0.0)
-        return Sums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights))
+        return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights))
 
     def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
         """What the other sums add up, by their names."""
@@ -150,21 +150,21 @@ class CrossEntropy(Formula):
             terms["spread"] = _spread(z)
         return terms
 
-    def add(self, a: Sums, b: Sums) -> Sums:
+    def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
         """The sums over two parts together."""
         largest = jnp.maximum(a.largest, b.largest)
-        total: Sums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
+        total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
         return total._replace(largest=largest)
 
-    def add_devices(self, axis_name: Any, sums: Sums) -> Sums:
+    def add_devices(self, axis_name: Any, sums: LabelSums) -> LabelSums:
         """The sums over the classes of all devices."""
         if axis_name is None:
             return sums
         largest = sharding.Devices(axis_name).max(lax.stop_gradient(sums.largest))
-        total: Sums = jax.tree.map(sharding.Devices(axis_name).sum, self._rebased(largest, sums))
+        total: LabelSums = jax.tree.map(sharding.Devices(axis_name).sum, self._rebased(largest, sums))
         return total._replace(largest=largest)
 
-    def _rebased(self, largest: Array, sums: Sums) -> Sums:
+    def _rebased(self, largest: Array, sums: LabelSums) -> LabelSums:
         """The same sums relative to another largest x, but for that itself."""
         step = self._over_temperature(sums.largest - largest)
         factor = jnp.exp(step)
@@ -178,7 +178,7 @@ class CrossEntropy(Formula):
 
     # The outputs, and the slopes.
 
-    def outputs(self, sums: Sums, data: Array, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: LabelSums, data: Array, classes: int) -> tuple[Array, ...]:
         log_total = jnp.log(sums.total)
         valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
         outputs = []
@@ -193,10 +193,10 @@ class CrossEntropy(Formula):
             outputs += [log_total - sums.spread / sums.total]
         return tuple(outputs)
 
-    def _logsumexp(self, sums: Sums) -> Array:
+    def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
-    def slopes(self, sums: Sums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Slopes:
+    def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Slopes:
         d_rest, has_label = list(d_outputs), is_class(labels, classes)
         of_exp, of_label, of_weights, of_spread = jnp.zeros_like(sums.total), None, None, None
         if self.of_label:
@@ -216,7 +216,7 @@ class CrossEntropy(Formula):
         slopes = Slopes(sums.largest, of_exp * rate, of_spread, of_weights, None)
         return slopes if of_label is None else slopes._replace(at_label=self._of_exps(sums.label, slopes) - of_label)
 
-    def logit_cotangents(self, part: Part, slopes: Slopes) -> Array:
+    def logit_cotangents(self, part: LogitPart, slopes: Slopes) -> Array:
         """The cotangents of some logits of some rows."""
         d_x = self._of_exps(self.x(part.logits, part.live), slopes)
         if slopes.at_label is not None:
@@ -269,18 +269,18 @@ def _spread(z: Array) -> Array:
     return jnp.exp(z) * jnp.maximum(z, _FAR)
 
 
-def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> Part:
+def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
     """A tile of the classes of this device, or all of them."""
     labels = classes.local(as_classes(labels, classes.number))
     if tile is None or tile.size == classes.here:
-        return Part(logits, class_index(logits.shape) == labels, None, classes.weights)
+        return LogitPart(logits, class_index(logits.shape) == labels, None, classes.weights)
     logits = take(logits, logits.ndim - 1, tile)
     index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
     weights = None if classes.weights is None else take(classes.weights, 0, tile)
     if not tile.is_ragged:
-        return Part(logits, index == labels, None, weights)
+        return LogitPart(logits, index == labels, None, weights)
     live = index >= tile.first
-    return Part(logits, (index == labels) & live, live, weights)
+    return LogitPart(logits, (index == labels) & live, live, weights)
 
 
 def _weighted(x: Array, weights: Array | None) -> Array:
@@ -295,7 +295,7 @@ def _weighted(x: Array, weights: Array | None) -> Array:
 
 
 class TargetSums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`."""
+    """LabelSums over the classes of each row `[..., 1]`."""
 
     largest: Array  # m, finite
     total: Array  # s

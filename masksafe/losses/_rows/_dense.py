@@ -17,8 +17,8 @@ from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
-    Part,
-    Sums,
+    LabelSums,
+    LogitPart,
     TargetSums,
     is_sound,
     target_loss,
@@ -41,14 +41,14 @@ class OfLabels(NamedTuple):
         """How many classes all devices have."""
         return x.shape[-1] * sharding.Devices(self.axis_name).size
 
-    def part(self, x: Array, labels: Array, where: Array | None = None) -> Part:
+    def part(self, x: Array, labels: Array, where: Array | None = None) -> LogitPart:
         local = sharding.Devices(self.axis_name).local(as_classes(labels, self.number(x)), x.shape[-1])
-        return Part(
+        return LogitPart(
             x, class_index(x.shape) == local, where, label=labels if self.looks_up and self.axis_name is None else None
         )
 
 
-Kept = tuple[Sums, Array | None]  # with which rows have a class left; None: all
+Kept = tuple[LabelSums, Array | None]  # with which rows have a class left; None: all
 
 
 def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Kept]:

@@ -46,14 +46,17 @@ class TopK(NamedTuple):
 
 
 class Normalizer(NamedTuple):
-    """The logsumexp of each row `[..., 1]` in two parts: the largest logit, and the sum of exp(x - largest)."""
+    """The logsumexp of each row `[..., 1]` in two parts: the largest logit, and the sum of exp((x - largest) / tau).
+
+    Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
+    """
 
     largest: Array  # finite
     total: Array
 
 
-class Sums(NamedTuple):
-    """Sums over the classes of each row `[..., 1]`."""
+class DivergenceSums(NamedTuple):
+    """DivergenceSums over the classes of each row `[..., 1]`."""
 
     teacher: Normalizer
     student: Normalizer
@@ -83,20 +86,24 @@ class Divergence(Formula):
         # The cotangents are as large as the difference of the logits of both sides, divided by the temperature twice.
         return min(max(10 + 2 * round(math.log2(self.temperature)), -60), 60)
 
-    def nothing(self, zero: Array) -> Sums:
+    def nothing(self, zero: Array) -> DivergenceSums:
         none = Normalizer(zero, zero)
         divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
-        return Sums(none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None)
+        return DivergenceSums(
+            none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
+        )
 
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> Sums:
+    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.of_top_k:
             x, targets, valid = self._top_k(logits[0], data)
-            rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf)) if self.with_rest else None
-            student, teacher = _few_classes(x, targets, rest)
+            rest = None
+            if self.with_rest:
+                rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf), self.temperature)
+            student, teacher = self._few_classes(x, targets, rest)
         else:
-            (student, teacher), rest, valid = map(self._scaled, logits), None, None
-        of_teacher, of_student = _normalizer(teacher), _normalizer(student)
-        log_p, log_q = _log_softmax(teacher, of_teacher), _log_softmax(student, of_student)
+            (student, teacher), rest, valid = logits, None, None
+        of_teacher, of_student = _normalizer(teacher, self._of_teacher), _normalizer(student, self.temperature)
+        log_p, log_q = self._log_softmaxes(teacher, student, of_teacher, of_student)
         if self.direction == FORWARD:
             divergences = [_kl(log_p, log_q)]
         elif self.direction == REVERSE:
@@ -104,34 +111,34 @@ class Divergence(Formula):
         else:
             log_m = self._log_mixture(log_p, log_q)
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
-        return Sums(of_teacher, of_student, tuple(divergences), rest, valid)
+        return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: Sums, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: DivergenceSums, data: Any, classes: int) -> tuple[Array, ...]:
         divergence, *of_student = sums.divergences
         if of_student:
             divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: Sums, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: DivergenceSums, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
-        d = d_outputs[0] / self.temperature
+        d = _over(d_outputs[0], self.temperature)
         if not self.of_top_k:
-            student, teacher = map(self._scaled, logits)
+            student, teacher = logits
             slopes = self._slopes(student, teacher, sums)
             return tuple(slope * d for slope in slopes[: self.gradients])
         x, targets, _ = self._top_k(logits[0], data)
-        d_student = self._slopes(*_few_classes(x, targets, sums.rest), sums)[0] * (d * sums.valid)
+        d_student = self._slopes(*self._few_classes(x, targets, sums.rest), sums)[0] * (d * sums.valid)
         if sums.rest is None:
             return (_with_classes(jnp.zeros_like(x), targets.classes, d_student),)
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
         total = jnp.where(sums.rest.total > 0, sums.rest.total, 1)
-        d_x = jnp.exp(x - sums.rest.largest) * (d_rest / total)
+        d_x = jnp.exp(_over(x - sums.rest.largest, self.temperature)) * (d_rest / total)
         return (_with_classes(d_x, targets.classes, d_student),)
 
-    def _slopes(self, student: Array, teacher: Array, sums: Sums) -> tuple[Array, Array]:
+    def _slopes(self, student: Array, teacher: Array, sums: DivergenceSums) -> tuple[Array, Array]:
         """The derivatives by the logits of the student, and by those of the teacher."""
-        log_p, log_q = _log_softmax(teacher, sums.teacher), _log_softmax(student, sums.student)
+        log_p, log_q = self._log_softmaxes(teacher, student, sums.teacher, sums.student)
         p, q, divergences = jnp.exp(log_p), jnp.exp(log_q), sums.divergences
         if self.direction == FORWARD:
             return q - p, _kl_slope(log_p, log_q, divergences[0])
@@ -150,25 +157,47 @@ class Divergence(Formula):
         p_part, q_part = jnp.maximum(log_p, least), jnp.maximum(log_q, least)
         return jnp.logaddexp(p_part + math.log(self.beta), q_part + math.log1p(-self.beta))
 
-    def _scaled(self, logits: Array) -> Array:
-        return logits if self.temperature == 1 else logits / self.temperature
+    @property
+    def _of_teacher(self) -> float:
+        """The temperature of the teacher's logits: the logarithms of probabilities are taken as they are."""
+        return 1.0 if self.of_top_k else self.temperature
+
+    def _log_softmaxes(
+        self, teacher: Array, student: Array, of_teacher: Normalizer, of_student: Normalizer
+    ) -> tuple[Array, Array]:
+        log_p = _over(teacher - of_teacher.largest, self._of_teacher) - jnp.log(of_teacher.total)
+        return log_p, _over(student - of_student.largest, self.temperature) - jnp.log(of_student.total)
 
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
         """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated."""
-        x = gathered_along(self._scaled(logits), -1)
+        x = gathered_along(logits, -1)
         is_valid = jnp.all(is_class(targets.classes, x.shape[-1]), -1) & ~jnp.any(is_repeated(targets.classes), -1)
         classes = jnp.clip(targets.classes, 0, x.shape[-1] - 1)
         targets = TopK(targets.log_probs.astype(x.dtype), classes)
         return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
 
+    def _few_classes(self, x: Array, targets: TopK, rest: Normalizer | None) -> tuple[Array, Array]:
+        """The logits of the student and the teacher at the targets, and of all others if their normalizer is given."""
+        student, teacher = _at_classes(x, targets.classes), targets.log_probs
+        if rest is None:
+            return student, teacher
+        is_any = rest.total > 0  # of the student's other classes
+        logsumexp = rest.largest + self.temperature * jnp.log(jnp.where(is_any, rest.total, 1))
+        of_others = jnp.where(is_any, logsumexp, -jnp.inf)
+        # A sum of probabilities may be 1 but for its rounding, and a rest of 0 would be infinitely far from any other.
+        least = float(jnp.finfo(x.dtype).eps)
+        missing = jnp.maximum(1 - jnp.sum(jnp.exp(teacher), -1, keepdims=True), least)
+        of_missing = jnp.where(is_any, jnp.log(missing), -jnp.inf)
+        return jnp.concatenate([student, of_others], -1), jnp.concatenate([teacher, of_missing], -1)
 
-def _normalizer(x: Array) -> Normalizer:
+
+def _normalizer(x: Array, temperature: float) -> Normalizer:
     largest = largest_logit(x)
-    return Normalizer(largest, jnp.sum(jnp.exp(x - largest), -1, keepdims=True))
+    return Normalizer(largest, jnp.sum(jnp.exp(_over(x - largest, temperature)), -1, keepdims=True))
 
 
-def _log_softmax(x: Array, of_row: Normalizer) -> Array:
-    return (x - of_row.largest) - jnp.log(of_row.total)
+def _over(x: Array, temperature: float) -> Array:
+    return x if temperature == 1 else x * (1 / temperature)  # a temperature may be so small that a CPU takes it for 0
 
 
 def _kl(log_p: Array, log_q: Array) -> Array:
@@ -183,20 +212,6 @@ def _kl_slope(log_p: Array, log_q: Array, kl: Array) -> Array:
 
 
 # The few classes of a teacher that is known by them.
-
-
-def _few_classes(x: Array, targets: TopK, rest: Normalizer | None) -> tuple[Array, Array]:
-    """The logits of the student and the teacher at the targets, and of all others together if their normalizer is."""
-    student, teacher = _at_classes(x, targets.classes), targets.log_probs
-    if rest is None:
-        return student, teacher
-    is_any = rest.total > 0  # of the student's other classes
-    of_others = jnp.where(is_any, rest.largest + jnp.log(jnp.where(is_any, rest.total, 1)), -jnp.inf)
-    # A sum of probabilities may be 1 but for its rounding, and a rest of 0 would be infinitely far from any other.
-    least = float(jnp.finfo(x.dtype).eps)
-    missing = jnp.maximum(1 - jnp.sum(jnp.exp(teacher), -1, keepdims=True), least)
-    of_missing = jnp.where(is_any, jnp.log(missing), -jnp.inf)
-    return jnp.concatenate([student, of_others], -1), jnp.concatenate([teacher, of_missing], -1)
 
 
 def is_repeated(classes: Array) -> Array:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from masksafe._core import platforms, sharding
 from masksafe.losses._rows._formula import Formula
-from masksafe.losses._rows._sources import Inputs
+from masksafe.losses._rows._sources import LinearInputs
 
 
 class Sizes(NamedTuple):
@@ -22,7 +22,7 @@ class Options(NamedTuple):
     block_size: int | None  # as the user gives it
     axis_name: sharding.AxisName = None  # the mesh axis over which the classes are split
 
-    def sizes(self, inputs: Inputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
+    def sizes(self, inputs: LinearInputs, on_cpu: bool, *, is_masked: bool) -> Sizes:
         """The sizes for these arrays; a mask has smaller blocks, which let more of them be skipped."""
         layers, by_parts = inputs.layers, self.formula.by_parts
         tokens, classes = max(1, math.prod(inputs.tokens)), layers[0].kernel.shape[1]

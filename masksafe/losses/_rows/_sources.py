@@ -1,6 +1,7 @@
 """Where logits come from: linear layers, their logits, and their gradients from the cotangents of the logits."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +33,21 @@ class Linear(NamedTuple):
             return logits
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
 
+    def zeros(self, tokens: int, dtypes: "Linear") -> "Linear":
+        """Gradients of 0, for so many tokens, in the given dtypes."""
+        d_features = jnp.zeros((tokens, self.kernel.shape[0]), dtypes.features)
+        d_bias = None if self.bias is None else jnp.zeros(self.bias.shape, dtypes.bias)
+        return Linear(d_features, jnp.zeros(self.kernel.shape, dtypes.kernel), d_bias)
 
-class Inputs(NamedTuple):
+
+class LinearInputs(NamedTuple):
     """What the rows are computed from. In the user's layout the N tokens are on any number of axes `[...]`."""
 
     layers: tuple[Linear, ...]
     data: Any  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
     class_weights: Array | None  # [V]
     live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
+    kept: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced afterwards
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -56,6 +64,20 @@ class Inputs(NamedTuple):
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
         return functools.reduce(jnp.promote_types, map(precision.wide_dtype, [x.dtype for x in self.layers] + floats))
+
+    @property
+    def flat(self) -> "LinearInputs":
+        """With the tokens on one axis, and features and kernel of a layer in one dtype."""
+        rows, live = functools.partial(as_rows, leading=len(self.tokens)), self.live
+        layers = [Linear(rows(x.features).astype(x.dtype), x.kernel.astype(x.dtype), x.bias) for x in self.layers]
+        live = None if live is None else live.reshape(-1)
+        return LinearInputs(tuple(layers), jax.tree.map(rows, self.data), self.class_weights, live)
+
+
+def as_rows(x: Array, leading: int) -> Array:
+    """An array with its `leading` axes, those of the tokens, as one; `[N, 1]` if there is no other axis."""
+    flat = x.reshape(math.prod(x.shape[:leading]), *x.shape[leading:])
+    return flat[:, None] if flat.ndim == 1 else flat
 
 
 def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile: int) -> Array:

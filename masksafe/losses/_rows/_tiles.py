@@ -25,9 +25,9 @@ from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array
-from masksafe.losses._rows._cross_entropy import CrossEntropy, Part
+from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
 from masksafe.losses._rows._options import Options, Sizes
-from masksafe.losses._rows._sources import Inputs, Linear, matmul
+from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
 from masksafe.losses._rows._tokens import Packed
 
 State = TypeVar("State")
@@ -41,15 +41,20 @@ class _Tile(NamedTuple):
     bias: Array | None
     class_weights: Array | None
 
-    def part(self, features: Array, dtype: Any, labels: Array, is_label: Array | None = None) -> Part:
+    def part(self, features: Array, dtype: Any, labels: Array, is_label: Array | None = None) -> LogitPart:
         """The logits of some tokens, and which of them are at their labels, if that is not known."""
         logits = Linear(features, self.kernel, self.bias).logits(dtype)
         is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
-        return Part(logits, is_label, None, self.class_weights)
+        return LogitPart(logits, is_label, None, self.class_weights)
 
 
-def sums(options: Options, sizes: Sizes, inputs: Inputs) -> Any:
-    """The sums of each row `[N, 1]`, of use where unmasked."""
+def sums(
+    options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: tuple[Array, ...] | None
+) -> tuple[Any, tuple[Linear, ...]]:
+    """The sums of each row `[N, 1]`, of use where unmasked; and gradients of 0 if there are cotangents of the outputs.
+
+    Every logit is a sum of its own, and one reduction adds these.
+    """
     formula, classes = cast(CrossEntropy, options.formula), inputs.classes(options.axis_name)
     dtype, number = inputs.sum_dtype, inputs.data.size
     packed = Packed.of(number, inputs.live, sizes.token_block)
@@ -58,28 +63,24 @@ def sums(options: Options, sizes: Sizes, inputs: Inputs) -> Any:
     def of_tile(tile: _Tile, rows: Any, _: None = None) -> Any:
         def of_block(i: Any, rows: Any) -> Any:
             block = packed.block(i)
-            new = _sums_in_one_pass(formula, tile.part(block.cut(features), dtype, block.cut(labels)))
+            terms = formula.sums_of_each(tile.part(block.cut(features), dtype, block.cut(labels)))
+            new = lax.reduce(terms, formula.nothing(jnp.zeros((), dtype)), formula.add, (1,))
+            new = jax.tree.map(lambda x: x[:, None], new)
             return jax.tree.map(block.put, rows, formula.add(block.cut(rows), new))
 
-        return _over_blocks(packed, of_block, rows)
+        rows = of_block(0, rows)
+        return rows if packed.is_one_block else loop(1, packed.blocks, of_block, rows)
 
     nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
     rows = formula.add_devices(options.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
-    return jax.tree.map(lambda x: packed.unpacked(x, number), rows)
-
-
-class _Gradients(NamedTuple):
-    """The gradients after some tiles or, of one tile, after some blocks; those of the features are in packed order."""
-
-    features: Array
-    kernel: Any  # None before the first block of a tile
-    bias: Any
+    gradients = () if d_outputs is None else (inputs.layers[0].zeros(number, Linear(dtype, dtype, dtype)),)
+    return sharding.vary_with((jax.tree.map(lambda x: packed.unpacked(x, number), rows), gradients), inputs)
 
 
 def gradients(
     options: Options,
     sizes: Sizes,
-    inputs: Inputs,
+    inputs: LinearInputs,
     rows: Any,
     d_outputs: tuple[Array, ...],
     factor: Array,
@@ -101,12 +102,14 @@ def gradients(
         packed = Packed.of(number, live, sizes.token_block)
     rows_of_all = formula.slopes(rows, inputs.data, classes.number, d_outputs)
     features, labels, of_rows = packed.packed((layer.features, classes.local(inputs.data), rows_of_all))
-    operands = features, labels, _without_dead(of_rows, packed.live)
+    # 0 where dead but for the shift: relative to another an exponential may be infinite.
+    of_live = jax.tree.map(lambda x: selected(x, packed.live), of_rows)._replace(shift=of_rows.shift)
+    operands = features, labels, of_live
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
-    def of_tile(tile: _Tile, state: _Gradients, is_label: Array | None = None) -> _Gradients:
-        def of_block(i: Any, sums: _Gradients) -> _Gradients:
+    def of_tile(tile: _Tile, state: Linear, is_label: Array | None = None) -> Linear:
+        def of_block(i: Any, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, rows = first if is_first else block.cut(operands)
@@ -116,7 +119,7 @@ def gradients(
             d_logits = d_logits.astype(layer.kernel.dtype)
             d_features = block.cut(sums.features) + matmul(d_logits, tile.kernel, 1, 1)
             d_kernel = _added(sums.kernel, matmul(features, d_logits, 0, 0))
-            return _Gradients(block.put(sums.features, d_features), d_kernel, d_bias)
+            return Linear(block.put(sums.features, d_features), d_kernel, d_bias)
 
         def put(whole: Array, part: Array) -> Array:
             part = selected((part * factor.astype(part.dtype)).astype(whole.dtype), any_live)
@@ -124,15 +127,14 @@ def gradients(
                 return part
             return lax.dynamic_update_slice_in_dim(whole, part, tile.start, whole.ndim - 1)
 
-        d_features, *of_classes = _over_blocks(packed, of_block, _Gradients(state.features, None, None))
-        return _Gradients(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
+        sums = of_block(0, Linear(state.features, None, None))  # type: ignore[arg-type]  # before the first there is none
+        d_features, *of_classes = sums if packed.is_one_block else loop(1, packed.blocks, of_block, sums)
+        return Linear(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
 
     def labels_of_first_block(start: Any) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
-    d_features = jnp.zeros((packed.length, layer.kernel.shape[0]), dtype)
-    d_bias = None if layer.bias is None else jnp.zeros(layer.bias.shape, dtypes.bias)
-    state = _Gradients(d_features, jnp.zeros(layer.kernel.shape, dtypes.kernel), d_bias)
+    state = layer.zeros(packed.length, dtypes._replace(features=dtype))  # features in packed order
     state = sharding.vary_with(state, (inputs, rows, d_outputs, factor))
     state = _over_tiles(inputs, sizes.class_tile, of_tile, state, labels_of_first_block)
     d_features = packed.unpacked(state.features, number) * factor.astype(dtype)
@@ -144,35 +146,16 @@ def _added(a: Array | None, b: Array) -> Array:
     return b if a is None else a + b
 
 
-# A tile of logits.
-
-
 def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
     return jnp.equal((jnp.asarray(start, jnp.int32) + class_index(shape)).astype(labels.dtype), labels)
 
 
-def _sums_in_one_pass(formula: CrossEntropy, part: Part) -> Any:
-    """The sums of each row: every logit is a sum of its own, and these are added."""
-    nothing = formula.nothing(jnp.zeros((), part.logits.dtype))
-    sums = lax.reduce(formula.sums_of_each(part), nothing, formula.add, (1,))
-    return jax.tree.map(lambda x: x[:, None], sums)
-
-
-# Tokens in blocks, and classes in tiles.
-
-
-def _over_blocks(packed: Packed, body: Callable[[Any, State], State], state: State) -> State:
-    state = body(0, state)
-    return state if packed.size == packed.length else loop(1, packed.blocks, body, state)
-
-
-def _without_dead(rows: Any, live: Array | None) -> Any:
-    """The cotangents of rows, 0 where dead. The shift stays: relative to another an exponential may be infinite."""
-    return jax.tree.map(lambda x: selected(x, live), rows)._replace(shift=rows.shift)
-
-
 def _over_tiles(
-    inputs: Inputs, size: int, body: Callable[..., State], state: State, prepare: Callable[[Any], Any] = lambda _: None
+    inputs: LinearInputs,
+    size: int,
+    body: Callable[..., State],
+    state: State,
+    prepare: Callable[[Any], Any] = lambda _: None,
 ) -> State:
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 

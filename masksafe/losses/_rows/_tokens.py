@@ -13,7 +13,7 @@ from masksafe._core.unfolded import unknown
 Tree = TypeVar("Tree")
 
 
-class Block(NamedTuple):
+class TokenBlock(NamedTuple):
     """Some places in a row, from `start` on."""
 
     start: Any
@@ -73,8 +73,12 @@ class Packed(NamedTuple):
         order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))
         return cls(order, None, live[:, None], length // size, size, length)
 
-    def block(self, i: Any) -> Block:
-        places = Block(i * self.size, self.size, None, None)
+    @property
+    def is_one_block(self) -> bool:
+        return self.size == self.length
+
+    def block(self, i: Any) -> TokenBlock:
+        places = TokenBlock(i * self.size, self.size, None, None)
         return places._replace(tokens=places.cut(self.order), live=places.cut(self.live))
 
     def packed(self, tree: Tree) -> Tree:

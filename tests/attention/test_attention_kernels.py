@@ -1,0 +1,118 @@
+"""Values of attention in kernels of XLA's CPU library, chosen for arrays that are too small for them otherwise."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import CASES, assert_close, assert_same_bits, attention, causal, exact, normals, random_inputs
+
+from masksafe._core import platforms
+from masksafe.attention import _kernels
+
+GARBAGE = [np.nan, np.inf, -np.inf, 1e38]
+
+
+@pytest.fixture
+def in_kernels(choose, monkeypatch):
+    """Of few rows, in tiles of two queries under a static mask. The test fails if no call has them."""
+    sizes = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1, fewest_queries_of_kernels=2, alignment=1)
+    choose(form="cpu", has_kernel_library=True, attention=sizes)
+    jax.clear_caches()  # so that every call is traced
+    calls, original = [], _kernels.attend_in_kernels
+    monkeypatch.setattr(
+        "masksafe.attention._attention.attend_in_kernels", lambda *args: calls.append(args) or original(*args)
+    )
+    yield
+    assert calls
+
+
+def values(arguments, **others):
+    return jax.jit(functools.partial(attention, return_residual=True, **arguments, **others))
+
+
+@pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("name", CASES)
+def test_values_and_garbage(name):
+    arguments, live = CASES[name]
+    inputs, bias = random_inputs(), arguments.get("bias", 0.0)
+    run = values(arguments)
+    out, lse = run(*inputs)
+    expected = exact(*inputs, live, np.where(np.isneginf(bias), 0, bias))
+    assert_close((out, lse), expected)
+    assert (np.where(live.any(-1), 0, np.moveaxis(out, 2, 1).any(-1)) == 0).all()
+    for bad in GARBAGE:
+        for operand in range(3):
+            for place in (1, 5):
+                changed = [x.copy() for x in inputs]
+                changed[operand][0, place, 0, 2] = bad
+                sees = live[0, :, :, place]
+                if operand == 0:  # a query of one head
+                    sees = live[0].any(-1) & (np.arange(6) == place) & (np.arange(2) == 0)[:, None]
+                sees = np.moveaxis(np.stack([sees, np.zeros_like(sees)]), 1, 2)
+                new_out, new_lse = run(*changed)
+                assert_same_bits((new_out[~sees], new_lse[~sees]), (out[~sees], lse[~sees]))
+                if not np.isfinite(bad):
+                    assert np.isnan(new_out[sees]).all()
+                    assert np.isnan(new_lse[sees]).all()
+
+
+@pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_bias_shows_where_it_is_seen(bad):
+    inputs, bias = random_inputs(), normals(1, 2, 6, 7, seed=5)
+    bias[0, 1, 2, 1] = bias[0, 1, 2, 5] = bad  # the second pair is masked
+    out, lse = values(dict(is_causal=True))(*inputs, bias=bias)
+    expected = (np.arange(6) == 2)[:, None] & (np.arange(2) == 1)
+    assert (np.isnan(lse) == expected).all()
+    assert (np.isnan(out) == expected[..., None]).all()
+
+
+@pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_options_and_narrow_dtypes(dtype):
+    inputs = [jnp.asarray(x, dtype) for x in random_inputs(N=4, K=2)]
+    out, lse = values(dict(is_causal=True, logit_soft_cap=2.0, scale=0.7))(*inputs)
+    expected = exact(*inputs, causal(6, 7), scale=0.7, soft_cap=2.0)
+    assert out.dtype == dtype
+    assert_close((np.asarray(out, np.float32), lse), expected, float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.usefixtures("in_kernels")
+def test_an_eager_call_and_one_under_vmap():
+    inputs = random_inputs()
+    assert_close(attention(*inputs), exact(*inputs)[0])
+    assert_close(jax.vmap(attention)(*(x[:, None] for x in inputs))[:, 0], exact(*inputs)[0])
+
+
+@pytest.mark.skipif(not platforms.Choices().has_kernel_library, reason="this JAX has no kernels of the library")
+def test_no_array_over_all_pairs():
+    shape = jax.ShapeDtypeStruct((2, 512, 8, 16), np.float32)
+    program = jax.jit(functools.partial(attention, is_causal=True)).lower(shape, shape, shape).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2 * 512 * 512 * 8 * 4 / 2
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_nan_shows_in_the_queries_that_see_it(is_causal):
+    """In arrays of so many elements that the library may have a part in them, in whose maxima a NaN is lost."""
+    B, T, N, K, H = 2, 64, 4, 2, 32
+    inputs = [np.random.default_rng(i).normal(size=(B, T, h, H)).astype(np.float32) for i, h in enumerate((N, K, K))]
+    run_one = functools.partial(attention, is_causal=is_causal)
+
+    @jax.jit
+    def run(*inputs):
+        out, reverse = jax.vjp(run_one, *inputs)
+        return run_one(*inputs), out, *reverse(jnp.ones_like(out))
+
+    for operand in range(3):
+        changed = [x.copy() for x in inputs]
+        changed[operand][1, 5, 0, 3] = np.nan
+        is_bad = np.zeros((B, T, N, 1), bool)
+        first, last = (5, T) if is_causal else (0, T)
+        is_bad[1, slice(5, 6) if operand == 0 else slice(first, last), : 1 if operand == 0 else N // K] = True
+        is_key_bad = np.zeros((B, T, K, 1), bool)
+        is_key_bad[1, : 6 if operand == 0 and is_causal else T, 0] = True
+        expected = is_bad, is_bad, is_bad, is_key_bad, is_key_bad
+        for result, bad in zip(run(*changed), expected, strict=True):
+            assert (np.isnan(result) == bad).all()
