@@ -6,6 +6,7 @@ of the process.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -159,20 +160,16 @@ def unfused_on_cpu(results: Tree) -> Tree:
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
 
 
-def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
-    """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
+def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
+    """`there(*args)` if the program is lowered for the platform, `elsewhere(*args)` for any other one."""
     form = choices().form
     if form is None:
-        return lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)  # type: ignore[no-any-return]
-    return (on_cpu if form == "cpu" else elsewhere)(*args)
+        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)  # type: ignore[no-any-return]
+    return (there if form == platform else elsewhere)(*args)
 
 
-def on_cuda_or_elsewhere(on_cuda: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
-    """`on_cuda(*args)` if the program is lowered for CUDA, `elsewhere(*args)` for any other platform."""
-    form = choices().form
-    if form is None:
-        return lax.platform_dependent(*args, cuda=on_cuda, default=elsewhere)  # type: ignore[no-any-return]
-    return (on_cuda if form == "cuda" else elsewhere)(*args)
+on_cpu_or_elsewhere = functools.partial(_on_platform, "cpu")
+on_cuda_or_elsewhere = functools.partial(_on_platform, "cuda")
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

@@ -83,10 +83,12 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
             lse = jax.nn.logsumexp(x, -1, keepdims=True)
         else:
             lse = jnp.zeros_like(out[..., :1])
-        sees_any = True if block.mask is None else any_of(block.mask, -1, keepdims=True)
         is_bad = _sees_bad(block, take(is_query_sound, 3, tile), take(is_key_sound, 2, seen))
-        lowest = jnp.where(sees_any, lse, -jnp.inf)
-        return jnp.where(is_bad, jnp.nan, jnp.where(sees_any, out, 0)), jnp.where(is_bad, jnp.nan, lowest)
+        out, lse = (jnp.where(is_bad, jnp.nan, x) for x in (out, lse))
+        if block.mask is None:
+            return out, lse
+        sees_any = any_of(block.mask, -1, keepdims=True)
+        return jnp.where(sees_any, out, 0), jnp.where(sees_any, lse, -jnp.inf)
 
     size = _queries_of_tile(plan, q)
     tiles = map(one_tile, range(0, q.shape[1], size))
@@ -137,6 +139,5 @@ def _sees_bad(block: Block, is_query_sound: Array, is_key_sound: Array) -> Array
         seen = is_bad_pair if block.mask is None else is_bad_pair & block.mask
         return is_bad | any_of(seen, -1, keepdims=True)
 
-    sees_any = True if block.mask is None else any_of(block.mask, -1, keepdims=True)
-    is_bad = vary_with(~is_query_sound & sees_any, (block, is_key_sound))
+    is_bad = vary_with(~is_query_sound, (block, is_key_sound))
     return once_if(any_of(is_bad_pair), add, is_bad)
