@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     on_accelerator: bool = False
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_logsumexp: bool = True  # whether anything depends on it
-    is_differentiated: bool = True  # whether a reverse pass follows, which wants the largest logits and the sums
+    is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants the largest logits and the sums
 
 
 class Adjustments(NamedTuple):

@@ -4,8 +4,8 @@ XLA's CPU compiler makes one kernel of two products and the softmax between them
 no selection and no comparison into a kernel, and no NaN may enter one: so the operands are cleaned before, a mask is a
 minimum with :math:`\infty` or the lowest number, and what is bad or empty is put into the results.
 
-Gradients come from the other schedules, whose reverse pass wants more of the forward pass. Blocks also serve where
-enough of them may be masked as a whole, since a kernel goes through all keys of its queries.
+Blocks serve where enough of them may be masked as a whole, since a kernel goes through all keys of its queries; and
+where a reverse pass in blocks follows, which wants the largest logits and the sums of the forward pass.
 """
 
 import math
@@ -31,6 +31,7 @@ from masksafe.attention._block import (
     queries_by_user,
     times,
 )
+from masksafe.attention._blocks import is_one_block, tiles_of
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Block, Pairs, block_of
 from masksafe.attention._rows import joined, seen_keys_of
@@ -38,7 +39,9 @@ from masksafe.attention._rows import joined, seen_keys_of
 
 def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
     """Whether the values of these arrays, in the user's layout, are computed in this way."""
-    if plan.is_differentiated or plan.ring is not None or not platforms.choices().has_kernel_library:
+    if plan.ring is not None or not platforms.choices().has_kernel_library:
+        return False
+    if plan.is_differentiated and not is_one_block(tiles_of(plan, q, k, pairs)):
         return False
     if not may_loop((q, k, pairs)) or not all(x is None for x in (pairs.score_mod, pairs.mask_mod, pairs.query_words)):
         return False

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import CASES, assert_close, assert_same_bits, attention, causal, exact, normals, random_inputs
+from attention_cases import (
+    CASES,
+    assert_close,
+    assert_same_bits,
+    attention,
+    causal,
+    exact,
+    normals,
+    random_inputs,
+    with_gradients,
+)
 
 from masksafe._core import platforms
 from masksafe.attention import _kernels
@@ -59,6 +69,22 @@ def test_values_and_garbage(name):
 
 
 @pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_garbage(name):
+    """Of problems of one block, whose reverse pass wants no more of the forward pass."""
+    arguments, live = CASES[name]
+    inputs, d_out, bias = random_inputs(), normals(2, 6, 2, 4, seed=7), arguments.get("bias", 0.0)
+    run = with_gradients(functools.partial(attention, **arguments))
+    (out, _), expected = exact(*inputs, live, np.where(np.isneginf(bias), 0, bias), d_out=d_out)
+    results = run(inputs, d_out)
+    assert_close(results, (out, tuple(expected[x] for x in ("query", "key", "value"))))
+    of_queries, of_keys = live.any((0, 1, 3)), live.any((0, 1, 2))
+    seen = (of_queries, of_keys, of_keys)
+    garbage = [np.where(s[:, None, None], x, np.nan).astype(x.dtype) for x, s in zip(inputs, seen, strict=True)]
+    assert_same_bits(run(garbage, d_out), results)
+
+
+@pytest.mark.usefixtures("in_kernels")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_bad_bias_shows_where_it_is_seen(bad):
     inputs, bias = random_inputs(), normals(1, 2, 6, 7, seed=5)
@@ -91,6 +117,13 @@ def test_no_array_over_all_pairs():
     shape = jax.ShapeDtypeStruct((2, 512, 8, 16), np.float32)
     program = jax.jit(functools.partial(attention, is_causal=True)).lower(shape, shape, shape).compile()
     assert program.memory_analysis().temp_size_in_bytes < 2 * 512 * 512 * 8 * 4 / 2
+
+
+@pytest.mark.skipif(not platforms.Choices().has_kernel_library, reason="this JAX has no kernels of the library")
+def test_gradients_of_short_sequences_take_the_memory_of_one_array_over_all_pairs():
+    shape = jax.ShapeDtypeStruct((32, 128, 8, 32), np.float32)
+    program = with_gradients(functools.partial(attention, is_causal=True)).lower([shape] * 3, shape).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1.5 * 32 * 128 * 128 * 8 * 4
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
