@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
-from masksafe._core.precision import widened
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import may_loop, vary_with
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, once_if, take
@@ -29,6 +29,7 @@ from masksafe.attention._block import (
     keys_by_problem,
     queries_by_problem,
     queries_by_user,
+    split_scale,
     times,
 )
 from masksafe.attention._blocks import is_one_block, tiles_of
@@ -69,20 +70,31 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
     key_heads = k.shape[2]
     is_query_sound = queries_by_problem(are_finite(q), key_heads)
     is_key_sound = keys_by_problem(are_finite(k, v))
-    queries = _bounded(queries_by_problem(q, key_heads), plan.scale)
+    if not (q.dtype == jnp.bfloat16 and k.shape[1] >= plan.sizes.fewest_keys_of_bfloat16):
+        q, k, v = map(widened, (q, k, v))
+    factor, factor_of_logits = split_scale(plan, q)
+    queries = _bounded(queries_by_problem(q, key_heads), factor)
     keys = jnp.moveaxis(_bounded(k), 1, 3)
-    values = keys_by_problem(finite_or_zero(widened(v)))
+    values = keys_by_problem(finite_or_zero(v))
+
+    def logits(queries: Array, keys: Array, block: Block) -> Array:
+        x = soft_capped(times(_dot(queries, keys), factor_of_logits), plan.soft_cap)
+        if block.bias is not None:
+            x = x + finite_or_zero(block.bias.astype(x.dtype))
+        if block.mask is None:
+            return x
+        return jnp.minimum(x, jnp.where(block.mask, jnp.inf, float(jnp.finfo(x.dtype).min)).astype(x.dtype))
 
     def one_tile(start: int) -> tuple[Array, Array]:
         tile = Tile(start, min(size, q.shape[1] - start), start, False)
         seen = seen_keys_of(plan, start, tile.size, k.shape[1])
         block = block_of(pairs, tile, seen)
-        x = _logits(plan, take(queries, 3, tile), take(keys, 3, seen), block)
+        x = logits(take(queries, 3, tile), take(keys, 3, seen), block)
         out = _dot(jax.nn.softmax(x), take(values, 2, seen))
         if plan.needs_logsumexp:
             # XLA would else write the logits to memory, for both of their users.
             held = lax.optimization_barrier((queries, keys))
-            x = _logits(plan, take(held[0], 3, tile), take(held[1], 3, seen), block)
+            x = logits(take(held[0], 3, tile), take(held[1], 3, seen), block)
             lse = jax.nn.logsumexp(x, -1, keepdims=True)
         else:
             lse = jnp.zeros_like(out[..., :1])
@@ -108,18 +120,8 @@ def _queries_of_tile(plan: Plan, q: Array) -> int:
 
 def _bounded(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
-    wide = times(finite_or_zero(widened(x)), factor)
-    most = math.sqrt(float(jnp.finfo(wide.dtype).max)) / (2 * math.sqrt(x.shape[-1]))
-    return jnp.clip(wide, -most, most)
-
-
-def _logits(plan: Plan, queries: Array, keys: Array, block: Block) -> Array:
-    x = soft_capped(_dot(queries, keys), plan.soft_cap)
-    if block.bias is not None:
-        x = x + finite_or_zero(block.bias.astype(x.dtype))
-    if block.mask is None:
-        return x
-    return jnp.minimum(x, jnp.where(block.mask, jnp.inf, float(jnp.finfo(x.dtype).min)).astype(x.dtype))
+    most = math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
+    return jnp.clip(times(finite_or_zero(x), factor), -most, most)
 
 
 def _dot(a: Array, b: Array) -> Array:
@@ -128,7 +130,8 @@ def _dot(a: Array, b: Array) -> Array:
     A matrix with the rows of all query heads of a key head would be slower: the library then has to reshape logits.
     """
     of_query_heads = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], *b.shape[2:]))
-    product = lax.dot_general(a, of_query_heads, (((4,), (3,)), ((0, 1, 2), (0, 1, 2))))
+    dimensions, wide = (((4,), (3,)), ((0, 1, 2), (0, 1, 2))), wide_dtype(b.dtype)
+    product = lax.dot_general(a.astype(b.dtype), of_query_heads, dimensions, preferred_element_type=wide)
     return without_sign_of_zero(product) if 1 in (*a.shape[3:], b.shape[3]) else product
 
 

@@ -27,7 +27,8 @@ GARBAGE = [np.nan, np.inf, -np.inf, 1e38]
 @pytest.fixture
 def in_kernels(choose, monkeypatch):
     """Of few rows, in tiles of two queries under a static mask. The test fails if no call has them."""
-    sizes = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1, fewest_queries_of_kernels=2, alignment=1)
+    sizes = dict(fewest_rows_of_kernels=1, fewest_rows_of_one_kernel=1, fewest_queries_of_kernels=2)
+    sizes |= dict(fewest_keys_of_bfloat16=1, alignment=1)
     choose(form="cpu", has_kernel_library=True, attention=sizes)
     jax.clear_caches()  # so that every call is traced
     calls, original = [], _kernels.attend_in_kernels
