@@ -20,7 +20,8 @@ import masksafe
 HEADS, WIDTH, SEGMENTS = 8, 64, 8
 SIZES = {  # samples, queries, keys
     "tiny": (2, 16, 16),
-    "many short": (64, 64, 64),
+    "many short": (96, 48, 48),
+    "short": (32, 128, 128),
     "middle": (2, 512, 512),
     "decoding": (8, 1, 4096),
     "large": (1, 2048, 2048),
@@ -31,12 +32,13 @@ MASKS = {
     "float32": {
         "tiny": ("none", "causal", "half padding"),
         "many short": ("none", "causal", "half padding"),
+        "short": ALL,
         "middle": ALL,
         "decoding": ("none", "half padding"),
         "large": ALL,
         "long": ("causal", "8 segments"),
     },
-    "bfloat16": {"middle": ALL, "large": ("causal", "8 segments")},
+    "bfloat16": {"many short": ("causal",), "short": ALL, "middle": ALL, "large": ("causal", "8 segments")},
 }
 
 
@@ -204,7 +206,7 @@ CASES += [
         functools.partial(prepare_adjusted, name, SIZES[size]),
     )
     for name in ADJUSTED
-    for size in ("tiny", "large", "long")
+    for size in ("tiny", "short", "large", "long")
 ]
 BENCHMARK = Benchmark("attention", "Attention", (("masksafe", "jax.nn"), ("masksafe", "torch")), list(eager_too(CASES)))
 
