@@ -1,6 +1,6 @@
-"""Layers of `flax.nnx` in which masked means gone: one changed import moves a model. This module imports flax.
+"""Layers and metrics of `flax.nnx` in which masked means gone: one changed import moves a model. It imports flax.
 
-Each class is a subclass of flax's with the same constructor, parameters, statistics and metadata, so that checkpoints
+Each layer is a subclass of flax's with the same constructor, parameters, statistics and metadata, so that checkpoints
 load both ways. Only the call is new. `use_fast_variance` has no effect: the variance never cancels.
 `axis_index_groups` is refused.
 """
@@ -16,13 +16,16 @@ from flax import nnx
 from flax.nnx.module import first_from
 from flax.nnx.nn.dtypes import canonicalize_dtype
 
+from masksafe._core.arguments import as_float_array, as_label_array, message
+from masksafe._core.labels import as_classes
 from masksafe._core.typing import Array, ArrayLike
+from masksafe._reductions import MaskedMean
 from masksafe.adapters import _flax_norms
 from masksafe.adapters._flax_attention import flax_attention
 from masksafe.adapters._flax_masks import Cache, cleared, cleared_inputs
 from masksafe.normalization import layer_norm, rms_norm
 
-__all__ = ["BatchNorm", "GroupNorm", "LayerNorm", "MultiHeadAttention", "RMSNorm"]
+__all__ = ["Accuracy", "BatchNorm", "GroupNorm", "LayerNorm", "Mean", "MultiHeadAttention", "RMSNorm"]
 
 
 class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
@@ -174,6 +177,84 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
         out = super().__call__(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
         result: Array = cleared(out, sees)
         return result
+
+
+class Mean(nnx.Metric):  # type: ignore[misc]
+    """The mean of the unmasked elements of all batches, as a `masksafe.MaskedMean`: `flax.nnx.metrics.Average`.
+
+    Batches count by what is left of them, and what a masked element holds changes nothing (flax multiplies by the mask,
+    and 0 times NaN is NaN). The number of elements is exact up to 2**47. Before the first element the mean is 0.
+
+    Args:
+      argname: the name of the argument of `update` that holds the array. The mask broadcasts to its shape; True or
+        nonzero keeps.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from masksafe.adapters.nnx import Accuracy, Mean
+      >>> metrics = nnx.MultiMetric(loss=Mean("loss"), accuracy=Accuracy())
+      >>> for labels in (jnp.array([0, 1, -100]), jnp.array([1, -100, -100])):
+      ...     loss, logits = jnp.where(labels < 0, jnp.nan, 1.0 + labels), jnp.eye(3)
+      ...     metrics.update(loss=loss, logits=logits, labels=labels, mask=labels >= 0)
+      >>> print({name: f"{x:.4f}" for name, x in metrics.compute().items()})
+      {'loss': '1.6667', 'accuracy': '0.6667'}
+    """
+
+    def __init__(self, argname: str = "values"):
+        self.argname = argname
+        self.mean = nnx.metrics.MetricState(MaskedMean(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)))
+
+    def reset(self) -> None:
+        """Forgets all batches."""
+        self.mean.set_value(jax.tree.map(jnp.zeros_like, self.mean.get_value()))
+
+    def update(self, *, mask: ArrayLike | None = None, **arrays: Any) -> None:
+        """Adds the elements of a batch."""
+        if self.argname not in arrays:
+            raise TypeError(message("Mean", "update", f"the arguments {sorted(arrays)}", f"one named {self.argname!r}"))
+        self._add(arrays[self.argname], mask)
+
+    def compute(self) -> Array:
+        """The mean so far."""
+        mean: MaskedMean = self.mean.get_value()
+        return mean.value
+
+    def _add(self, x: ArrayLike, mask: ArrayLike | None) -> None:
+        where = None if mask is None else jnp.asarray(mask).astype(bool)
+        self.mean.set_value(self.mean.get_value() + MaskedMean.of(x, where))
+
+
+class Accuracy(Mean):
+    """The part of the unmasked labels that are predicted, of all batches: `flax.nnx.metrics.Accuracy`.
+
+    The prediction is the class of the largest logit, the lowest of several; with a threshold, whether the logit reaches
+    it, and labels above 0 are positive. A NaN predicts nothing, and no label out of range is predicted.
+
+    Args:
+      threshold: a number for binary labels, whose logits have their shape; None for classes, on the last axis of the
+        logits.
+    """
+
+    def __init__(self, threshold: float | None = None):
+        super().__init__()
+        self.threshold = threshold
+        self.mean.set_value(MaskedMean(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)))
+
+    def update(self, *, logits: ArrayLike, labels: ArrayLike, mask: ArrayLike | None = None, **_: Any) -> None:  # type: ignore[override]
+        """Adds the labels of a batch."""
+        logits, labels = as_float_array("Accuracy", "logits", logits), as_label_array("Accuracy", "labels", labels)
+        shape = logits.shape[:-1] if self.threshold is None else logits.shape
+        if labels.shape != shape:
+            expected = f"{shape}, from logits {logits.shape}"
+            raise ValueError(message("Accuracy", "labels", f"shape {labels.shape}", expected))
+        is_nan = jnp.isnan(logits)
+        if self.threshold is None:
+            is_right = jnp.argmax(logits, -1) == as_classes(labels, logits.shape[-1])
+            is_nan = jnp.any(is_nan, -1)
+        else:
+            is_right = (logits >= self.threshold) == (labels > 0)
+        self._add(is_right & ~is_nan, mask)
 
 
 def _value(variable: Any) -> Array | None:

@@ -370,3 +370,83 @@ def test_a_moved_model_does_not_see_padding():
         each.pop("embed")
     for each in gradients[1:]:
         assert_same_bits(gradients[0], each)
+
+
+# Metrics.
+
+
+BATCHES = [(0, 3), (3, 4), (4, 4), (4, 9)]  # of nine rows, unequal and empty
+
+
+def metrics(library):
+    mean = ours.Mean("loss") if library is ours else nnx.metrics.Average("loss")
+    accuracy = (library if library is ours else nnx.metrics).Accuracy
+    return nnx.MultiMetric(loss=mean, accuracy=accuracy())
+
+
+def rows_to_measure():
+    generator = np.random.default_rng(0)
+    logits, labels = generator.normal(size=(9, 5)).astype(np.float32), generator.integers(0, 5, 9)
+    labels[:6] = logits[:6].argmax(-1)
+    return {"logits": logits, "labels": labels.astype(np.int32), "loss": generator.normal(size=9).astype(np.float32)}
+
+
+def test_metrics_are_those_of_flax_on_clean_arrays():
+    arrays = jax.tree.map(jnp.asarray, rows_to_measure())
+    own, result = metrics(nnx), metrics(ours)
+    for each in (own, result):
+        each.update(**arrays)
+        each.update(**jax.tree.map(lambda x: x[:2], arrays))
+    assert_close(result.compute(), own.compute())
+    binary = [library.Accuracy(threshold=0.5) for library in (ours, nnx.metrics)]
+    for each in binary:
+        each.update(logits=arrays["loss"], labels=arrays["labels"] % 2)
+    assert binary[0].compute() == binary[1].compute()
+    result.reset()
+    assert result.compute() == {"loss": 0, "accuracy": 0}
+
+
+def test_metrics_of_batches_are_those_of_what_is_unmasked_of_all():
+    arrays, mask = rows_to_measure(), np.array([1, 1, 0, 1, 0, 1, 1, 0, 1])
+    whole = metrics(ours)
+    whole.update(**{name: x[mask == 1] for name, x in arrays.items()})
+    update = nnx.jit(lambda metrics, arrays: metrics.update(**arrays))
+    for bad in GARBAGE:
+        result = metrics(ours)
+        for start, end in BATCHES:
+            batch = {name: jnp.array(x[start:end]) for name, x in arrays.items()}
+            is_masked = mask[start:end] == 0
+            batch["loss"] = jnp.where(is_masked, bad, batch["loss"])
+            batch["logits"] = jnp.where(is_masked[:, None], bad, batch["logits"])
+            batch["labels"] = jnp.where(is_masked, -100, batch["labels"])
+            update(result, batch | {"mask": jnp.array(mask[start:end])})
+        assert_close(result.compute(), whole.compute())
+        graph, state = nnx.split(result)
+        assert nnx.merge(graph, state).compute() == result.compute()
+
+
+def test_what_is_bad_is_no_hit():
+    accuracy = ours.Accuracy()
+    logits = jnp.eye(4).at[1, 2].set(jnp.nan)
+    accuracy.update(logits=logits, labels=np.array([0, 2, -1, 2**32 + 3]))
+    assert accuracy.compute() == 0.25
+    accuracy = ours.Accuracy(threshold=0.0)
+    accuracy.update(logits=jnp.array([jnp.nan, jnp.nan, 1.0]), labels=jnp.array([0, 1, 1]))
+    np.testing.assert_allclose(accuracy.compute(), 1 / 3, rtol=1e-6)
+    mean = ours.Mean()
+    mean.update(values=jnp.array([1.0, jnp.nan]))
+    assert jnp.isnan(mean.compute())
+
+
+@pytest.mark.parametrize(
+    ("metric", "arguments", "name"),
+    [
+        (ours.Mean("loss"), {"values": X}, "Mean: update"),
+        (ours.Accuracy(), {"logits": X, "labels": jnp.zeros((2,), int)}, "Accuracy: labels"),
+        (ours.Accuracy(0.5), {"logits": X, "labels": jnp.zeros(X.shape[:-1], int)}, "Accuracy: labels"),
+        (ours.Accuracy(), {"logits": X, "labels": X[..., 0]}, "Accuracy: labels"),
+    ],
+)
+def test_metrics_refuse_by_name(metric, arguments, name):
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+        metric.update(**arguments)

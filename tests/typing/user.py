@@ -115,6 +115,7 @@ def layers(rngs: Any) -> None:
     assert_type(adapters.linen.MultiHeadAttention(num_heads=2)(attended), jax.Array)
     out: jax.Array = adapters.equinox.MultiheadAttention(2, 4, key=rngs)(X, X, X, KEEP[:, None] & KEEP)
     assert_type(adapters.equinox.RMSNorm(4)(out[0], where=KEEP[0]), Any)
+    assert_type(adapters.nnx.Accuracy().compute(), jax.Array)
     adapters.nnx.LayerNorm(4, rngs=rngs)(X, mask="X")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
