@@ -4,6 +4,7 @@ Figures of the newest jax come first, those of the oldest that is supported foll
 """
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -162,6 +163,46 @@ def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
         lines.append([f"{line.text} ({shape})", line.peer, *cells, memory(passes.get(GRADIENT))])
     table = as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
     return "\n\n".join([measured(rows_of(newest), rows_of(before.items()), ALL_PACKAGES), table])
+
+
+LONG_ATTENTION = "attention", "attention", "causal", FLOAT32, "long"
+FACTS = [
+    (
+        Headline(*LONG_ATTENTION, "jax.nn", ""),
+        "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
+        " ({times}).",
+    ),
+    (
+        Headline("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn", ""),
+        "Eight packed documents: {ratio} of the time ({times}).",
+    ),
+    (
+        Headline("decoder", "decoder", "none", FLOAT32, "large", "flax", ""),
+        "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
+    ),
+    (
+        Headline(*LONG_ATTENTION, "torch", ""),
+        "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
+    ),
+]
+
+
+def facts(rows: Sequence[Row], link: str) -> str:
+    """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
+    of_gradients = [ratio for ratio in ratios_to_peers(rows) if ratio.row.what == GRADIENT]
+    found = [(ratio, text) for line, text in FACTS for ratio in filter(line.is_of, of_gradients)]
+    lines = [textwrap.fill(f"- {text.format(**figures(ratio))}", 120, subsequent_indent="  ") for ratio, text in found]
+    of_both = [row for ratio, _ in found for row in (ratio.row, ratio.peer)]
+    intro = f"[Measured]({link}) with gradients, {environment(of_both, ('jax', 'torch'))}:"
+    return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
+
+
+def figures(ratio: Ratio) -> dict[str, str]:
+    """What the sentences say of a case."""
+    sizes = [row.temporary_bytes for row in (ratio.row, ratio.peer)]
+    ours, theirs = (NOTHING if size is None else f"{size / 2**20:.0f}" for size in sizes)
+    times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in (ratio.row, ratio.peer))
+    return {"ours": ours, "theirs": theirs, "ratio": f"{ratio.minimum:.2f}", "times": times}
 
 
 def rows_of(found: Iterable[tuple[Headline, dict[str, Ratio]]]) -> list[Row]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from measure import Benchmark, Row
 from operations import Size
-from overview import drawn, headlines, libraries, programs, slowest
+from overview import drawn, facts, headlines, libraries, programs, slowest
 from plots import draw, draw_headlines
 from results import compiling, environment, fill, jax_of, read_csv, slower, summary, table
 
@@ -56,7 +56,7 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
     fill_pages(docs, contents)
     if docs.resolve() == DOCS.resolve():
         readme = ROOT / "README.md"
-        readme.write_text(fill(readme.read_text(), "headlines", contents["headlines"]))
+        readme.write_text(fill(readme.read_text(), "facts", facts(rows, "docs/performance/index.md")))
 
 
 def all_rows(docs: Path, folder: str) -> list[Row]:

@@ -263,9 +263,14 @@ def test_every_benchmark_has_tiny_cases():
 
 def test_every_line_of_the_summary_is_a_case():
     benchmarks = {benchmark.name: benchmark for benchmark in importlib.import_module("all").BENCHMARKS}
-    for line in overview.HEADLINES:
+    for line in [*overview.HEADLINES, *(line for line, _ in overview.FACTS)]:
         benchmark = benchmarks[line.benchmark]
         cases = [(case.work, case.mask, case.dtype, case.size) for case in benchmark.cases]
         assert (line.work, line.mask, line.dtype, line.size) in cases, line
         assert ("masksafe", line.peer) in benchmark.ratios, line
-    results.fill((pages.ROOT / "README.md").read_text(), "headlines", "")  # it has the markers, once
+
+
+def test_the_first_page_says_what_was_measured():
+    page = (pages.ROOT / "README.md").read_text()
+    rows = pages.all_rows(pages.DOCS, pages.NEWEST)
+    assert results.fill(page, "facts", overview.facts(rows, "docs/performance/index.md")) == page
