@@ -28,12 +28,14 @@ from results import (
 )
 
 ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
-MOST_LINES = 10  # of the table of what is slower
+SHORTEST_OF_PICTURE = 512
+
+Point = tuple[int, float, float | None]
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A case of a benchmark, the peer, what its line is called, and what it is called in the picture if it is there."""
+    """A case of a benchmark, the peer, what its line is called, and whether it is told what it costs to compile."""
 
     benchmark: str
     work: str
@@ -42,7 +44,7 @@ class Headline:
     size: str
     peer: str
     text: str
-    in_picture: str = ""
+    is_compiled: bool = False
 
     def is_of(self, ratio: Ratio) -> bool:
         row = ratio.row
@@ -55,12 +57,12 @@ HEADLINES = [
     Headline(
         *("cross_entropy", "integer", "none", FLOAT32, "large", "optax"),
         "cross-entropy, integer labels",
-        "cross-entropy, integer labels",
+        is_compiled=True,
     ),
     Headline(
         *("cross_entropy", "integer", "rows", FLOAT32, "large", "optax"),
         "cross-entropy, half of the rows masked",
-        "cross-entropy, half masked",
+        is_compiled=True,
     ),
     Headline(
         *("cross_entropy", "integer", "rows", BFLOAT16, "large", "optax"),
@@ -69,7 +71,7 @@ HEADLINES = [
     Headline(
         *("linear_cross_entropy", "linear", "none", FLOAT32, "large", "optax"),
         "linear layer and cross-entropy",
-        "linear layer and cross-entropy",
+        is_compiled=True,
     ),
     Headline(
         *("linear_cross_entropy", "linear", "60 % of tokens", FLOAT32, "large", "optax"),
@@ -78,7 +80,7 @@ HEADLINES = [
     Headline(
         *("linear_log_probs", "log p, entropy", "none", FLOAT32, "large", "jax.nn"),
         "linear layer, log-probabilities and entropies",
-        "linear layer and log-probabilities",
+        is_compiled=True,
     ),
     Headline(
         *("linear_kl_divergence", "forward", "none", FLOAT32, "large", "optax"),
@@ -87,7 +89,7 @@ HEADLINES = [
     Headline(
         *("attention", "attention", "causal", FLOAT32, "long", "jax.nn"),
         "attention, causal, length 4096",
-        "causal attention, length 4096",
+        is_compiled=True,
     ),
     Headline(
         *("attention", "attention", "causal", FLOAT32, "long", "torch"),
@@ -96,17 +98,17 @@ HEADLINES = [
     Headline(
         *("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn"),
         "attention, 8 packed segments, length 4096",
-        "attention, 8 packed segments",
+        is_compiled=True,
     ),
     Headline(
         *("attention", "attention", "none", FLOAT32, "many short", "jax.nn"),
         "attention, 64 samples of length 64",
-        "attention, 64 samples of length 64",
+        is_compiled=True,
     ),
     Headline(
         *("normalization", "layer norm", "none", FLOAT32, "large", "flax"),
         "layer norm",
-        "layer norm",
+        is_compiled=True,
     ),
     Headline(
         *("decoder", "decoder", "none", FLOAT32, "large", "flax"),
@@ -115,7 +117,7 @@ HEADLINES = [
     Headline(
         *("decoder", "decoder", "packed", FLOAT32, "large", "flax"),
         "decoder of 12 layers, packed documents",
-        "decoder, packed documents",
+        is_compiled=True,
     ),
 ]
 
@@ -125,15 +127,6 @@ def chosen(rows: Sequence[Row]) -> list[tuple[Headline, dict[str, Ratio]]]:
     found = ratios_to_peers(rows)
     lines = [(line, in_order_of_passes(filter(line.is_of, found))) for line in HEADLINES]
     return [(line, {ratio.row.what: ratio for ratio in passes}) for line, passes in lines if passes]
-
-
-def drawn(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """The lines of the picture: the ratio of each pass."""
-    return {
-        f"{line.in_picture} ({line.peer})": {what: ratio.median for what, ratio in passes.items()}
-        for line, passes in chosen(rows)
-        if line.in_picture
-    }
 
 
 def with_older(newest: str, older: str) -> str:
@@ -185,6 +178,32 @@ FACTS = [
         "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
     ),
 ]
+
+
+CURVES = {  # of the picture of the landing page: the name of a mask
+    "causal": "causal",
+    "8 segments": "8 packed documents",
+}
+
+
+def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
+    """Of attention with its gradient in float32: length, milliseconds and MiB of one sequence, by library and mask."""
+    kind = "attention", "attention", FLOAT32, GRADIENT, False
+    measured = [r for r in rows if (r.benchmark, r.work, r.dtype, r.what, r.eager) == kind and r.mask in CURVES]
+    points = {
+        (peer, CURVES[mask]): sorted(filter(None, map(point_of, found)))
+        for (peer, mask), found in grouped(measured, lambda r: (r.candidate, r.mask)).items()
+    }
+    return {curve: found for curve, found in points.items() if found}
+
+
+def point_of(row: Row) -> Point | None:
+    """Nothing of short sequences, whose time is that of the dispatch."""
+    samples, queries, keys = map(int, row.shape.split("x"))
+    if queries != keys or queries < SHORTEST_OF_PICTURE:
+        return None
+    memory = None if row.temporary_bytes is None else row.temporary_bytes / 2**20 / samples
+    return keys, row.minimum_ms / samples, memory
 
 
 def facts(rows: Sequence[Row], link: str) -> str:
@@ -241,41 +260,32 @@ def above_text(found: Sequence[Ratio]) -> str:
     return f"{sum(ratio.median > SLOWER for ratio in found)} of {len(found)}" if found else NOTHING
 
 
-def slowest(rows: Sequence[Row], older: Sequence[Row]) -> str:
-    """The kinds of work with the largest mean ratios, without calls that are short or eager."""
-    newest, before = by_kind(rows), by_kind(older)
+def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
+    """The kinds of work with mean ratios above the limit, the largest first; short and eager calls by library alone."""
+    of_kind = lambda r: (r.row.benchmark.replace("_", " "), r.row.work, r.row.what, r.peer.candidate)  # noqa: E731
+    of_library = lambda r: ("short or eager calls", "all", r.row.what, r.peer.candidate)  # noqa: E731
+    is_usual = lambda r: r.row.median_ms >= DISPATCH_MS and not r.row.eager  # noqa: E731
+    both = [ratios_to_peers(rows), ratios_to_peers(older)]
+    newest, before = (
+        grouped(filter(is_usual, found), of_kind) | grouped((r for r in found if not is_usual(r)), of_library)
+        for found in both
+    )
     means = {kind: statistics.geometric_mean(ratio.median for ratio in found) for kind, found in newest.items()}
-    worst = sorted((kind for kind in means if means[kind] > SLOWER), key=lambda kind: -means[kind])[:MOST_LINES]
     lines = []
-    for kind in worst:
-        both = newest[kind], before.get(kind, [])
-        largest = cost(max(newest[kind], key=lambda ratio: ratio.median))
-        benchmark, work, *rest = kind
-        lines.append(
-            [
-                f"{benchmark.replace('_', ' ')}: {work}",
-                *rest,
-                with_older(*map(mean_text, both)),
-                with_older(*map(above_text, both)),
-                largest,
-            ]
-        )
-    header = ["work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
-    text = how_many_exceed(ratios_to_peers(rows))
-    return "\n\n".join([measured(rows, older), text, as_markdown(header, lines)])
-
-
-def by_kind(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Ratio]]:
-    usual = [r for r in ratios_to_peers(rows) if r.row.median_ms >= DISPATCH_MS and not r.row.eager]
-    return grouped(usual, lambda r: (r.row.benchmark, r.row.work, r.row.what, r.peer.candidate))
+    for kind in sorted((kind for kind in means if means[kind] > SLOWER), key=lambda kind: -means[kind]):
+        of_both = newest[kind], before.get(kind, [])
+        worst = cost(max(newest[kind], key=lambda ratio: ratio.median))
+        lines.append([*kind, with_older(*map(mean_text, of_both)), with_older(*map(above_text, of_both)), worst])
+    header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
+    return "\n\n".join([measured(rows, older), how_many_exceed(both[0]), as_markdown(header, lines)])
 
 
 def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> str:
-    """What the gradients in the picture cost to compile: seconds, and operations where they are counted."""
+    """What the gradients of some cases cost to compile: seconds, and operations where they are counted."""
     before = dict(chosen(older))
     lines = []
     for line, passes in chosen(rows):
-        if line.in_picture and GRADIENT in passes:
+        if line.is_compiled and GRADIENT in passes:
             both = [
                 seconds(found[GRADIENT]) if GRADIENT in found else NOTHING for found in (passes, before.get(line, {}))
             ]

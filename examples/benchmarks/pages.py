@@ -8,9 +8,9 @@ from pathlib import Path
 
 from measure import Benchmark, Row
 from operations import Size
-from overview import drawn, facts, headlines, libraries, programs, slowest
-from plots import draw, draw_headlines
-from results import compiling, environment, fill, jax_of, read_csv, slower, summary, table
+from overview import by_length, facts, headlines, libraries, programs, slower
+from plots import draw, draw_by_length
+from results import compiling, environment, fill, jax_of, read_csv, summary, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -50,8 +50,8 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
                 benchmark, rows, older, partial(table, benchmark), partial(summary, benchmark)
             )
     rows, older = all_rows(docs, NEWEST), all_rows(docs, OLDEST)
-    if lines := drawn(rows):
-        draw_headlines(lines, jax_of(rows), docs / PICTURES / "headlines.png")
+    if curves := by_length(rows):
+        draw_by_length(curves, environment(rows, ("jax", "torch")), docs / PICTURES / "lengths.png")
     contents |= of_all(rows, older, sizes_in(docs))
     fill_pages(docs, contents)
     if docs.resolve() == DOCS.resolve():
@@ -75,8 +75,7 @@ def of_all(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> 
     return {
         "headlines": headlines(rows, older),
         "libraries": libraries(rows, older),
-        "slowest": slowest(rows, older),
-        "slower": slower(rows),
+        "slower": slower(rows, older),
         "compiling": compiling(rows),
         "programs": programs(rows, older, sizes),
     }
