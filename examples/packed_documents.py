@@ -121,7 +121,7 @@ def train(config: Config, data: Batch) -> Iterator[float]:
     mesh = jax.make_mesh((jax.device_count(),), ("data",))
     everywhere, split = jax.P(), jax.P("data")
     graph, params = nnx.split(Decoder(config, nnx.Rngs(0)))
-    loss, optimizer = functools.partial(loss_of, graph), optax.adam(1e-3)
+    loss, optimizer = functools.partial(loss_of, graph), optax.adam(3e-3)
     value_and_grad = masksafe.value_and_grad_of_mean(loss, axis_name="data")
     on_devices = jax.shard_map(value_and_grad, mesh=mesh, in_specs=(everywhere, split), out_specs=everywhere)
 
