@@ -88,14 +88,13 @@ def section_of(
     describe: Callable[[Sequence[Row]], str],
     summarize: Callable[[Sequence[Row]], str],
 ) -> str:
-    """Environment, picture, table and summary of the newest jax, and the summary of the oldest."""
+    """Environment, picture and table of the newest jax, and what both versions come to."""
     picture = f"![{benchmark.title}: ratios of times](../{PICTURES.as_posix()}/{benchmark.name}.png)"
-    link = "[All figures as CSV](../benchmarks/{}.csv)"
-    parts = [f"Measured {environment(rows)}.", picture, describe(rows)]
+    link = "[CSV](../benchmarks/{}.csv)"
+    parts = [f"Measured {environment([*rows, *older], ('masksafe', 'jax'))}.", picture, describe(rows)]
     parts.append(f"{jax_of(rows)}: {summarize(rows)} {link.format(benchmark.name)}.")
     if older:
-        of_oldest = link.format(f"{OLDEST}/{benchmark.name}")
-        parts.append(f"{jax_of(older)}: {summarize(older)} {of_oldest}. Measured {environment(older)}.")
+        parts.append(f"{jax_of(older)}: {summarize(older)} {link.format(f'{OLDEST}/{benchmark.name}')}.")
     return "\n\n".join(parts)
 
 

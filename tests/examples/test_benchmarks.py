@@ -265,9 +265,9 @@ def test_the_summary_of_the_oldest_jax_stands_below_the_table(rows, older):
         BENCHMARK, rows, older, lambda rows: "table", lambda rows: results.summary(BENCHMARK, rows)
     )
     measured, picture, _, newest, oldest = section.split("\n\n")
-    assert measured == f"Measured {results.environment(rows)}."
+    assert measured == 'Measured 2026-11-01, CPU "x", 2 cores, jax 1 and jax 0.10.2.'
     assert picture.endswith("(../_static/benchmarks/powers.png)")
-    assert "2 ratios, geometric mean 0.05, 1 above 1.1. [All figures as CSV](../benchmarks/powers.csv)" in newest
+    assert "2 ratios, geometric mean 0.05, 1 above 1.1. [CSV](../benchmarks/powers.csv)" in newest
     assert oldest.startswith("jax 0.10.2: masksafe / optax: 2 ratios, geometric mean 1.00, 0 above 1.1.")
     assert "(../benchmarks/jax-0.10/powers.csv)" in oldest
 
