@@ -80,7 +80,7 @@ def draw_by_length(
     libraries, masks = ([*dict.fromkeys(names)] for names in zip(*curves, strict=True))
     lengths = sorted({point[0] for points in curves.values() for point in points})
     with plt.rc_context({"font.size": 12}):
-        figure, axes = plt.subplots(1, 2, figsize=(8.4, 4.4), layout="constrained")
+        figure, axes = plt.subplots(1, 2, figsize=(7, 4.2), layout="constrained")
         for i, (ax, title) in enumerate(zip(axes, ("milliseconds", "MiB of temporary memory"), strict=True), start=1):
             for (library, mask), points in curves.items():
                 known = [(point[0], point[i]) for point in points if point[i] is not None]
@@ -93,7 +93,7 @@ def draw_by_length(
             ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
             ax.set(title=title, xlabel="length of the sequence")
             ax.grid(visible=True, alpha=0.3)
-        figure.suptitle(f"Attention with its gradient, 8 heads of width 64, float32\n{machine}", fontsize=11)
+        figure.suptitle(f"Attention with its gradient, 8 heads of width 64, float32\n{machine}", fontsize=10.5)
         marks, names = axes[0].get_legend_handles_labels()
         figure.legend(marks, names, loc="outside lower center", ncols=len(masks), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
