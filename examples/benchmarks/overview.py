@@ -29,6 +29,7 @@ from results import (
 
 ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
 SHORTEST_OF_PICTURE = 512
+SHORT_CALLS = "short or eager calls"
 
 Point = tuple[int, float, float | None]
 
@@ -206,13 +207,13 @@ def point_of(row: Row) -> Point | None:
     return keys, row.minimum_ms / samples, memory
 
 
-def facts(rows: Sequence[Row], link: str) -> str:
+def facts(rows: Sequence[Row]) -> str:
     """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
     of_gradients = [ratio for ratio in ratios_to_peers(rows) if ratio.row.what == GRADIENT]
     found = [(ratio, text) for line, text in FACTS for ratio in filter(line.is_of, of_gradients)]
     lines = [textwrap.fill(f"- {text.format(**figures(ratio))}", 120, subsequent_indent="  ") for ratio, text in found]
     of_both = [row for ratio, _ in found for row in (ratio.row, ratio.peer)]
-    intro = f"[Measured]({link}) with gradients, {environment(of_both, ('jax', 'torch'))}:"
+    intro = f"[Measured](docs/performance/index.md) with gradients, {environment(of_both, ('jax', 'torch'))}:"
     return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
 
 
@@ -261,23 +262,27 @@ def above_text(found: Sequence[Ratio]) -> str:
 
 
 def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
-    """The kinds of work with mean ratios above the limit, the largest first; short and eager calls by library alone."""
-    of_kind = lambda r: (r.row.benchmark.replace("_", " "), r.row.work, r.row.what, r.peer.candidate)  # noqa: E731
-    of_library = lambda r: ("short or eager calls", "all", r.row.what, r.peer.candidate)  # noqa: E731
-    is_usual = lambda r: r.row.median_ms >= DISPATCH_MS and not r.row.eager  # noqa: E731
+    """The kinds of work with mean ratios above the limit, the largest first; then short or eager calls, by library."""
     both = [ratios_to_peers(rows), ratios_to_peers(older)]
-    newest, before = (
-        grouped(filter(is_usual, found), of_kind) | grouped((r for r in found if not is_usual(r)), of_library)
-        for found in both
-    )
+    newest, before = (grouped(found, kind_of) for found in both)
     means = {kind: statistics.geometric_mean(ratio.median for ratio in found) for kind, found in newest.items()}
+    worst = {kind: max(found, key=lambda ratio: ratio.median) for kind, found in newest.items()}
+    listed = [kind for kind in means if (worst[kind].median if kind[0] == SHORT_CALLS else means[kind]) > SLOWER]
     lines = []
-    for kind in sorted((kind for kind in means if means[kind] > SLOWER), key=lambda kind: -means[kind]):
+    for kind in sorted(listed, key=lambda kind: (kind[0] == SHORT_CALLS, -means[kind])):
         of_both = newest[kind], before.get(kind, [])
-        worst = cost(max(newest[kind], key=lambda ratio: ratio.median))
-        lines.append([*kind, with_older(*map(mean_text, of_both)), with_older(*map(above_text, of_both)), worst])
+        cells = [with_older(*map(text, of_both)) for text in (mean_text, above_text)]
+        lines.append([*kind, *cells, cost(worst[kind])])
     header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
     return "\n\n".join([measured(rows, older), how_many_exceed(both[0]), as_markdown(header, lines)])
+
+
+def kind_of(ratio: Ratio) -> tuple[str, ...]:
+    """Benchmark, work, pass and library; calls that are mostly dispatch stand together."""
+    row, peer = ratio.row, ratio.peer.candidate
+    if row.eager or row.median_ms < DISPATCH_MS:
+        return SHORT_CALLS, "all", row.what, peer
+    return row.benchmark.replace("_", " "), row.work, row.what, peer
 
 
 def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> str:

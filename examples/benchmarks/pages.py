@@ -56,7 +56,7 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
     fill_pages(docs, contents)
     if docs.resolve() == DOCS.resolve():
         readme = ROOT / "README.md"
-        readme.write_text(fill(readme.read_text(), "facts", facts(rows, "docs/performance/index.md")))
+        readme.write_text(fill(readme.read_text(), "facts", facts(rows)))
 
 
 def all_rows(docs: Path, folder: str) -> list[Row]:

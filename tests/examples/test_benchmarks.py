@@ -137,7 +137,8 @@ def test_only_what_is_slower_is_listed(rows, older):
     assert line.startswith(
         "| powers    | power | value | optax   | **1.25** (1.00) | 1 of 1 (0 of 1) | 1.25 (+0.400 ms)"
     )
-    assert overview.slower(rows[2:], []).splitlines()[-1].startswith("| ---")
+    usual = [dataclasses.replace(row, median_ms=1.0) for row in rows[2:]]
+    assert overview.slower(usual, []).splitlines()[-1].startswith("| ---")
 
 
 @pytest.mark.parametrize("change", [{"eager": True}, {"median_ms": 0.02}])
@@ -296,4 +297,4 @@ def test_every_line_of_the_summary_is_a_case():
 def test_the_first_page_says_what_was_measured():
     page = (pages.ROOT / "README.md").read_text()
     rows = pages.all_rows(pages.DOCS, pages.NEWEST)
-    assert results.fill(page, "facts", overview.facts(rows, "docs/performance/index.md")) == page
+    assert results.fill(page, "facts", overview.facts(rows)) == page
