@@ -1,4 +1,4 @@
-"""The recipes of the guides: draws from what a mask leaves, metrics that add up over batches, and policy losses."""
+"""The recipes of the guides: sequences, draws from what a mask leaves, metrics, and policy losses."""
 
 import doctest
 import functools
@@ -29,6 +29,131 @@ def functions_of_the_guide(name):
 
 
 recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
+assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
+
+# The rows of sequences: all tokens, a hole inside, padding behind, padding before, one token, none.
+TOKENS = np.array([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0] * 5], bool)
+MASKED = ~TOKENS
+SEGMENTS = np.array([[0, 0, 1, 1, 1], [0, -1, -1, 2, 2], [0, 1, -1, -1, -1], [-1, -1, 0, -1, 0], [-1, -1, 1, -1, -1]])
+SEGMENTS = np.concatenate([SEGMENTS, np.full((1, 5), -1)])
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).normal(size=(*TOKENS.shape, *shape)).astype(np.float32)
+
+
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+# Sequences.
+
+
+def test_means_by_token_sequence_and_document_are_those_of_what_there_is():
+    loss = drawn(20)
+    sequences = [row[kept].mean() for row, kept in zip(loss, TOKENS, strict=True) if kept.any()]
+    documents = [
+        row[ids == number].mean()
+        for row, ids in zip(loss, SEGMENTS, strict=True)
+        for number in range(3)
+        if (ids == number).any()
+    ]
+    for mean, expected in (
+        (lambda loss: recipes.by_token(loss, TOKENS), loss[TOKENS]),
+        (lambda loss: recipes.by_sequence(loss, TOKENS), sequences),
+        (lambda loss: recipes.by_document(loss, SEGMENTS, TOKENS, most=3), documents),
+    ):
+        close(mean(loss).value, np.mean(expected))
+        assert mean(loss).count == len(expected)
+        assert_safe(lambda loss, mean=mean: mean(loss).value, loss, masked={0: MASKED}, order=1)
+
+
+def test_a_recurrence_passes_over_what_is_masked():
+    x, weights = drawn(21, 3), np.random.default_rng(22).normal(size=(3, 3)).astype(np.float32)
+
+    def step(state, x):
+        return jnp.tanh(state @ weights + x)
+
+    def run(x):
+        return recipes.recur(step, jnp.zeros((len(x), 3)), x, TOKENS)
+
+    last, outputs = run(x)
+    for i, kept in enumerate(map(np.flatnonzero, TOKENS)):
+        state = np.zeros(3)
+        for t in kept:
+            state = np.tanh(state @ weights + x[i, t])
+            close(outputs[i, t], state)
+        close(last[i], state)
+    np.testing.assert_array_equal(outputs[MASKED], 0)
+    assert_safe(run, x, masked={0: MASKED[..., None]}, order=1)
+
+
+def test_a_linear_recurrence_passes_over_what_is_masked():
+    a, b = drawn(23, 2), drawn(24, 2)
+    outputs = recipes.linear_recurrence(a, b, TOKENS)
+    for i, kept in enumerate(map(np.flatnonzero, TOKENS)):
+        state = np.zeros(2)
+        for t in kept:
+            state = a[i, t] * state + b[i, t]
+            close(outputs[i, t], state)
+    masked = {0: MASKED[..., None], 1: MASKED[..., None]}
+    assert_safe(lambda a, b: recipes.linear_recurrence(a, b, TOKENS), a, b, masked=masked, order=1)
+
+
+@pytest.mark.parametrize("segments", [TOKENS, SEGMENTS], ids=["sequences", "documents"])
+def test_a_causal_convolution_sees_its_own_sequence_alone(segments):
+    x, kernel = drawn(25, 2), np.random.default_rng(26).normal(size=(3, 2)).astype(np.float32)
+    out = recipes.causal_convolution(x, kernel, segments, TOKENS)
+    for i, t in np.ndindex(TOKENS.shape):
+        seen = [
+            k for k in range(3) if TOKENS[i, t] and t >= k and TOKENS[i, t - k] and segments[i, t] == segments[i, t - k]
+        ]
+        close(out[i, t], sum((x[i, t - k] * kernel[k] for k in seen), np.zeros(2)))
+    fn = lambda x: recipes.causal_convolution(x, kernel, segments, TOKENS)  # noqa: E731
+    assert_safe(fn, x, masked={0: MASKED[..., None]}, order=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "pool"),
+    [("mean_pool", lambda x: x.mean(0)), ("max_pool", lambda x: x.max(0)), ("last_pool", lambda x: x[-1])],
+)
+def test_pooling_is_that_of_the_tokens(name, pool):
+    x, fn = drawn(27, 2), functools.partial(getattr(recipes, name), mask=TOKENS)
+    close(fn(x), [pool(row[kept]) if kept.any() else np.zeros(2) for row, kept in zip(x, TOKENS, strict=True)])
+    assert_safe(fn, x, masked={0: MASKED[..., None]}, order=1)
+
+
+def test_windows_are_pooled_without_padding():
+    x, mask = np.pad(drawn(28, 2), ((0, 0), (0, 1), (0, 0))), np.pad(TOKENS, ((0, 0), (0, 1)))
+    fn = functools.partial(recipes.window_pool, mask=mask, size=2)
+    for i, j in np.ndindex(6, 3):
+        kept = x[i, 2 * j : 2 * j + 2][mask[i, 2 * j : 2 * j + 2]]
+        close(fn(x)[i, j], kept.mean(0) if len(kept) else np.zeros(2))
+    assert_safe(fn, x, masked={0: ~mask[..., None]}, order=1)
+
+
+def test_a_standard_deviation_has_a_gradient_at_equal_elements():
+    x, fn = drawn(29), functools.partial(recipes.std, axis=1, where=TOKENS)
+    close(fn(x), [row[kept].std() if kept.any() else 0 for row, kept in zip(x, TOKENS, strict=True)])
+    np.testing.assert_array_equal(jax.grad(lambda x: fn(x).sum())(np.ones_like(x)), 0)
+    assert_safe(fn, x, masked={0: MASKED}, order=1)
+
+
+def test_advantages_end_with_an_episode_and_look_beyond_a_limit_of_time():
+    rewards, values, next_values = drawn(30), drawn(31), drawn(32)
+    terminated, truncated = np.zeros((2, *TOKENS.shape), bool)
+    terminated[0, 1] = truncated[0, 3] = terminated[2, 1] = truncated[3, 4] = True
+    fn = functools.partial(
+        recipes.gae, terminated=terminated, truncated=truncated, mask=TOKENS, discount=0.9, decay=0.8
+    )
+    expected = np.zeros(TOKENS.shape)
+    for i, t in itertools.product(range(6), reversed(range(5))):
+        if TOKENS[i, t]:
+            future = 0 if terminated[i, t] else next_values[i, t]
+            ends = terminated[i, t] or truncated[i, t] or t == 4
+            expected[i, t] = rewards[i, t] + 0.9 * future - values[i, t] + (0 if ends else 0.72 * expected[i, t + 1])
+    close(fn(rewards, values, next_values), expected)
+    assert_safe(fn, rewards, values, next_values, masked={0: MASKED, 1: MASKED, 2: MASKED | terminated}, order=1)
 
 
 # Sampling.
@@ -190,15 +315,7 @@ def test_an_unmasked_nan_shows_in_losses_and_calibration(evaluation):
     assert jnp.isnan(found["calibration error"])
 
 
-# Policies. The rows: all tokens, tool outputs inside, padding behind, padding before, one token, none.
-
-TOKENS = np.array([[1, 1, 1, 1, 1], [1, 0, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 1, 0, 1], [0, 0, 1, 0, 0], [0] * 5], bool)
-MASKED = ~TOKENS
-assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
-
-
-def drawn(seed, *shape):
-    return np.random.default_rng(seed).normal(size=(*TOKENS.shape, *shape)).astype(np.float32)
+# Policies.
 
 
 def gae_of_tokens(rewards, values, discount, decay):

@@ -370,6 +370,7 @@ def _mib(n: float) -> str:
 
 
 HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "launches", "temporaries, MiB"]
+WORST = HEADER.index("the worst")
 
 
 def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
@@ -388,9 +389,10 @@ def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
 def summary(rows: Sequence[Compiled]) -> str:
     found = pairs(rows)
     above = sum(pair.bytes_ratio > 1.1 for pair in found)
-    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's."
+    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's. These are of:"
+    lines = [line for line in lines_of_ops(found) if line[WORST].startswith("**")]
     link = f"[All figures as CSV](../benchmarks/compiled/{rows[0].target}.csv)"
-    return "\n\n".join([text, as_markdown(HEADER, lines_of_ops(found)), link])
+    return "\n\n".join([text, as_markdown(HEADER, lines), link])
 
 
 def all_cases(found: Sequence[Pair]) -> Table:

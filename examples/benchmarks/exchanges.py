@@ -33,7 +33,7 @@ import masksafe
 from masksafe import losses
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE, TABLE = DOCS / "scale.md", DOCS / "benchmarks" / "compiled" / "exchanges.csv"
+PAGE, TABLE = DOCS / "performance" / "devices.md", DOCS / "benchmarks" / "compiled" / "exchanges.csv"
 NUMBERS = {"h100": 8, "v5e": 256}
 MIB = 2**20
 WHOLE = P()

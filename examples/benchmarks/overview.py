@@ -4,6 +4,7 @@ Figures of the newest jax come first, those of the oldest that is supported foll
 """
 
 import statistics
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,12 +28,15 @@ from results import (
 )
 
 ALL_PACKAGES = ("masksafe", "numpy", *OPTIONAL)
-MOST_LINES = 10  # of the table of what is slower
+SHORTEST_OF_PICTURE = 512
+SHORT_CALLS = "short or eager calls"
+
+Point = tuple[int, float, float | None]
 
 
 @dataclass(frozen=True)
 class Headline:
-    """A case of a benchmark, the peer, what its line is called, and what it is called in the picture if it is there."""
+    """A case of a benchmark, the peer, what its line is called, and whether it is told what it costs to compile."""
 
     benchmark: str
     work: str
@@ -41,7 +45,7 @@ class Headline:
     size: str
     peer: str
     text: str
-    in_picture: str = ""
+    is_compiled: bool = False
 
     def is_of(self, ratio: Ratio) -> bool:
         row = ratio.row
@@ -54,12 +58,12 @@ HEADLINES = [
     Headline(
         *("cross_entropy", "integer", "none", FLOAT32, "large", "optax"),
         "cross-entropy, integer labels",
-        "cross-entropy, integer labels",
+        is_compiled=True,
     ),
     Headline(
         *("cross_entropy", "integer", "rows", FLOAT32, "large", "optax"),
         "cross-entropy, half of the rows masked",
-        "cross-entropy, half masked",
+        is_compiled=True,
     ),
     Headline(
         *("cross_entropy", "integer", "rows", BFLOAT16, "large", "optax"),
@@ -68,7 +72,7 @@ HEADLINES = [
     Headline(
         *("linear_cross_entropy", "linear", "none", FLOAT32, "large", "optax"),
         "linear layer and cross-entropy",
-        "linear layer and cross-entropy",
+        is_compiled=True,
     ),
     Headline(
         *("linear_cross_entropy", "linear", "60 % of tokens", FLOAT32, "large", "optax"),
@@ -77,7 +81,7 @@ HEADLINES = [
     Headline(
         *("linear_log_probs", "log p, entropy", "none", FLOAT32, "large", "jax.nn"),
         "linear layer, log-probabilities and entropies",
-        "linear layer and log-probabilities",
+        is_compiled=True,
     ),
     Headline(
         *("linear_kl_divergence", "forward", "none", FLOAT32, "large", "optax"),
@@ -86,7 +90,7 @@ HEADLINES = [
     Headline(
         *("attention", "attention", "causal", FLOAT32, "long", "jax.nn"),
         "attention, causal, length 4096",
-        "causal attention, length 4096",
+        is_compiled=True,
     ),
     Headline(
         *("attention", "attention", "causal", FLOAT32, "long", "torch"),
@@ -95,17 +99,17 @@ HEADLINES = [
     Headline(
         *("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn"),
         "attention, 8 packed segments, length 4096",
-        "attention, 8 packed segments",
+        is_compiled=True,
     ),
     Headline(
         *("attention", "attention", "none", FLOAT32, "many short", "jax.nn"),
         "attention, 64 samples of length 64",
-        "attention, 64 samples of length 64",
+        is_compiled=True,
     ),
     Headline(
         *("normalization", "layer norm", "none", FLOAT32, "large", "flax"),
         "layer norm",
-        "layer norm",
+        is_compiled=True,
     ),
     Headline(
         *("decoder", "decoder", "none", FLOAT32, "large", "flax"),
@@ -114,7 +118,7 @@ HEADLINES = [
     Headline(
         *("decoder", "decoder", "packed", FLOAT32, "large", "flax"),
         "decoder of 12 layers, packed documents",
-        "decoder, packed documents",
+        is_compiled=True,
     ),
 ]
 
@@ -124,15 +128,6 @@ def chosen(rows: Sequence[Row]) -> list[tuple[Headline, dict[str, Ratio]]]:
     found = ratios_to_peers(rows)
     lines = [(line, in_order_of_passes(filter(line.is_of, found))) for line in HEADLINES]
     return [(line, {ratio.row.what: ratio for ratio in passes}) for line, passes in lines if passes]
-
-
-def drawn(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """The lines of the picture: the ratio of each pass."""
-    return {
-        f"{line.in_picture} ({line.peer})": {what: ratio.median for what, ratio in passes.items()}
-        for line, passes in chosen(rows)
-        if line.in_picture
-    }
 
 
 def with_older(newest: str, older: str) -> str:
@@ -162,6 +157,72 @@ def headlines(rows: Sequence[Row], older: Sequence[Row]) -> str:
         lines.append([f"{line.text} ({shape})", line.peer, *cells, memory(passes.get(GRADIENT))])
     table = as_markdown(["work", "against", "time: value", "with gradient", "MiB: masksafe / the other"], lines)
     return "\n\n".join([measured(rows_of(newest), rows_of(before.items()), ALL_PACKAGES), table])
+
+
+LONG_ATTENTION = "attention", "attention", "causal", FLOAT32, "long"
+FACTS = [
+    (
+        Headline(*LONG_ATTENTION, "jax.nn", ""),
+        "Causal attention, length 4096: {ours} MiB of temporary memory for `jax.nn`'s {theirs}, {ratio} of its time"
+        " ({times}).",
+    ),
+    (
+        Headline("attention", "attention", "8 segments", FLOAT32, "long", "jax.nn", ""),
+        "Eight packed documents: {ratio} of the time ({times}).",
+    ),
+    (
+        Headline("decoder", "decoder", "none", FLOAT32, "large", "flax", ""),
+        "Decoder of 12 layers: {ours} MiB for flax's {theirs}, {ratio} of its time.",
+    ),
+    (
+        Headline(*LONG_ATTENTION, "torch", ""),
+        "torch's CPU kernels are faster: that attention takes {ratio} times as long.",
+    ),
+]
+
+
+CURVES = {  # of the picture of the landing page: the name of a mask
+    "causal": "causal",
+    "8 segments": "8 packed documents",
+}
+
+
+def by_length(rows: Sequence[Row]) -> dict[tuple[str, str], list[Point]]:
+    """Of attention with its gradient in float32: length, milliseconds and MiB of one sequence, by library and mask."""
+    kind = "attention", "attention", FLOAT32, GRADIENT, False
+    measured = [r for r in rows if (r.benchmark, r.work, r.dtype, r.what, r.eager) == kind and r.mask in CURVES]
+    points = {
+        (peer, CURVES[mask]): sorted(filter(None, map(point_of, found)))
+        for (peer, mask), found in grouped(measured, lambda r: (r.candidate, r.mask)).items()
+    }
+    return {curve: found for curve, found in points.items() if found}
+
+
+def point_of(row: Row) -> Point | None:
+    """Nothing of short sequences, whose time is that of the dispatch."""
+    samples, queries, keys = map(int, row.shape.split("x"))
+    if queries != keys or queries < SHORTEST_OF_PICTURE:
+        return None
+    memory = None if row.temporary_bytes is None else row.temporary_bytes / 2**20 / samples
+    return keys, row.minimum_ms / samples, memory
+
+
+def facts(rows: Sequence[Row]) -> str:
+    """A few sentences on gradients. Times are the least ones, which a disturbed machine changes least."""
+    of_gradients = [ratio for ratio in ratios_to_peers(rows) if ratio.row.what == GRADIENT]
+    found = [(ratio, text) for line, text in FACTS for ratio in filter(line.is_of, of_gradients)]
+    lines = [textwrap.fill(f"- {text.format(**figures(ratio))}", 120, subsequent_indent="  ") for ratio, text in found]
+    of_both = [row for ratio, _ in found for row in (ratio.row, ratio.peer)]
+    intro = f"[Measured](docs/performance/index.md) with gradients, {environment(of_both, ('jax', 'torch'))}:"
+    return "\n\n".join([textwrap.fill(intro, 120, break_on_hyphens=False), "\n".join(lines)])
+
+
+def figures(ratio: Ratio) -> dict[str, str]:
+    """What the sentences say of a case."""
+    sizes = [row.temporary_bytes for row in (ratio.row, ratio.peer)]
+    ours, theirs = (NOTHING if size is None else f"{size / 2**20:.0f}" for size in sizes)
+    times = " / ".join(f"{row.minimum_ms / 1e3:.2f} s" for row in (ratio.row, ratio.peer))
+    return {"ours": ours, "theirs": theirs, "ratio": f"{ratio.minimum:.2f}", "times": times}
 
 
 def rows_of(found: Iterable[tuple[Headline, dict[str, Ratio]]]) -> list[Row]:
@@ -200,41 +261,36 @@ def above_text(found: Sequence[Ratio]) -> str:
     return f"{sum(ratio.median > SLOWER for ratio in found)} of {len(found)}" if found else NOTHING
 
 
-def slowest(rows: Sequence[Row], older: Sequence[Row]) -> str:
-    """The kinds of work with the largest mean ratios, without calls that are short or eager."""
-    newest, before = by_kind(rows), by_kind(older)
+def slower(rows: Sequence[Row], older: Sequence[Row]) -> str:
+    """The kinds of work with mean ratios above the limit, the largest first; then short or eager calls, by library."""
+    both = [ratios_to_peers(rows), ratios_to_peers(older)]
+    newest, before = (grouped(found, kind_of) for found in both)
     means = {kind: statistics.geometric_mean(ratio.median for ratio in found) for kind, found in newest.items()}
-    worst = sorted((kind for kind in means if means[kind] > SLOWER), key=lambda kind: -means[kind])[:MOST_LINES]
+    worst = {kind: max(found, key=lambda ratio: ratio.median) for kind, found in newest.items()}
+    listed = [kind for kind in means if (worst[kind].median if kind[0] == SHORT_CALLS else means[kind]) > SLOWER]
     lines = []
-    for kind in worst:
-        both = newest[kind], before.get(kind, [])
-        largest = cost(max(newest[kind], key=lambda ratio: ratio.median))
-        benchmark, work, *rest = kind
-        lines.append(
-            [
-                f"{benchmark.replace('_', ' ')}: {work}",
-                *rest,
-                with_older(*map(mean_text, both)),
-                with_older(*map(above_text, both)),
-                largest,
-            ]
-        )
-    header = ["work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
-    text = how_many_exceed(ratios_to_peers(rows))
-    return "\n\n".join([measured(rows, older), text, as_markdown(header, lines)])
+    for kind in sorted(listed, key=lambda kind: (kind[0] == SHORT_CALLS, -means[kind])):
+        of_both = newest[kind], before.get(kind, [])
+        cells = [with_older(*map(text, of_both)) for text in (mean_text, above_text)]
+        lines.append([*kind, *cells, cost(worst[kind])])
+    header = ["benchmark", "work", "what", "against", "geometric mean", f"above {SLOWER}", f"the worst, {jax_of(rows)}"]
+    return "\n\n".join([measured(rows, older), how_many_exceed(both[0]), as_markdown(header, lines)])
 
 
-def by_kind(rows: Sequence[Row]) -> dict[tuple[str, ...], list[Ratio]]:
-    usual = [r for r in ratios_to_peers(rows) if r.row.median_ms >= DISPATCH_MS and not r.row.eager]
-    return grouped(usual, lambda r: (r.row.benchmark, r.row.work, r.row.what, r.peer.candidate))
+def kind_of(ratio: Ratio) -> tuple[str, ...]:
+    """Benchmark, work, pass and library; calls that are mostly dispatch stand together."""
+    row, peer = ratio.row, ratio.peer.candidate
+    if row.eager or row.median_ms < DISPATCH_MS:
+        return SHORT_CALLS, "all", row.what, peer
+    return row.benchmark.replace("_", " "), row.work, row.what, peer
 
 
 def programs(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> str:
-    """What the gradients in the picture cost to compile: seconds, and operations where they are counted."""
+    """What the gradients of some cases cost to compile: seconds, and operations where they are counted."""
     before = dict(chosen(older))
     lines = []
     for line, passes in chosen(rows):
-        if line.in_picture and GRADIENT in passes:
+        if line.is_compiled and GRADIENT in passes:
             both = [
                 seconds(found[GRADIENT]) if GRADIENT in found else NOTHING for found in (passes, before.get(line, {}))
             ]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from measure import Benchmark, Row
 from operations import Size
-from overview import drawn, headlines, libraries, programs, slowest
-from plots import draw, draw_headlines
-from results import compiling, environment, fill, jax_of, read_csv, slower, summary, table
+from overview import by_length, facts, headlines, libraries, programs, slower
+from plots import draw, draw_by_length
+from results import compiling, environment, fill, jax_of, read_csv, summary, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -50,13 +50,13 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
                 benchmark, rows, older, partial(table, benchmark), partial(summary, benchmark)
             )
     rows, older = all_rows(docs, NEWEST), all_rows(docs, OLDEST)
-    if lines := drawn(rows):
-        draw_headlines(lines, jax_of(rows), docs / PICTURES / "headlines.png")
+    if curves := by_length(rows):
+        draw_by_length(curves, environment(rows, ("jax", "torch")), docs / PICTURES / "lengths.png")
     contents |= of_all(rows, older, sizes_in(docs))
     fill_pages(docs, contents)
     if docs.resolve() == DOCS.resolve():
         readme = ROOT / "README.md"
-        readme.write_text(fill(readme.read_text(), "headlines", contents["headlines"]))
+        readme.write_text(fill(readme.read_text(), "facts", facts(rows)))
 
 
 def all_rows(docs: Path, folder: str) -> list[Row]:
@@ -75,8 +75,7 @@ def of_all(rows: Sequence[Row], older: Sequence[Row], sizes: Sequence[Size]) -> 
     return {
         "headlines": headlines(rows, older),
         "libraries": libraries(rows, older),
-        "slowest": slowest(rows, older),
-        "slower": slower(rows),
+        "slower": slower(rows, older),
         "compiling": compiling(rows),
         "programs": programs(rows, older, sizes),
     }
@@ -89,14 +88,13 @@ def section_of(
     describe: Callable[[Sequence[Row]], str],
     summarize: Callable[[Sequence[Row]], str],
 ) -> str:
-    """Environment, picture, table and summary of the newest jax, and the summary of the oldest."""
+    """Environment, picture and table of the newest jax, and what both versions come to."""
     picture = f"![{benchmark.title}: ratios of times](../{PICTURES.as_posix()}/{benchmark.name}.png)"
-    link = "[All figures as CSV](../benchmarks/{}.csv)"
-    parts = [f"Measured {environment(rows)}.", picture, describe(rows)]
+    link = "[CSV](../benchmarks/{}.csv)"
+    parts = [f"Measured {environment([*rows, *older], ('masksafe', 'jax'))}.", picture, describe(rows)]
     parts.append(f"{jax_of(rows)}: {summarize(rows)} {link.format(benchmark.name)}.")
     if older:
-        of_oldest = link.format(f"{OLDEST}/{benchmark.name}")
-        parts.append(f"{jax_of(older)}: {summarize(older)} {of_oldest}. Measured {environment(older)}.")
+        parts.append(f"{jax_of(older)}: {summarize(older)} {link.format(f'{OLDEST}/{benchmark.name}')}.")
     return "\n\n".join(parts)
 
 

@@ -73,25 +73,29 @@ def draw_by_work(found: Sequence[Ratio], path: Path) -> None:
     plt.close(figure)
 
 
-def draw_headlines(lines: Mapping[str, Mapping[str, float]], version: str, path: Path) -> None:
-    """A dot for each pass of a few cases, with the name above it: legible on a phone."""
-    with plt.rc_context({"font.size": 13}):
-        figure, ax = plt.subplots(figsize=(5, 1.6 + 0.62 * len(lines)), layout="constrained")
-        values = [value for passes in lines.values() for value in passes.values()]
-        dress_ratios(ax, values, "time / time of the other library")
-        for y, (name, passes) in enumerate(lines.items()):
-            ax.text(0.01, y - 0.3, name, transform=ax.get_yaxis_transform(), va="center")
-            ax.axhline(y + 0.5, color="black", linewidth=0.4, alpha=0.3)
-            for what, value in passes.items():
-                i = PASSES.index(what)
-                ax.plot(value, y + 0.15, MARKERS[i], color=COLOURS[i], markersize=9)
-        ax.set(ylim=(len(lines) - 0.4, -0.8), yticks=[])
-        marks = [
-            Line2D([], [], color=COLOURS[i], marker=MARKERS[i], markersize=9, linestyle="", label=PASSES[i])
-            for i in (0, 1)
-        ]
-        figure.suptitle(f"Left of 1: masksafe is faster ({version})", fontsize=13)
-        figure.legend(handles=marks, loc="outside lower center", ncols=2, frameon=False)
+def draw_by_length(
+    curves: Mapping[tuple[str, str], Sequence[tuple[int, float, float | None]]], machine: str, path: Path
+) -> None:
+    """Time and memory of attention over the length of a sequence: a colour for a library, a line style for a mask."""
+    libraries, masks = ([*dict.fromkeys(names)] for names in zip(*curves, strict=True))
+    lengths = sorted({point[0] for points in curves.values() for point in points})
+    with plt.rc_context({"font.size": 12}):
+        figure, axes = plt.subplots(1, 2, figsize=(7, 4.2), layout="constrained")
+        for i, (ax, title) in enumerate(zip(axes, ("milliseconds", "MiB of temporary memory"), strict=True), start=1):
+            for (library, mask), points in curves.items():
+                known = [(point[0], point[i]) for point in points if point[i] is not None]
+                if known:
+                    number = libraries.index(library)
+                    style = {"color": COLOURS[number], "marker": MARKERS[number], "linestyle": "-:"[masks.index(mask)]}
+                    ax.loglog(*zip(*known, strict=True), **style, linewidth=2.5, label=f"{library}, {mask}")
+            ax.set_xticks(lengths, map(str, lengths))
+            ax.xaxis.set_minor_locator(NullLocator())
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+            ax.set(title=title, xlabel="length of the sequence")
+            ax.grid(visible=True, alpha=0.3)
+        figure.suptitle(f"Attention with its gradient, 8 heads of width 64, float32\n{machine}", fontsize=10.5)
+        marks, names = axes[0].get_legend_handles_labels()
+        figure.legend(marks, names, loc="outside lower center", ncols=len(masks), frameon=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=150, facecolor="white", metadata={"Software": None})
         plt.close(figure)

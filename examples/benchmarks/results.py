@@ -13,6 +13,7 @@ from measure import GRADIENT, PASSES, Benchmark, Row
 
 SLOWER = 1.1  # a ratio above it is bold in the tables, and listed
 DISPATCH_MS = 0.1  # below it, a call is mostly dispatch
+LARGE = ("large", "long", "many short")  # sizes that the tables show; the pictures and CSVs have all
 NOTHING = "-"
 OURS = {"masksafe", "automatic", "shard_map", "at once"}  # masksafe, and other ways to call it
 T = TypeVar("T")
@@ -139,8 +140,9 @@ def in_order_of_passes(found: Iterable[Ratio]) -> list[Ratio]:
 
 
 def table(benchmark: Benchmark, rows: Sequence[Row]) -> str:
-    """A line for each kind of work, a column for each size: the ratios of the value, and of it with its gradient."""
-    found = ratios(rows, benchmark.ratios)
+    """A line for each kind of work, a column for each large size: the ratios of the value, and with its gradient."""
+    every = ratios(rows, benchmark.ratios)
+    found = [ratio for ratio in every if ratio.row.size in LARGE] or every
     sizes = list(dict.fromkeys(ratio.row.size for ratio in found))
     largest = [size for size in sizes if size == "large"] or sizes[:1]
     header = ["work", "mask", "dtype", "ratio", *(size_header(size, found) for size in sizes)]
@@ -159,22 +161,6 @@ def scale(found: Sequence[Ratio]) -> tuple[str, str]:
     of_gradient = [ratio for ratio in found if ratio.row.what == GRADIENT]
     sizes = [row.temporary_bytes for ratio in of_gradient for row in (ratio.row, ratio.peer)]
     return times, ", ".join(NOTHING if n is None else number(n / 2**20) for n in sizes) or NOTHING
-
-
-def slower(rows: Sequence[Row]) -> str:
-    """How many ratios exceed the limit; and for each kind of work how many, the geometric mean of all, the worst."""
-    found = ratios_to_peers(rows)
-    text = how_many_exceed(found)
-    lines = []
-    for key, group in grouped(found, lambda r: (r.row.benchmark, r.row.work, r.row.what, r.peer.candidate)).items():
-        worst = max(group, key=lambda ratio: ratio.median)
-        if worst.median > SLOWER:
-            count = sum(ratio.median > SLOWER for ratio in group)
-            mean = statistics.geometric_mean(ratio.median for ratio in group)
-            name, *kind = key
-            lines.append([name.replace("_", " "), *kind, f"{count} of {len(group)}", ratio_text(mean), cost(worst)])
-    header = ["benchmark", "work", "what", "against", f"above {SLOWER}", "geometric mean", "the worst"]
-    return "\n\n".join([f"Measured {environment(rows)}.", text, *([as_markdown(header, lines)] if lines else [])])
 
 
 def how_many_exceed(found: Sequence[Ratio]) -> str:
