@@ -13,7 +13,7 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import computed_once, with_reverse_rule
+from masksafe._core.derivatives import computed_once, rule
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -263,9 +263,7 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Any, ...], d_result: Array) 
     return selected(d_x, where).astype(x.dtype), None
 
 
-@with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
-def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _logsumexp_forward(axes, x, where)[0]
+_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
@@ -282,9 +280,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where).astype(probs.dtype), None
 
 
-@with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))
-def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _softmax_forward(axes, x, where)[0]
+_softmax = rule(_softmax_forward, _softmax_reverse)
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
@@ -302,6 +298,4 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     return computed_once(selected(d_x, where).astype(log_probs.dtype)), None
 
 
-@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
-def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _log_softmax_forward(axes, x, where)[0]
+_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse)

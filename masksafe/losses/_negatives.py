@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, precision, sharding
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import rule
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Tree
@@ -205,12 +205,8 @@ def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: S
     return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
 
 
-def _evaluate(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
-    return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
-
-
 def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Any]:
-    sums = _evaluate(config, scaling, x, y)
+    sums = with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
     return sums, (scaling, x, y, sums)
 
 
@@ -255,4 +251,4 @@ def _reverse(config: OfNegatives, residuals: Any, d_sums: PairSums) -> tuple[Sca
 
 
 # The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`.
-over_negatives = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
+over_negatives = rule(_forward, _reverse)

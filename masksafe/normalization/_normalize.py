@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, row_blocks, sharding, unfolded
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import rule
 from masksafe._core.masks import Weighting, both, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
 from masksafe._core.precision import widened
@@ -144,7 +144,7 @@ def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) 
     return (d_x, None if d_weights is None else selected(d_weights, where)), tuple(totals)
 
 
-normalize = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
+normalize = rule(_forward, _reverse, _evaluate)
 
 
 def _scaled(d_y: Array, scale: Array | None, where: Array | None) -> Array:

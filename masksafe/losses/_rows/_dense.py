@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding, unfolded
-from masksafe._core.derivatives import computed_once, rule
+from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.typing import Array, Axes
@@ -107,7 +107,7 @@ def _without_replaced(axes: Axes, inputs: Labelled, sums: Any, d_outputs: Output
 
 
 # Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
-label_outputs = rule(_plain_label_outputs, _label_forward, _label_reverse, _labels_in_reverse)
+label_outputs = rule_of_kernels(_plain_label_outputs, _label_forward, _label_reverse, _labels_in_reverse)
 
 
 # The loss of targets.
@@ -157,4 +157,4 @@ def _targets_in_reverse(
 
 
 # The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
-target_loss_of_rows = rule(_plain_target_loss, _target_forward, _target_reverse, _targets_in_reverse)
+target_loss_of_rows = rule_of_kernels(_plain_target_loss, _target_forward, _target_reverse, _targets_in_reverse)

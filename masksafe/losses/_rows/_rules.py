@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import own_shard_map, platforms, sharding, unfolded
-from masksafe._core.derivatives import rule
+from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array
@@ -278,5 +278,6 @@ def _times(d_total: Array, x: Array) -> Array:
     return jnp.where((d_total != 0) | jnp.isfinite(x), x * d_total.astype(x.dtype), 0.0)
 
 
-_value = functools.partial(_forward, with_gradients=False)
-_outputs_or_sum = rule(_plain, _forward, _reverse, _in_reverse, _value)
+_outputs_or_sum = rule_of_kernels(
+    _plain, _forward, _reverse, _in_reverse, lambda *args: _forward(*args, with_gradients=False)[0]
+)
