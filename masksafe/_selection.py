@@ -13,7 +13,7 @@ from jax import lax
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
 
 @public_op
@@ -140,7 +140,7 @@ def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> 
 
 
 @jitted()
-def _select(cond: Array, x: Any, y: Any) -> Array:
+def _select(cond: Array, x: Any, y: Pytree) -> Array:
     return jnp.where(cond, x, y)
 
 

@@ -6,7 +6,7 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,7 +18,7 @@ from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe._core.unfolded import sum_of
 
 
@@ -244,7 +244,7 @@ def _largest(axes: Axes, x: Array) -> Array:
     return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
 
 
-def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Any, ...]]:
+def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
     unmasked = selected(x, where, -jnp.inf)
     largest = _largest(axes, unmasked)
     largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # so that the sum is infinite if x is, not NaN
@@ -256,7 +256,7 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
     return result.astype(x.dtype), (x, where, largest, total)
 
 
-def _logsumexp_reverse(axes: Axes, residuals: tuple[Any, ...], d_result: Array) -> tuple[Array, None]:
+def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Array) -> tuple[Array, None]:
     x, where, largest, total = residuals
     exps = jnp.exp(widened(selected(x, where, -jnp.inf)) - largest)
     d_x = exps * (d_result.astype(total.dtype) / jnp.where(total == 0, 1, total))

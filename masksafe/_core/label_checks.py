@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 from masksafe._core import arguments, call_site, callback_errors, masks, precision, sharding, switches
 from masksafe._core.labels import class_index, is_class, nan_unless
-from masksafe._core.typing import Array, Axes, jitted
+from masksafe._core.typing import Array, Axes, Index, Pytree, jitted
 
 # How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -154,7 +154,7 @@ class Range(NamedTuple):
 
 
 def check_numbers(
-    op: str, argument: str, value: Any, allowed: Range, shape: tuple[int, ...], where: Array | None, hint: str = ""
+    op: str, argument: str, value: object, allowed: Range, shape: tuple[int, ...], where: Array | None, hint: str = ""
 ) -> Array | None:
     """Refuses a number that is not allowed. Unmasked elements of an array are reported like labels.
 
@@ -244,7 +244,7 @@ class _Text(NamedTuple):
         axes = [axis for axis, size in enumerate(shape) if size == self.size]
         return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
-    def filled(self, index: Any, bad: Any, checked: Any, value: Any, part: Any, shard: Any = None) -> str:
+    def filled(self, index: object, bad: Any, checked: Any, value: object, part: Any, shard: Any = None) -> str:
         of_part = "" if part is None else f" of micro-batch {part} of {self.parts}"
         if part is not None and self.axis is not None:
             of_part = f" of the batch, in micro-batch {part} of {self.parts}"
@@ -382,7 +382,7 @@ def _staged_failure(text: _Text) -> Callable[..., Array]:
         return _fail_if_bad(text, _Arrays(bad, checked, values, part))
 
     @stage.def_vmap
-    def _(size: int, batched: Sequence[bool], *args: Any) -> tuple[Array, bool]:
+    def _(size: int, batched: Sequence[bool], *args: Pytree) -> tuple[Array, bool]:
         *arrays, part = args
         alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched[:3], strict=True)]
         if isinstance(alike[0], jax.core.Tracer):

@@ -11,10 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
-from masksafe._core.typing import Array, Axes, Tree
+from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
 
 
-def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = None, has_totals: bool = False) -> Tree:
+def map_row_blocks(
+    fn: Callable[..., Tree], *args: Pytree, leading: int | None = None, has_totals: bool = False
+) -> Tree:
     """`fn(*args)`, computed block by block on a CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
@@ -44,7 +46,7 @@ def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = No
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
 
 
-def _on_each_device(fn: Callable[..., Any], leading: int, has_totals: bool, args: Any) -> Any:
+def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
     """The rows on each device, if a mesh splits no row and each device has many; else one pass."""
     rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
@@ -54,20 +56,20 @@ def _on_each_device(fn: Callable[..., Any], leading: int, has_totals: bool, args
         return fn(*args)
     axes = split.axes(*of_rows)
 
-    def on_device(*args: Any) -> Any:
+    def on_device(*args: Pytree) -> Pytree:
         results = map_row_blocks(fn, *args, leading=leading, has_totals=has_totals)
         if not has_totals:
             return results
         mapped, totals = results
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    of_results: Any = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
+    of_results: Pytree = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
     if has_totals:
         of_results = of_results[0], jax.tree.map(lambda _: PartitionSpec(), of_results[1])
     return split.map(on_device, args, names, of_results)
 
 
-def _splits_a_row(args: Any, leading: int) -> bool:
+def _splits_a_row(args: Pytree, leading: int) -> bool:
     return any(axis is not None for x in jax.tree.leaves(args) for axis in jax.typeof(x).sharding.spec[leading:])
 
 
@@ -82,24 +84,24 @@ def axes_of_row(axes: Axes, ndim: int) -> Axes:
 
 
 class _Loop(NamedTuple):
-    fn: Callable[..., Any]
+    fn: Callable[..., Pytree]
     has_totals: bool
     leading: tuple[int, ...]
     block: int  # rows
 
 
-def _in_one_pass(loop: _Loop, *args: Any) -> Any:
+def _in_one_pass(loop: _Loop, *args: Pytree) -> Pytree:
     return loop.fn(*args)
 
 
 @derivatives.with_derivatives_of(_in_one_pass)
-def _in_blocks(loop: _Loop, *args: Any) -> Any:
+def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     count = math.prod(loop.leading)
     whole, rest = divmod(count, loop.block)
 
-    def with_block(state: tuple[Any, Any], start: Array | int, size: int) -> tuple[Any, Any]:
+    def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
         parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
         results = loop.fn(*jax.tree.unflatten(tree, parts))
         mapped, added = results if loop.has_totals else (results, ())
@@ -143,9 +145,9 @@ def as_bits(a: Array) -> Array:
     return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
 
 
-def from_bits(a: Array, dtype: Any) -> Array:
+def from_bits(a: Array, dtype: DType) -> Array:
     return lax.bitcast_convert_type(a, dtype) if _is_sliced_as_bits(dtype) else a
 
 
-def _is_sliced_as_bits(dtype: Any) -> bool:
+def _is_sliced_as_bits(dtype: DType) -> bool:
     return dtype == jnp.bfloat16 and not platforms.choices().has_kernel_library

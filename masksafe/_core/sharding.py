@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 
 # Over the explicit axes of a mesh. The type of an array says how it is split.
 
@@ -32,7 +32,7 @@ def is_on_automatic_mesh(x: Array) -> bool:
     return any(kind == AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
 
 
-def may_loop(tree: Any) -> bool:
+def may_loop(tree: Pytree) -> bool:
     """Whether a loop may go through the arrays of `tree` in blocks.
 
     JAX refuses a loop over a dimension that is split over devices, or gathers the array first; XLA gathers what it has
@@ -41,7 +41,7 @@ def may_loop(tree: Any) -> bool:
     return are_whole(tree) and not any(map(is_on_automatic_mesh, jax.tree.leaves(tree)))
 
 
-def are_whole(tree: Any) -> bool:
+def are_whole(tree: Pytree) -> bool:
     """Whether no array of `tree` has a type that splits it over devices, or a symbolic size."""
     return not any(is_sharded(x) or has_symbolic_size(x) for x in jax.tree.leaves(tree))
 
@@ -70,16 +70,16 @@ class Shardings:
     A cotangent has to be split like its argument, but comes out split like all arguments combined.
     """
 
-    specs: tuple[Any, ...]
-    tree: Any
+    specs: tuple[Pytree, ...]
+    tree: Pytree
 
     @classmethod
-    def of(cls, args: Any) -> "Shardings":
+    def of(cls, args: Pytree) -> "Shardings":
         leaves, tree = jax.tree.flatten(args)
         return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
 
-    def apply(self, cotangents: Any) -> tuple[Any, ...]:
-        def resharded(cotangent: Any, sharding: Any) -> Any:
+    def apply(self, cotangents: Pytree) -> tuple[Pytree, ...]:
+        def resharded(cotangent: Pytree, sharding: Any) -> Pytree:
             own = None if cotangent is None else jax.typeof(cotangent).sharding
             if own is None or own.spec == sharding.spec:
                 return cotangent
@@ -94,7 +94,7 @@ class Shardings:
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
 
 
-def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     """The arguments; inside `jax.shard_map` with all floats varying over the same mesh axes.
 
     A reverse rule has to return cotangents that vary like its arguments, but its results vary like all arguments
@@ -105,14 +105,14 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves, tree = jax.tree.flatten(args)
     zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
 
-    def moved(x: Any) -> Any:
+    def moved(x: Any) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
+    return cast(tuple[Pytree, ...], jax.tree.unflatten(tree, map(moved, leaves)))
 
 
-def vary_with(tree: Tree, others: Any) -> Tree:
+def vary_with(tree: Tree, others: Pytree) -> Tree:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
     if _are_on_no_mesh(arrays):
@@ -129,7 +129,7 @@ def vary_with(tree: Tree, others: Any) -> Tree:
     return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
 
 
-def zeros_of_types(shapes: Any, others: Any) -> Any:
+def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
     """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or AxisType.Auto not in mesh.axis_types:
@@ -161,7 +161,7 @@ def is_random_key(x: jax.Array) -> bool:
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: Any) -> Any:
+def as_axis_name(op: str, axis_name: Any) -> Pytree:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None
@@ -242,7 +242,7 @@ class Devices(NamedTuple):
         return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
 
     @property
-    def _in_order_of_mesh(self) -> tuple[Any, list[int]]:
+    def _in_order_of_mesh(self) -> tuple[Pytree, list[int]]:
         """The names in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
         if isinstance(self.axis_name, str):
             return self.axis_name, list(range(self.size))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.typing import Array, Axis
+from masksafe._core.typing import Array, Axis, DType
 
 
 def any_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
@@ -40,7 +40,7 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
     return result
 
 
-def unknown(x: Any, dtype: Any = None) -> Array:
+def unknown(x: Any, dtype: DType | None = None) -> Array:
     """An array of which XLA knows nothing while it folds constants; a small one, since it is stored."""
     hidden: Array = lax.optimization_barrier(jnp.asarray(x, dtype))
     return hidden

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -35,7 +35,7 @@ class Reduction(NamedTuple):
 
 
 def prepared(
-    op: str, x: Any, axis: Any, where: Any, weights: Any, axis_name: Any, keepdims: Any
+    op: str, x: object, axis: Axis | None, where: object, weights: object, axis_name: object, keepdims: object
 ) -> tuple[Reduction, Array, Array | None, Array | None]:
     """Arguments for a jitted function that reads them when it is traced: eagerly, checks cost more than a short sum."""
     x = as_array(op, "x", x)

@@ -16,7 +16,7 @@ from jax import lax
 
 from masksafe._core import masks, moments, scaling, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
-from masksafe._core.typing import Array, ArrayLike, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axis, DType, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
 
 
@@ -111,11 +111,11 @@ class MaskedMean:
         return self if name is None else lax.psum(normal(self), name)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Pytree:
         return _as_one(self._total)
 
     @property
-    def count(self) -> Any:
+    def count(self) -> Pytree:
         return _as_one(self._count)
 
     @property
@@ -163,7 +163,7 @@ _BITS = 16
 _BASE = 2**_BITS
 
 
-def _as_sum(x: Any) -> Any:
+def _as_sum(x: Any) -> Pytree:
     """Integers and booleans as a `_Long`; anything else as it is."""
     if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
         x = np.asarray(x)
@@ -183,11 +183,11 @@ def _in_two(x: Any) -> _Long:
     return _Long(x & (_BASE - 1), x >> _BITS)
 
 
-def _is_integral(dtype: Any) -> bool:
+def _is_integral(dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
 
 
-def _summand_dtype(dtype: Any) -> Any:
+def _summand_dtype(dtype: DType) -> Pytree:
     """A dtype of at least 32 bits in which to add up; for booleans an integer."""
     if not _is_integral(dtype):
         return wide_dtype(dtype)
@@ -199,7 +199,7 @@ def normal(mean: MaskedMean) -> MaskedMean:
     return _of_sums(_normal(mean._total), _normal(mean._count))
 
 
-def _normal(x: Any) -> Any:
+def _normal(x: Any) -> Pytree:
     if not isinstance(x, _Long):
         x = jnp.asarray(x)
         return x.astype(_summand_dtype(x.dtype))
@@ -210,23 +210,23 @@ def _normal(x: Any) -> Any:
     return _Long(low, high + carry)
 
 
-def _as_float(x: Any, dtype: Any) -> Array:
+def _as_float(x: Any, dtype: DType) -> Array:
     whole = x.low if isinstance(x, _Long) else x
     number: Array = jnp.asarray(whole).astype(dtype)
     return number + _BASE * _as_float(x.high, dtype) if isinstance(x, _Long) else number
 
 
-def count_as_float(mean: MaskedMean, dtype: Any) -> Array:
+def count_as_float(mean: MaskedMean, dtype: DType) -> Array:
     """The count, to rounding."""
     return _as_float(mean._count, dtype)
 
 
 @jitted()
-def _added(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, ...]:
+def _added(a: tuple[Pytree, Pytree], b: tuple[Pytree, Pytree]) -> tuple[Pytree, ...]:
     return tuple(map(_plus, a, b))
 
 
-def _plus(a: Any, b: Any) -> Any:
+def _plus(a: Any, b: Any) -> Pytree:
     a, b = _normal(a), _normal(b)
     if isinstance(a, _Long) and isinstance(b, _Long):
         return _Long(a.low + b.low, a.high + b.high)
@@ -234,12 +234,12 @@ def _plus(a: Any, b: Any) -> Any:
     return _as_float(a, dtype) + _as_float(b, dtype)
 
 
-def _float_dtype(x: Any) -> Any:
+def _float_dtype(x: Any) -> Pytree:
     """The dtype of the sum, as a float."""
     return float_dtype(jnp.result_type(x.low if isinstance(x, _Long) else x))
 
 
-def _as_one(x: Any) -> Any:
+def _as_one(x: Any) -> Pytree:
     """The sum as a number, or what stands for it in a tree of something else, such as shapes or specs."""
     if not isinstance(x, _Long):
         return x
@@ -268,7 +268,7 @@ def _value(total: Any, count: Any) -> Array:
 
 
 @jitted(0)
-def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Any, Any]:
+def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Pytree, Pytree]:
     rows, x, (where, weights) = how.read(x, where, weights)
     x = masks.selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)

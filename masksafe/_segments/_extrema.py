@@ -14,7 +14,7 @@ from masksafe._core.masks import Weighting
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType
 from masksafe._segments._arguments import compute
 from masksafe._segments._moves import Segments
 
@@ -151,7 +151,7 @@ def _order(x: Array, nan_is_highest: bool) -> Array:
     return jnp.where(jnp.isnan(x), limits.max if nan_is_highest else limits.min, order)
 
 
-def _of_order(order: Array, dtype: Any) -> Array:
+def _of_order(order: Array, dtype: DType) -> Array:
     """The number; both the highest and the lowest integer are the bits of a NaN."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return order.astype(dtype)

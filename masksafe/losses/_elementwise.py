@@ -24,7 +24,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType, Pytree
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 def elementwise_loss(
     op: str,
     where: ArrayLike | None,
-    types: tuple[Any, ...],
+    types: tuple[Pytree, ...],
     loss: Callable[..., Array],
     *,
     check: Check | None = None,
@@ -69,7 +69,7 @@ class _Config(NamedTuple):
     loss: Callable[..., Array]
     names: tuple[str, ...]  # of its arguments
     shape: tuple[int, ...]
-    types: tuple[Any, ...]
+    types: tuple[Pytree, ...]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -100,7 +100,7 @@ def as_promoted(types: Sequence[Any], x: Array) -> Array:
     return weak
 
 
-def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
+def _is_weak(types: Sequence[Any], dtype: DType) -> bool:
     """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from masksafe._core import arguments, label_checks, moments, precision, scaling,
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
+from masksafe._core.typing import Array, ArrayLike, DType, LossReduction, jitted
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -232,7 +232,7 @@ def _of_labels(
     return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
 
 
-def _factor(dtype: Any, number: float, weights: Array | None) -> Array:
+def _factor(dtype: DType, number: float, weights: Array | None) -> Array:
     """What an output is multiplied by, for each token or for all."""
     return jnp.asarray(number, dtype) if weights is None else weights.astype(dtype) * number
 
@@ -258,7 +258,7 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
     return functools.reduce(jnp.add, others), z_losses
 
 
-def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
+def _total_weight(dtype: DType, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
     """What the mean divides by: 1 if nothing is left."""
     if of_labels is not None:
         return moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))

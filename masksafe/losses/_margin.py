@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_real_arr
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType, Pytree
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._labelled import at_label
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
@@ -298,7 +298,7 @@ def _multiclass_loss(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
-    losses_of: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad: Array | None
+    losses_of: Callable[..., Array], dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
     losses = losses_of(scores, labels[..., None], mask)
     return label_checks.nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
@@ -326,7 +326,7 @@ def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None
 
 
 @_evaluate_rows.defjvp
-def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Rows, _Rows]:
+def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> tuple[_Rows, _Rows]:
     scores, labels, mask = primals
     rows = _evaluate_rows(margin, scores, labels, mask)
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)

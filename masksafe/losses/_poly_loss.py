@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from masksafe._core import arguments, label_checks, precision
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType
 from masksafe.losses import _layout
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._rows._dense import OfTargets, target_loss_of_rows
@@ -75,7 +75,7 @@ def poly_loss_cross_entropy(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _evaluate(
-    axes: Axes, dtype: Any, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad_rows: Array | None
+    axes: Axes, dtype: DType, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad_rows: Array | None
 ) -> Array:
     shape = jnp.broadcast_shapes(logits.shape, labels.shape)
     rows = _layout.shape_without(axes, shape)

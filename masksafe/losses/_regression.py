@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -310,7 +310,7 @@ class _CosineConfig(NamedTuple):
     as_distance: bool
     shape: tuple[int, ...]
     axes: Axes
-    dtype: Any  # of the result
+    dtype: DType  # of the result
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ def _of_means(share: Array, probability: Array) -> Array:
     return share.shape[-1] * jnp.sum(share * probability, -1)
 
 
-def _read(op: str, router_probs: Any, expert_indices: Any, where: Any) -> tuple[Array, Array, Array | None]:
+def _read(op: str, router_probs: object, expert_indices: object, where: object) -> tuple[Array, Array, Array | None]:
     """Probabilities `[..., experts]`, indices `[..., k]`, and a mask that broadcasts to both."""
     probs = arguments.as_float_array(op, "router_probs", router_probs)
     indices = arguments.as_index_array(op, "expert_indices", expert_indices)

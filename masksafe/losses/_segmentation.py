@@ -12,7 +12,7 @@ from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, LossReduction
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, LossReduction, Pytree
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -248,7 +248,7 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
     return p, t
 
 
-def _float_dtype(targets: Array, otherwise: Any) -> Any:
+def _float_dtype(targets: Array, otherwise: Any) -> Pytree:
     """The dtype of the targets for promotion, the other one for integers and booleans."""
     return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
 

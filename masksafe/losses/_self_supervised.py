@@ -12,7 +12,7 @@ from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -112,7 +112,7 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
     return sums
 
 
-def _reshard_first_axis(x: Any, batch: Any) -> Any:
+def _reshard_first_axis(x: Any, batch: Pytree) -> Pytree:
     """`x`, an array or None, with its first axis split over the axes `batch` of an explicit mesh, and no other axis."""
     if x is None or (batch is None and not sharding.is_sharded(x)):
         return x
@@ -188,7 +188,7 @@ def triplet_margin_loss(
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _evaluate_triplets(
     axes: Axes,
-    dtype: Any,
+    dtype: DType,
     known_degree: int | None,
     vectors: list[Array],
     mask: Array | None,
@@ -204,7 +204,7 @@ def _evaluate_triplets(
         known = degree if known_degree is None else known_degree
         return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
 
-    arrays: Any = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
+    arrays: Pytree = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
     if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
         sums = sums_of_rows(*arrays)
     else:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, masks
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, Pytree
 
 TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -20,7 +20,7 @@ class Given(NamedTuple):
     bias: Array | None
     where: Array | None
     weights: Array | None
-    epsilon: Any  # None where the program knows it
+    epsilon: Array | None  # None where the program knows it
 
 
 class Inputs(NamedTuple):
@@ -31,13 +31,15 @@ class Inputs(NamedTuple):
     weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Any = None  # an array; None where the program knows it
+    epsilon: Array | None = None  # None where the program knows it
 
 
-def given(op: str, x: Any, scale: Any, bias: Any, where: Any, weights: Any, epsilon: Any) -> tuple[float | None, Given]:
+def given(
+    op: str, x: object, scale: object, bias: object, where: object, weights: object, epsilon: object
+) -> tuple[float | None, Given]:
     """The epsilon, if the program has to know it, and the arrays."""
 
-    def as_array(argument: str, value: Any) -> Any:
+    def as_array(argument: str, value: object) -> Pytree:
         return None if value is None else arguments.as_array(op, argument, value)
 
     x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)

@@ -15,7 +15,7 @@ where a bar is the average over a row. The first of the averages comes from :mat
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from masksafe._core.derivatives import rule
 from masksafe._core.masks import Weighting, both, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 from masksafe.normalization._arguments import TINIEST, Inputs
 
 By = Literal["deviation", "mean square", "length"]
@@ -113,7 +113,7 @@ def _reverse(norm: Norm, residuals: tuple[Inputs, Moments], d_y: Array) -> tuple
     return Inputs(d_x, weights=d_weights, scale=d_scale, bias=d_bias), None
 
 
-def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) -> tuple[Any, Any]:
+def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) -> tuple[Pytree, Pytree]:
     """The cotangents of the elements and of their weights, and those of scale and bias, with the last `own` axes."""
     inputs, live_rows = _without_mask_of_rows(norm.rows, inputs)
     x, where, weights, scale, bias, _ = inputs

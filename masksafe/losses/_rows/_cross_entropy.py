@@ -38,7 +38,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 from masksafe.losses._labelled import at_label
 from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_if_bad
 
@@ -236,7 +236,7 @@ class CrossEntropy(Formula):
 
     # For linear layers.
 
-    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Any:
+    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
         if tiles.number == 1:
             sums = self.sums(_part(x, data, classes, tiles.tile(0)))
@@ -247,7 +247,7 @@ class CrossEntropy(Formula):
         return self.add_devices(classes.axis_name, sums)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         slopes = self.slopes(sums, data, classes.number, d_outputs)
         return (self.logit_cotangents(_part(logits[0], data, classes), slopes),)
@@ -257,7 +257,7 @@ class CrossEntropy(Formula):
         return self.outputs(sums, data, classes.number)
 
 
-def is_sound(sums: Any) -> Array:
+def is_sound(sums: Pytree) -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     sound: Array = (sums.total > 0) & (sums.total < jnp.inf)

@@ -4,7 +4,7 @@ The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -12,7 +12,7 @@ from masksafe._core import row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import both, selected
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, Pytree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
@@ -100,7 +100,7 @@ def _labels_in_reverse(
     return _without_replaced(config.axes, inputs, kept[0], d_outputs), temperature
 
 
-def _without_replaced(axes: Axes, inputs: Labelled, sums: Any, d_outputs: Outputs) -> Labelled:
+def _without_replaced(axes: Axes, inputs: Labelled, sums: Pytree, d_outputs: Outputs) -> Labelled:
     """Without rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
     takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(sums).squeeze(-1))
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes)))

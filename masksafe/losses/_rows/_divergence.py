@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 from masksafe.losses._rows._formula import Classes, Formula, largest_logit
 
 Direction = Literal["forward", "reverse", "jensen_shannon"]
@@ -93,7 +93,7 @@ class Divergence(Formula):
             none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
         )
 
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> DivergenceSums:
+    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.of_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = None
@@ -113,14 +113,19 @@ class Divergence(Formula):
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
         return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: DivergenceSums, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> tuple[Array, ...]:
         divergence, *of_student = sums.divergences
         if of_student:
             divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: DivergenceSums, d_outputs: tuple[Array, ...]
+        self,
+        logits: tuple[Array, ...],
+        data: Pytree,
+        classes: Classes,
+        sums: DivergenceSums,
+        d_outputs: tuple[Array, ...],
     ) -> tuple[Array, ...]:
         d = _over(d_outputs[0], self.temperature)
         if not self.of_top_k:
@@ -148,7 +153,7 @@ class Divergence(Formula):
         of_teacher, of_student = divergences
         return (1 - self.beta) * _kl_slope(log_q, log_m, of_student), self.beta * _kl_slope(log_p, log_m, of_teacher)
 
-    def plain_outputs(self, logits: tuple[Array, ...], data: Any, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
         return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)
 
     def _log_mixture(self, log_p: Array, log_q: Array) -> Array:

@@ -5,13 +5,13 @@ cotangents of the outputs those of its logits.
 """
 
 import abc
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import precision, sharding
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 
 
 class Classes(NamedTuple):
@@ -54,25 +54,25 @@ class Formula(abc.ABC):
         return 10
 
     @abc.abstractmethod
-    def nothing(self, zero: Array) -> Any:
+    def nothing(self, zero: Array) -> Pytree:
         """The sums over no classes, a NamedTuple of arrays like the zero `[..., 1]`."""
 
     @abc.abstractmethod
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> Any:
+    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> Pytree:
         """The sums over all classes, `[..., 1]` each, computed in tiles of the classes."""
 
     @abc.abstractmethod
-    def outputs(self, sums: Any, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: Pytree, data: Pytree, classes: int) -> tuple[Array, ...]:
         """The outputs `[..., 1]`."""
 
     @abc.abstractmethod
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Pytree, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         """The cotangents of the logits of the sources that have gradients."""
 
     @abc.abstractmethod
-    def plain_outputs(self, logits: tuple[Array, ...], data: Any, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
         """The outputs in a form that JAX differentiates to any order."""
 
 

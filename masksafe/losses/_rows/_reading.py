@@ -1,7 +1,7 @@
 """The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
 
 import numbers
-from typing import Any, TypedDict, get_args
+from typing import TypedDict, get_args
 
 import jax.numpy as jnp
 
@@ -94,7 +94,7 @@ def read_temperature(op: str, temperature: float) -> float:
     return read_number(op, "temperature", temperature, _TEMPERATURE)
 
 
-def read_block_size(op: str, block_size: Any) -> int | None:
+def read_block_size(op: str, block_size: object) -> int | None:
     if block_size is None:
         return None
     check_is_known(op, "block_size", block_size, "an int")

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax import lax
 
 from masksafe._core import precision, sharding
 from masksafe._core.tiles import add_to_part, divide, loop, take
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, DType, Index, Pytree
 from masksafe.losses._rows._formula import Classes
 
 
@@ -22,11 +22,11 @@ class Linear(NamedTuple):
     bias: Array | None
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Pytree:
         """That of the matrix products."""
         return jnp.promote_types(self.features.dtype, self.kernel.dtype)
 
-    def logits(self, dtype: Any) -> Array:
+    def logits(self, dtype: DType) -> Array:
         """Of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
         if self.bias is None:
@@ -44,7 +44,7 @@ class LinearInputs(NamedTuple):
     """What the rows are computed from. In the user's layout the N tokens are on any number of axes `[...]`."""
 
     layers: tuple[Linear, ...]
-    data: Any  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
+    data: Pytree  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
     class_weights: Array | None  # [V]
     live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
     kept: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced afterwards
@@ -59,7 +59,7 @@ class LinearInputs(NamedTuple):
         return Classes(self.layers[0].kernel.shape[1], axis_name, self.class_weights)
 
     @property
-    def sum_dtype(self) -> Any:
+    def sum_dtype(self) -> Pytree:
         """That of the sums: of all floats but the weights, at least float32."""
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
@@ -88,7 +88,7 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
     # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
     features_by_column = lax.optimization_barrier(features.T)
 
-    def add(j: Any, d_kernel: Array) -> Array:
+    def add(j: Index, d_kernel: Array) -> Array:
         tile = classes.tile(j)
         part = take(d_logits, 1, tile)
         if tile.is_ragged:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.tiles import divisor_near, even_size, part, with_part
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Index
 from masksafe._core.unfolded import unknown
 
 Tree = TypeVar("Tree")
@@ -16,7 +16,7 @@ Tree = TypeVar("Tree")
 class TokenBlock(NamedTuple):
     """Some places in a row, from `start` on."""
 
-    start: Any
+    start: Index
     size: int
     tokens: Array | None  # those at the places; None: those of the same numbers
     live: Array | None  # which of the places are no repetition, [size, 1]; None: all
@@ -77,7 +77,7 @@ class Packed(NamedTuple):
     def is_one_block(self) -> bool:
         return self.size == self.length
 
-    def block(self, i: Any) -> TokenBlock:
+    def block(self, i: Index) -> TokenBlock:
         places = TokenBlock(i * self.size, self.size, None, None)
         return places._replace(tokens=places.cut(self.order), live=places.cut(self.live))
 
