@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -95,7 +93,7 @@ def _next_tokens(
     return own_shard_map.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
-def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Any]:
+def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Pytree]:
     """What lies `steps` further on along time; 0 after its end."""
     present = [x for x in arrays if x is not None]
     if not devices.are_many:

@@ -80,7 +80,7 @@ def _is_narrow_float(array: Array) -> bool:
 
 
 @functools.cache
-def _is_of(kind: Any, dtype: DType) -> bool:
+def _is_of(kind: type, dtype: DType) -> bool:
     """Whether a dtype is of a kind, looked up once: eagerly the question takes longer than a short op."""
     return bool(jnp.issubdtype(dtype, kind))
 
@@ -181,7 +181,7 @@ def is_staged(*arrays: Array) -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes) or isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
-def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:
+def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Pytree]:
     """A number as a constant of the program that is being traced, or in eager code as an array.
 
     The program of an eager call is then found again for another number.

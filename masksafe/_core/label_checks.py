@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Concatenate, NamedTuple, ParamSpec
+from typing import Concatenate, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 from masksafe._core import arguments, call_site, callback_errors, masks, precision, sharding, switches
 from masksafe._core.labels import class_index, is_class, nan_unless
-from masksafe._core.typing import Array, Axes, Index, Pytree, jitted
+from masksafe._core.typing import Array, Axes, Pytree, jitted
 
 # How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -149,7 +149,7 @@ def _unmasked(where: Array | None, shape: tuple[int, ...]) -> Array:
 class Range(NamedTuple):
     """The numbers that an argument may hold."""
 
-    contains: Callable[[Any], Any]
+    contains: Callable[[Pytree], Pytree]
     text: str  # such as "in [0, 1]"
 
 
@@ -244,7 +244,9 @@ class _Text(NamedTuple):
         axes = [axis for axis, size in enumerate(shape) if size == self.size]
         return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
-    def filled(self, index: object, bad: Any, checked: Any, value: object, part: Any, shard: Any = None) -> str:
+    def filled(
+        self, index: object, bad: object, checked: object, value: object, part: object, shard: object = None
+    ) -> str:
         of_part = "" if part is None else f" of micro-batch {part} of {self.parts}"
         if part is not None and self.axis is not None:
             of_part = f" of the batch, in micro-batch {part} of {self.parts}"
@@ -328,7 +330,7 @@ def _stage_check(text: _Text, arrays: _Arrays) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
     place, bad, checked, value, part, _ = _numbers(text, arrays)
-    indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
+    indices: dict[str, Pytree] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
     template = text.filled(f"({index})", "{bad}", "{checked}", "{value}", None if part is None else "{part}")

@@ -8,7 +8,7 @@ of the process.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax import lax
@@ -136,7 +136,7 @@ def choices() -> Choices:
 
 @contextlib.contextmanager
 def chosen(
-    *, attention: Mapping[str, Any] | None = None, linear: Mapping[str, Any] | None = None, **others: Pytree
+    *, attention: Mapping[str, int] | None = None, linear: Mapping[str, int] | None = None, **others: Pytree
 ) -> Iterator[None]:
     """Context with other choices, for measuring and testing. JAX traces again what it has traced with other ones."""
     now = choices()
@@ -178,7 +178,7 @@ def refused_when_lowered(text: str, x: Array) -> Array:
     return refused
 
 
-def _refuse(_: Any, *operands: Pytree, text: str) -> Pytree:
+def _refuse(_: Pytree, *operands: Pytree, text: str) -> Pytree:
     raise ValueError(text)
 
 

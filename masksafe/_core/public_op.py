@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import jax
 
@@ -45,7 +44,7 @@ def public_op(fn: Function) -> Function:
     scope = f"masksafe.{fn.__name__}"
 
     @functools.wraps(fn)
-    def named(*args: Pytree, **kwargs: Any) -> Pytree:
+    def named(*args: Pytree, **kwargs: Pytree) -> Pytree:
         try:
             with jax.named_scope(scope):
                 return fn(*args, **kwargs)

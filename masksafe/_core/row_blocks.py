@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,7 +109,7 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
         put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
-    def zeros(like: Any, shape: tuple[int, ...]) -> Array:
+    def zeros(like: Array, shape: tuple[int, ...]) -> Array:
         return as_bits(jnp.zeros(shape, like.dtype))
 
     shapes = jax.eval_shape(loop.fn, *args)

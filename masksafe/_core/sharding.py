@@ -6,7 +6,7 @@ which axes it varies. Over a named axis, of which `Devices` are the places: they
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ class Shardings:
         return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
 
     def apply(self, cotangents: Pytree) -> tuple[Pytree, ...]:
-        def resharded(cotangent: Pytree, sharding: Any) -> Pytree:
+        def resharded(cotangent: Pytree, sharding: NamedSharding) -> Pytree:
             own = None if cotangent is None else jax.typeof(cotangent).sharding
             if own is None or own.spec == sharding.spec:
                 return cotangent
@@ -105,11 +105,11 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     leaves, tree = jax.tree.flatten(args)
     zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
 
-    def moved(x: Any) -> Pytree:
+    def moved(x: Pytree) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return cast(tuple[Pytree, ...], jax.tree.unflatten(tree, map(moved, leaves)))
+    return jax.tree.unflatten(tree, map(moved, leaves))  # type: ignore[no-any-return]
 
 
 def vary_with(tree: Tree, others: Pytree) -> Tree:
@@ -161,7 +161,7 @@ def is_random_key(x: jax.Array) -> bool:
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: Any) -> Pytree:
+def as_axis_name(op: str, axis_name: object) -> Pytree:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None

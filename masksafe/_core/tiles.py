@@ -1,7 +1,7 @@
 """Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +49,13 @@ class Tiles(NamedTuple):
         """How many positions of the last tile belong to the tile before it."""
         return self.number * self.size - self.length
 
-    def map(self, of_tile: Callable[[Index], Pytree]) -> Pytree:
+    def map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
         """The results of `of_tile(i)` for all tiles, stacked."""
         if self.number == 1:
             return jax.tree.map(lambda x: x[None], of_tile(0))
         return lax.map(of_tile, jnp.arange(self.number, dtype=jnp.int32))
 
-    def join_map(self, of_tile: Callable[[Index], Pytree]) -> Pytree:
+    def join_map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
         """The results of `of_tile(i)` for all tiles, `[..., size, n]`, joined."""
         return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
 
@@ -101,7 +101,7 @@ def take(x: Array, axis: int, tile: Tile) -> Array:
     return part(x, {axis: (tile.start, tile.size)})
 
 
-Places = Mapping[int, tuple[Any, int]]  # for an axis where a part of it starts, and its size
+Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it starts, and its size
 
 
 def part(x: Array, places: Places) -> Array:
@@ -121,7 +121,7 @@ def add_to_part(x: Array, addend: Array, places: Places) -> Array:
     return with_part(x, part(x, places) + addend, places)
 
 
-def _bounds(x: Array, places: Places) -> tuple[list[Any], tuple[int, ...]]:
+def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
     found = [places.get(axis, (0, n)) for axis, n in enumerate(x.shape)]
     starts = [np.int32(start) if isinstance(start, int) else start.astype(jnp.int32) for start, _ in found]
     return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types

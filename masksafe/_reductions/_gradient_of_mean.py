@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ _Aux = TypeVar("_Aux")
 
 
 class _Options(TypedDict, total=False):
-    in_axes: Any
+    in_axes: Pytree
     microbatches: int
     axis_name: sharding.AxisName
 
@@ -50,7 +50,7 @@ def value_and_grad_of_mean(
 
 @overload
 def value_and_grad_of_mean(
-    fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Options]
+    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Options]
 ) -> Callable[_P, tuple[Pytree, Pytree]]: ...
 
 
@@ -59,7 +59,7 @@ def value_and_grad_of_mean(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    in_axes: Any = 0,
+    in_axes: Pytree = 0,
     microbatches: int = 1,
     axis_name: sharding.AxisName = None,
 ) -> Callable[..., tuple[Pytree, Pytree]]:
@@ -125,7 +125,7 @@ def value_and_grad_of_mean(
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
     @functools.wraps(fn)
-    def value_and_grad(*args: Pytree, **kwargs: Any) -> Pytree:
+    def value_and_grad(*args: Pytree, **kwargs: Pytree) -> Pytree:
         devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
@@ -170,7 +170,7 @@ def _check_floats(params: Pytree) -> None:
             raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
-def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Pytree]:
+def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Pytree]:
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
@@ -191,7 +191,7 @@ def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> t
     return mean, aux
 
 
-def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
+def _mistake(result: object, has_aux: bool) -> tuple[str, str, str]:
     """What was found, what was expected, and the way out, for a function that does not return what it should."""
     expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
     if isinstance(result, jax.Array):
@@ -205,7 +205,7 @@ def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
 # The axes that are cut.
 
 
-def _axes_to_cut(in_axes: Any, batch: Pytree, number: int, active: tuple[int, ...]) -> list[int | None]:
+def _axes_to_cut(in_axes: Pytree, batch: Pytree, number: int, active: tuple[int, ...]) -> list[int | None]:
     """The axis of each leaf of `batch`, or None. As with `jax.vmap`, that of keyword arguments is 0."""
     if isinstance(in_axes, tuple | list):
         if len(in_axes) != number:
@@ -220,7 +220,7 @@ def _axes_to_cut(in_axes: Any, batch: Pytree, number: int, active: tuple[int, ..
         raise TypeError(message(_OP, "in_axes", f"value {in_axes!r}", expected))
     axes: list[int | None] = []
 
-    def spread(axis: Any, subtree: Pytree) -> None:
+    def spread(axis: Pytree, subtree: Pytree) -> None:
         if axis is not None and not _is_axis(axis):
             raise TypeError(message(_OP, "in_axes", f"value {axis!r}", "an int or None"))
         axes.extend([axis] * len(jax.tree.leaves(subtree)))
@@ -235,7 +235,7 @@ def _axes_to_cut(in_axes: Any, batch: Pytree, number: int, active: tuple[int, ..
     return axes + [0] * len(jax.tree.leaves(batch["kwargs"]))
 
 
-def _is_axis(axis: Any) -> bool:
+def _is_axis(axis: object) -> bool:
     return isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
 
 
@@ -245,7 +245,7 @@ def _is_axis(axis: Any) -> bool:
 class _Parts(NamedTuple):
     number: int
     size: int | None  # of a part, along the axis that is cut; None if no array is cut
-    leaves: list[Any]  # of the arguments
+    leaves: list[Pytree]  # of the arguments
     cut: list[Array | None]  # the parts of each, along a new leading axis; None for what all parts share
     tree: Pytree
 
@@ -278,7 +278,7 @@ def _in_parts(batch: Pytree, axes: list[int | None], number: int) -> _Parts:
     return _Parts(number, size, [*leaves.values()], cut, tree)
 
 
-def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
+def _cut(name: str, x: Pytree, axis: int | None, number: int) -> Array | None:
     """The parts of an array along a new leading axis, or None for what all parts share."""
     if axis is None or not hasattr(x, "dtype"):
         return None
@@ -293,7 +293,7 @@ def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
     return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
-def _hint_of_keys(arrays: Iterable[Any]) -> str:
+def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
     """What to do about a key of `jax.random.PRNGKey`, if there is what may be one."""
     if not any(x.dtype == jnp.uint32 and x.shape in ((2,), (4,)) for x in arrays):
         return ""
@@ -355,7 +355,7 @@ def _summed_over_devices(devices: sharding.Devices, sums: _Sums, aux: Pytree) ->
     return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
 
 
-def _map_aux(of_mean: Callable[[Any], Any], of_other: Callable[[Any], Any], aux: Pytree) -> Pytree:
+def _map_aux(of_mean: Callable[[Pytree], Pytree], of_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
     """`aux` with its means and its other leaves replaced."""
     is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
     return jax.tree.map(lambda x: of_mean(x) if is_mean(x) else of_other(x), aux, is_leaf=is_mean)

@@ -7,7 +7,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from masksafe._core import masks, moments, scaling, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, DType, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
+
+_Sum: TypeAlias = Pytree  # of integers a _Long; else what was given: an array, or the spec of a shard_map
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -59,10 +61,10 @@ class MaskedMean:
       <https://github.com/huggingface/transformers/issues/34191>`_.
     """
 
-    _total: Any  # of integers a _Long; else what was given: an array, or the spec of a shard_map
-    _count: Any
+    _total: _Sum
+    _count: _Sum
 
-    def __init__(self, total: Any, count: Any):
+    def __init__(self, total: Pytree, count: Pytree):
         self.__dict__.update(_total=_as_sum(total), _count=_as_sum(count))
 
     @classmethod
@@ -127,7 +129,7 @@ class MaskedMean:
         return f"MaskedMean(total={self.total}, count={self.count})"
 
 
-def _of_sums(total: Any, count: Any) -> MaskedMean:
+def _of_sums(total: _Sum, count: _Sum) -> MaskedMean:
     mean = object.__new__(MaskedMean)
     mean.__dict__.update(_total=total, _count=count)
     return mean
@@ -155,15 +157,15 @@ class _Long(NamedTuple):
     as `jax.tree.map(jnp.sum, means)` does.
     """
 
-    low: Any
-    high: Any
+    low: Pytree
+    high: Pytree
 
 
 _BITS = 16
 _BASE = 2**_BITS
 
 
-def _as_sum(x: Any) -> Pytree:
+def _as_sum(x: _Sum) -> _Sum:
     """Integers and booleans as a `_Long`; anything else as it is."""
     if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
         x = np.asarray(x)
@@ -178,7 +180,7 @@ def _as_sum(x: Any) -> Pytree:
     return _Long(low.astype(dtype), high.astype(dtype))
 
 
-def _in_two(x: Any) -> _Long:
+def _in_two(x: _Sum) -> _Long:
     """Integers, with a low part from 0 to 2**16, and a high one that is negative for negative integers."""
     return _Long(x & (_BASE - 1), x >> _BITS)
 
@@ -199,7 +201,7 @@ def normal(mean: MaskedMean) -> MaskedMean:
     return _of_sums(_normal(mean._total), _normal(mean._count))
 
 
-def _normal(x: Any) -> Pytree:
+def _normal(x: _Sum) -> _Sum:
     if not isinstance(x, _Long):
         x = jnp.asarray(x)
         return x.astype(_summand_dtype(x.dtype))
@@ -210,7 +212,7 @@ def _normal(x: Any) -> Pytree:
     return _Long(low, high + carry)
 
 
-def _as_float(x: Any, dtype: DType) -> Array:
+def _as_float(x: _Sum, dtype: DType) -> Array:
     whole = x.low if isinstance(x, _Long) else x
     number: Array = jnp.asarray(whole).astype(dtype)
     return number + _BASE * _as_float(x.high, dtype) if isinstance(x, _Long) else number
@@ -226,7 +228,7 @@ def _added(a: tuple[Pytree, Pytree], b: tuple[Pytree, Pytree]) -> tuple[Pytree, 
     return tuple(map(_plus, a, b))
 
 
-def _plus(a: Any, b: Any) -> Pytree:
+def _plus(a: _Sum, b: _Sum) -> _Sum:
     a, b = _normal(a), _normal(b)
     if isinstance(a, _Long) and isinstance(b, _Long):
         return _Long(a.low + b.low, a.high + b.high)
@@ -234,12 +236,12 @@ def _plus(a: Any, b: Any) -> Pytree:
     return _as_float(a, dtype) + _as_float(b, dtype)
 
 
-def _float_dtype(x: Any) -> Pytree:
+def _float_dtype(x: _Sum) -> DType:
     """The dtype of the sum, as a float."""
     return float_dtype(jnp.result_type(x.low if isinstance(x, _Long) else x))
 
 
-def _as_one(x: Any) -> Pytree:
+def _as_one(x: _Sum) -> _Sum:
     """The sum as a number, or what stands for it in a tree of something else, such as shapes or specs."""
     if not isinstance(x, _Long):
         return x
@@ -260,7 +262,7 @@ def _number(x: _Long) -> Array:
 
 
 @jitted()
-def _value(total: Any, count: Any) -> Array:
+def _value(total: _Sum, count: _Sum) -> Array:
     dtype = _float_dtype(total)
     wide = wide_dtype(dtype)
     dividend, divisor = _as_float(total, wide), _as_float(count, jnp.finfo(wide).dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -125,7 +123,7 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
     return extremum(_reduce, False, segments, x, weighting.where)
 
 
-def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Any) -> Array:
+def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an element is."""
     scatter, of_devices = (lax.scatter_max, lax.pmax) if is_max else (lax.scatter_min, lax.pmin)
 

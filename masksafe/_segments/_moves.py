@@ -20,7 +20,7 @@ from jax import lax
 from masksafe._core import masks, platforms, scaling, sharding, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
-from masksafe._core.typing import Array, Index, Pytree
+from masksafe._core.typing import Array, Pytree
 
 
 @functools.partial(

@@ -24,7 +24,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike, DType, Pytree
+from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -44,7 +44,7 @@ def elementwise_loss(
     *,
     check: Check | None = None,
     ranges: Any = MappingProxyType({}),
-    **arguments: Any,
+    **arguments: Pytree,
 ) -> Array:
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where a label is bad.
 
@@ -59,8 +59,7 @@ def elementwise_loss(
         found.append(check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise))
     bad = functools.reduce(either, found, None)
     config = _Config(loss, tuple(arguments), shape, types)
-    result: Array = _evaluate(config, tuple(arguments.values()), mask, bad)
-    return result
+    return _evaluate(config, tuple(arguments.values()), mask, bad)
 
 
 class _Config(NamedTuple):
@@ -72,7 +71,7 @@ class _Config(NamedTuple):
     types: tuple[Pytree, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
@@ -90,7 +89,7 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
     return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
 
 
-def as_promoted(types: Sequence[Any], x: Array) -> Array:
+def as_promoted(types: Sequence[Pytree], x: Array) -> Array:
     """`x` in the type to which JAX promotes `types`: arrays, numbers or dtypes; weak if theirs is."""
     dtype = jnp.result_type(*types)
     if not _is_weak(types, dtype):
@@ -100,7 +99,7 @@ def as_promoted(types: Sequence[Any], x: Array) -> Array:
     return weak
 
 
-def _is_weak(types: Sequence[Any], dtype: DType) -> bool:
+def _is_weak(types: Sequence[Pytree], dtype: DType) -> bool:
     """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):

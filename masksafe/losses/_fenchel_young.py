@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -54,7 +53,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
 
     @public_op
     def fenchel_young_loss(
-        scores: ArrayLike, targets: ArrayLike, *args: Pytree, where: ArrayLike | None = None, **kwargs: Any
+        scores: ArrayLike, targets: ArrayLike, *args: Pytree, where: ArrayLike | None = None, **kwargs: Pytree
     ) -> Array:
         op = "fenchel_young_loss"
         scores, targets = arguments.as_real_array(op, "scores", scores), arguments.as_real_array(op, "targets", targets)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
 from masksafe._core.labels import class_index
 from masksafe._core.masks import selected
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree
 from masksafe.losses import _layout
 
 
@@ -17,7 +17,7 @@ class Labelled(NamedTuple):
     """Logits, and of each row the label or the distribution; or the cotangents of both."""
 
     logits: Array
-    labels: Any  # an array; None where it has no cotangent or is no longer needed
+    labels: Pytree  # an array; None where it has no cotangent or is no longer needed
     where: Array | None  # at the rank of the logits
 
     def rows(self, axes: Axes) -> tuple[Array, Array, Array | None]:

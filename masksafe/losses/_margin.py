@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_real_arr
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, DType, Pytree
+from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
 from masksafe.losses._elementwise import Check, elementwise_loss
 from masksafe.losses._labelled import at_label
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
@@ -293,10 +293,10 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
-    return cast(Array, _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows))
+    return _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _evaluate(
     losses_of: Callable[..., Array], dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import rule
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.tiles import even_size
-from masksafe._core.typing import Array, Index, Pytree, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 from masksafe.losses._rows._sources import matmul
 
 Reduction = Literal["logsumexp", "softplus"]
@@ -138,7 +138,7 @@ def in_blocks(
 
     Where JAX differentiates it, each of several blocks is computed again.
     """
-    of_block: Callable[[Any, Any], tuple[Pytree, Pytree]] = functools.partial(fn, columns)
+    of_block: Callable[[Pytree, Pytree], tuple[Pytree, Pytree]] = functools.partial(fn, columns)
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return of_block(carry, (rows, of_rows))
@@ -180,7 +180,7 @@ def _go_round(
     if not devices.are_many:
         return visit(y, *sums)
 
-    def step(carry: Pytree, _: Any) -> tuple[Pytree, None]:
+    def step(carry: Pytree, _: None) -> tuple[Pytree, None]:
         y, of_columns, of_rows = carry
         of_columns, of_rows = visit(y, of_columns, of_rows)
         return (*devices.from_before((y,)), devices.from_before(of_columns), of_rows), None

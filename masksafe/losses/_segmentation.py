@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, LossReduction, Pytree
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -248,7 +247,7 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
     return p, t
 
 
-def _float_dtype(targets: Array, otherwise: Any) -> Pytree:
+def _float_dtype(targets: Array, otherwise: DType) -> DType:
     """The dtype of the targets for promotion, the other one for integers and booleans."""
     return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
 
@@ -272,7 +271,7 @@ def _class_losses(
     return selected(label_checks.nan_where_bad(losses, bad), live_rows), live_rows
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _evaluate(
     axes: Axes, apply_softmax: bool, p: Array, t: Array, mask: Array | None, weights: _Weights
 ) -> tuple[Array, Array]:

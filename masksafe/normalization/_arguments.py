@@ -20,7 +20,7 @@ class Given(NamedTuple):
     bias: Array | None
     where: Array | None
     weights: Array | None
-    epsilon: Array | None  # None where the program knows it
+    epsilon: Pytree  # None where the program knows it
 
 
 class Inputs(NamedTuple):
@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Array | None = None  # None where the program knows it
+    epsilon: Pytree = None  # None where the program knows it
 
 
 def given(

@@ -26,7 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,9 @@ class LabelSums(NamedTuple):
     largest: Array  # m, finite
     total: Array  # s
     label: Array  # x at the label, 0 if the label is not among the classes
-    weight: Any = None  # the sum of w
-    weighted: Any = None  # the sum of w z
-    spread: Any = None  # the sum of exp(z) z
+    weight: Pytree = None  # the sum of w
+    weighted: Pytree = None  # the sum of w z
+    spread: Pytree = None  # the sum of exp(z) z
 
 
 class Slopes(NamedTuple):
@@ -86,7 +86,7 @@ class CrossEntropy(Formula):
 
     by_parts = True
     soft_cap: float | None = None
-    temperature: Any = 1.0  # a number, or an array while a function is traced
+    temperature: Pytree = 1.0  # a number, or an array while a function is traced
     of_label: bool = True
     as_log_prob: bool = False  # in place of the cross-entropy its negative, the logarithm of the probability
     of_all_classes: bool = False
@@ -156,7 +156,7 @@ class CrossEntropy(Formula):
         total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
         return total._replace(largest=largest)
 
-    def add_devices(self, axis_name: Any, sums: LabelSums) -> LabelSums:
+    def add_devices(self, axis_name: sharding.AxisName, sums: LabelSums) -> LabelSums:
         """The sums over the classes of all devices."""
         if axis_name is None:
             return sums
@@ -301,7 +301,7 @@ class TargetSums(NamedTuple):
     total: Array  # s
     weight: Array  # T
     product: Array  # the sum of t z
-    caught: Any = None  # the sum of t p, for PolyLoss
+    caught: Pytree = None  # the sum of t p, for PolyLoss
 
 
 def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:

@@ -10,7 +10,7 @@ first layers, as many as the formula says, have gradients.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from masksafe._core import own_shard_map, platforms, sharding, unfolded
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Pytree
+from masksafe._core.typing import Array, Pytree, jitted
 from masksafe.losses._rows import _blocks, _tiles
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
@@ -29,7 +29,7 @@ from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 Outputs = tuple[Array, ...]  # of a formula, for each token
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted(0)
 def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = None) -> Pytree:
     """The outputs of each token `[...]`, 0 where masked; with weights the sum over the tokens of `output * weight`.
 
@@ -55,8 +55,8 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = N
 
 def _dimensions(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
-    tokens: Any = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
-    classes: Any = PartitionSpec("classes" if options.formula.by_parts else None)
+    tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
+    classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
     of_weights = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
@@ -170,7 +170,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> P
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
-    def of_tokens(rows: tuple[list[Array], Any, Array | None]) -> Outputs:
+    def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Outputs:
         features, data, live = rows
         clean = functools.partial(selected, where=None if live is None else live[..., None])
         layers = [x._replace(features=clean(of_x)) for x, of_x in zip(flat.layers, features, strict=True)]

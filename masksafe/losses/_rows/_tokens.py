@@ -1,16 +1,14 @@
 """Tokens in blocks: unmasked ones are moved to the front, and only blocks that contain any are computed."""
 
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.tiles import divisor_near, even_size, part, with_part
-from masksafe._core.typing import Array, Index
+from masksafe._core.typing import Array, Index, Tree
 from masksafe._core.unfolded import unknown
-
-Tree = TypeVar("Tree")
 
 
 class TokenBlock(NamedTuple):
@@ -27,7 +25,7 @@ class TokenBlock(NamedTuple):
 
     def cut(self, tree: Tree) -> Tree:
         """The rows of arrays over places."""
-        return cast(Tree, jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree))
+        return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)  # type: ignore[no-any-return]
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
@@ -93,5 +91,5 @@ class Packed(NamedTuple):
 
 
 def _rows(tree: Tree, index: Array) -> Tree:
-    how: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
-    return cast(Tree, jax.tree.map(lambda x: x.at[index].get(**how), tree))
+    at_index = lambda x: x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
+    return jax.tree.map(at_index, tree)  # type: ignore[no-any-return]
