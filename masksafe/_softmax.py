@@ -14,6 +14,7 @@ from jax import lax
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.derivatives import computed_once, rule
+from masksafe._core.exponentials import Exponentials, largest_or_lowest
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
@@ -238,22 +239,11 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-def _largest(axes: Axes, x: Array) -> Array:
-    """The largest element, wide, and no less than the lowest finite number: -inf - -inf would be NaN."""
-    largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
-    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
-
-
 def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
-    unmasked = selected(x, where, -jnp.inf)
-    largest = _largest(axes, unmasked)
-    largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # so that the sum is infinite if x is, not NaN
-    total = jnp.sum(jnp.exp(widened(unmasked) - largest), axes, keepdims=True)
+    sums = Exponentials.of(selected(x, where, -jnp.inf), axes)
     if are_whole((x, where)):
-        largest, total = platforms.unfused_on_cpu((largest, total))
-    nothing = total == 0  # nothing left, or nothing but -inf: the derivative of the logarithm would be infinite
-    result = jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1, total)))
-    return result.astype(x.dtype), (x, where, largest, total)
+        sums = platforms.unfused_on_cpu(sums)
+    return sums.logarithm.astype(x.dtype), (x, where, *sums)
 
 
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Array) -> tuple[Array, None]:
@@ -268,7 +258,7 @@ _logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
-    exps = jnp.exp(widened(unmasked) - _largest(axes, unmasked))
+    exps = jnp.exp(widened(unmasked) - largest_or_lowest(unmasked, axes))
     probs = selected(exps / jnp.sum(exps, axes, keepdims=True), where).astype(x.dtype)
     return probs, (probs, where)
 
@@ -285,7 +275,7 @@ _softmax = rule(_softmax_forward, _softmax_reverse)
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
-    z = widened(unmasked) - _largest(axes, unmasked)
+    z = widened(unmasked) - largest_or_lowest(unmasked, axes)
     log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
     log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
     return log_probs, (log_probs, where)

@@ -62,22 +62,26 @@ def rule(
 
 
 def rule_of_kernels(
-    plain: Callable[_Args, _Result],
-    forward: Callable[..., tuple[_Result, Pytree]],
+    forward: Callable[_Args, tuple[_Result, Pytree]],
     reverse: Callable[..., _Cotangents],
     in_reverse: Callable[..., tuple[Pytree, ...]],
     value: Callable[..., _Result] | None = None,
+    plain: Callable[..., _Result] | None = None,
 ) -> Callable[_Args, _Result]:
-    """An op with a hand-written reverse rule, whose passes JAX cannot differentiate: `plain` has their derivatives.
+    """An op with a hand-written reverse rule, whose passes JAX need not be able to differentiate.
+
+    Their derivatives, and all of forward mode, are those of `plain`, by default the output of `forward`; `value` takes
+    the place of `forward` where nothing is differentiated.
 
     All take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the residuals and
     the cotangent of the output. The former returns the arguments for the reverse pass, in which what the user has
     replaced after the op may be masked as well.
     """
-    op: Callable[..., _Result] = plain
+    run: Callable[..., tuple[_Result, Pytree]] = forward
+    op: Callable[..., _Result] = plain or (lambda *args: run(*args)[0])
 
     def plain_forward(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
-        residuals = jax.eval_shape(functools.partial(forward, config), *args)[1]
+        residuals = jax.eval_shape(functools.partial(run, config), *args)[1]
         return op(config, *args), zeros_of_types(residuals, args)
 
     def plain_reverse(config: Pytree, args: Pytree, residuals: Pytree, d_output: Pytree) -> _Cotangents:
@@ -93,7 +97,7 @@ def rule_of_kernels(
         found = jax.vjp(of_wanted, *(leaves[i] for i in wanted))[1](d_output)
         return jax.tree.unflatten(jax.tree.structure(results), found)  # type: ignore[no-any-return]
 
-    evaluate, pull_back = with_derivatives_of(plain_forward)(forward), with_derivatives_of(plain_reverse)(reverse)
+    evaluate, pull_back = with_derivatives_of(plain_forward)(run), with_derivatives_of(plain_reverse)(reverse)
 
     def forward_with_args(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
         output, residuals = evaluate(config, *args)
@@ -104,7 +108,7 @@ def rule_of_kernels(
         return pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output)
 
     only_value = value or (lambda *args: evaluate(*args)[0])
-    return rule(forward_with_args, reverse_with_args, only_value, plain)  # type: ignore[arg-type]
+    return rule(forward_with_args, reverse_with_args, only_value, op)  # type: ignore[arg-type]
 
 
 def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:

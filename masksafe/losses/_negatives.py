@@ -26,7 +26,7 @@ from jax import lax
 
 from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import rule
-from masksafe._core.moments import nonzero_divisor
+from masksafe._core.exponentials import Exponentials
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Pytree, Tree
 from masksafe.losses._rows._sources import matmul
@@ -79,39 +79,17 @@ def _logits(scaling: Scaling, rows: Side, columns: Side) -> tuple[Array, Array]:
     return jnp.where(negative, z, -jnp.inf), negative
 
 
-class _Exponentials(NamedTuple):
-    """A sum of exponentials that may grow: of their differences from the largest logit, and that."""
-
-    largest: Array
-    total: Array
-
-    def plus(self, z: Array, axis: int) -> _Exponentials:
-        largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis, initial=-jnp.inf)))
-        # Of an infinite logit the sum is infinite: the difference of infinities would be NaN.
-        shift = jnp.minimum(_finite(largest), float(jnp.finfo(largest.dtype).max))
-        total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
-        return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
-
-    @property
-    def logarithm(self) -> Array:
-        return jnp.where(self.total == 0, -jnp.inf, _finite(self.largest) + jnp.log(nonzero_divisor(self.total)))
-
-
-def _finite(largest: Array) -> Array:
-    """A shift for exponentials, of nothing too: the difference of infinities would be NaN."""
-    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
-
-
 def _d_logits(config: OfNegatives, z: Array, negative: Array, rows: Pytree, columns: Pytree) -> Array:
     """The cotangents of a block's logits, from the sums and their cotangents."""
     sums, d_sums = rows
     if config.reduction == "softplus":
         return jnp.where(negative, jax.nn.sigmoid(z) * d_sums[:, None], 0)
-    d_z = jnp.exp(z - _finite(sums)[:, None]) * d_sums[:, None]
-    if config.of_columns:
-        sums, d_sums = columns
-        d_z += jnp.exp(z - _finite(sums)[None]) * d_sums[None]
-    return jnp.where(negative, d_z, 0)
+
+    def of(sums: Array, d_sums: Array) -> Array:  # the sum of nothing is -inf: the difference would be NaN
+        return jnp.exp(z - jnp.maximum(sums, float(jnp.finfo(sums.dtype).min))) * d_sums
+
+    d_z = of(sums[:, None], d_sums[:, None])
+    return jnp.where(negative, d_z + of(*(x[None] for x in columns)) if config.of_columns else d_z, 0)
 
 
 def _product(d_z: Array, vectors: Array, axis: int) -> Array:
@@ -191,25 +169,26 @@ def _go_round(
 
 
 def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: Side) -> PairSums:
-    nothing = [jnp.zeros_like(side.keys, precision.wide_dtype(x.vectors.dtype)) for side in (y, x)]
-    start: Pytree = nothing
+    wide = precision.wide_dtype(x.vectors.dtype)
+    nothing: Pytree = [jnp.zeros_like(keys, wide) for keys in (y.keys[None], x.keys[:, None])]
     if config.reduction == "logsumexp":
-        start = [_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing]
-    of_columns, of_rows = sharding.vary_with(start, (scaling, x, y))
+        nothing = [Exponentials(jnp.full_like(n, jnp.finfo(wide).min), n) for n in nothing]
+    of_columns, of_rows = sharding.vary_with(nothing, (scaling, x, y))
     y = sharding.vary_with(y, (x, y)) if config.devices.are_many else y
 
     def block(y: Side, columns: Pytree, part: tuple[Side, Pytree]) -> tuple[Pytree, Pytree]:
         rows, of_rows = part
         z, _ = _logits(scaling, rows, y)
         if config.reduction == "softplus":
-            return None, of_rows + jnp.sum(jax.nn.softplus(z), 1)
-        return columns.plus(z, 0) if config.of_columns else None, of_rows.plus(z, 1)
+            return None, of_rows + jnp.sum(jax.nn.softplus(z), 1, keepdims=True)
+        of_columns = columns.plus(Exponentials.of(z, 0)) if config.of_columns else None
+        return of_columns, of_rows.plus(Exponentials.of(z, 1))
 
     visit = functools.partial(in_blocks, size, block, x)
     of_columns, of_rows = _go_round(config.devices, visit, y, (of_columns if config.of_columns else None, of_rows))
     if config.reduction == "softplus":
-        return PairSums(of_rows, None)
-    return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
+        return PairSums(of_rows[:, 0], None)
+    return PairSums(of_rows.logarithm[:, 0], of_columns.logarithm[0] if config.of_columns else None)
 
 
 def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Pytree]:

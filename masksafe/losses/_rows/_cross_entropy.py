@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding, unfolded
+from masksafe._core.exponentials import finite_largest, over
 from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
@@ -40,7 +41,7 @@ from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array, Pytree
 from masksafe.losses._labelled import at_label
-from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_if_bad
+from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
@@ -107,7 +108,7 @@ class CrossEntropy(Formula):
 
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
-            return x if self.temperature == 1 else x * (1 / self.temperature)
+            return over(x, self.temperature)
         divided: Array = x / self.temperature.astype(x.dtype)
         return divided
 
@@ -120,7 +121,7 @@ class CrossEntropy(Formula):
     def sums(self, part: LogitPart) -> LabelSums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
-        largest = largest_logit(x)
+        largest = finite_largest(x)
         # Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
@@ -305,7 +306,7 @@ class TargetSums(NamedTuple):
 
 
 def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:
-    largest = largest_logit(selected(x, where, -jnp.inf))
+    largest = finite_largest(selected(x, where, -jnp.inf))
     z, t = _relative(x, t, where, largest)
     exps = jnp.exp(z)
     total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)

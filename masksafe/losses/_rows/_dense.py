@@ -17,9 +17,7 @@ from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
-    LabelSums,
     LogitPart,
-    TargetSums,
     is_sound,
     target_loss,
     target_slopes,
@@ -48,7 +46,13 @@ class OfLabels(NamedTuple):
         )
 
 
-Kept = tuple[LabelSums, Array | None]  # with which rows have a class left; None: all
+class OfTargets(NamedTuple):
+    """Where the classes of rows with targets are."""
+
+    axes: Axes
+
+
+Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
 
 
 def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Kept]:
@@ -75,10 +79,6 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
 
 
-def _plain_label_outputs(config: OfLabels, inputs: Labelled, temperature: Array | None) -> Outputs:
-    return _label_forward(config._replace(looks_up=False), inputs, temperature)[0]
-
-
 def _label_reverse(
     config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, None]:
@@ -93,68 +93,50 @@ def _label_reverse(
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
-def _labels_in_reverse(
-    config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
+def _in_reverse(
+    config: OfLabels | OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
-    inputs, temperature = args
-    return _without_replaced(config.axes, inputs, kept[0], d_outputs), temperature
-
-
-def _without_replaced(axes: Axes, inputs: Labelled, sums: Pytree, d_outputs: Outputs) -> Labelled:
     """Without rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
-    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(sums).squeeze(-1))
-    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes)))
+    inputs, other = args
+    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, config.axes))), other
 
 
 # Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
-label_outputs = rule_of_kernels(_plain_label_outputs, _label_forward, _label_reverse, _labels_in_reverse)
+label_outputs = rule_of_kernels(
+    _label_forward,
+    _label_reverse,
+    _in_reverse,
+    plain=lambda config, *args: _label_forward(config._replace(looks_up=False), *args)[0],
+)
 
 
 # The loss of targets.
 
 
-class OfTargets(NamedTuple):
-    """Where the classes of rows with targets are."""
-
-    axes: Axes
-
-
-def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Array, TargetSums]:
+def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Outputs, Kept]:
     x, t, where = inputs.rows(config.axes)
     epsilon = None if epsilon is None else epsilon[..., None]
-    sums = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon)
-    live = _live_rows(x, where)
+    sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
     sums = sums._replace(total=selected(sums.total, live, 1))
-    return selected(target_loss(sums, epsilon), live).squeeze(-1), sums
-
-
-def _plain_target_loss(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Array:
-    return _target_forward(config, inputs, epsilon)[0]
+    return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
 
 
 def _target_reverse(
-    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
+    config: OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
-    (inputs, epsilon), axes = args, config.axes
-    x, t, where = inputs.rows(axes)
+    (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
+    x, t, where = inputs.rows(config.axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
     slopes, costs = target_slopes(x, t, where, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
-    d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
-    d_labels = from_rows(axes, inputs.labels, selected(d_t, where))
-    d_epsilon = None
+    d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
+    d_labels, d_epsilon = from_rows(config.axes, inputs.labels, selected(d_t, where)), None
     if epsilon is not None:
-        d_epsilon = selected((sums.weight - sums.caught) * d, _live_rows(x, where)).squeeze(-1)
+        d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
     return Labelled(d_logits, d_labels, None), d_epsilon
 
 
-def _targets_in_reverse(
-    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
-) -> tuple[Labelled, Array | None]:
-    inputs, epsilon = args
-    return _without_replaced(config.axes, inputs, sums, (d_loss,)), epsilon
-
-
 # The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
-target_loss_of_rows = rule_of_kernels(_plain_target_loss, _target_forward, _target_reverse, _targets_in_reverse)
+target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse)

@@ -8,9 +8,8 @@ import abc
 from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
-from masksafe._core import precision, sharding
+from masksafe._core import sharding
 from masksafe._core.typing import Array, Pytree
 
 
@@ -79,10 +78,3 @@ class Formula(abc.ABC):
 def nan_if_bad(d_output: Array, valid: Array) -> Array:
     """The cotangent of an output that is NaN where not valid; one of 0 stays, since the user has replaced the NaN."""
     return jnp.where(valid | (d_output == 0), d_output, jnp.nan)
-
-
-def largest_logit(x: Array) -> Array:
-    """The largest `x` of each row `[..., 1]`, wide and finite, so that differences from it exist; or NaN."""
-    largest = precision.widened(jnp.max(lax.stop_gradient(x), -1, keepdims=True, initial=-jnp.inf))
-    most = float(jnp.finfo(largest.dtype).max)
-    return jnp.clip(largest, -most, most)

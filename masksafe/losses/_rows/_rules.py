@@ -283,5 +283,5 @@ def _times(d_total: Array, x: Array) -> Array:
 
 
 _outputs_or_sum = rule_of_kernels(
-    _plain, _forward, _reverse, _in_reverse, lambda *args: _forward(*args, with_gradients=False)[0]
+    _forward, _reverse, _in_reverse, lambda *args: _forward(*args, with_gradients=False)[0], _plain
 )
