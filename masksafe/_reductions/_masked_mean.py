@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core import masks, moments, scaling, sharding, unfolded
+from masksafe._core import masks, moments, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
 from masksafe._core.typing import Array, ArrayLike, Axis, DType, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
@@ -266,7 +266,7 @@ def _value(total: _Sum, count: _Sum) -> Array:
     dtype = _float_dtype(total)
     wide = wide_dtype(dtype)
     dividend, divisor = _as_float(total, wide), _as_float(count, jnp.finfo(wide).dtype)
-    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, moments.nonzero_divisor(divisor))).astype(dtype)
+    return jnp.where(divisor == 0, 0, dividend / moments.nonzero_divisor(divisor)).astype(dtype)
 
 
 @jitted(0)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, platforms, scaling, sharding, unfolded
+from masksafe._core import masks, platforms, sharding, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
 from masksafe._core.typing import Array, Pytree
@@ -122,8 +122,7 @@ class Segments:
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
     """The weighted sum over the sum of the weights; 0 of nothing."""
-    divide = jnp.divide if weighting.weights is None else scaling.quotient
-    quotient = divide(total, nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype))
+    quotient = total / nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype)
     # Of no weight: with a gradient of 0 by the weights.
     return quotient if weighting.weights is None else jnp.where(weight == 0, 0, quotient)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, label_checks, moments, precision, scaling, sharding, unfolded
+from masksafe._core import arguments, label_checks, moments, precision, sharding, unfolded
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, both, selected
 from masksafe._core.public_op import public_op
@@ -181,8 +181,7 @@ def linear_softmax_cross_entropy(
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         total = _total_weight(dtype, labels, where, of_labels)
-        divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative
-        results = tuple(divide(result, total) for result in results)
+        results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = unfolded.any_of(bad_rows)
     cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)

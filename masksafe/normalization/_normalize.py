@@ -85,9 +85,10 @@ def _live(inputs: Inputs, of_rows: Moments) -> Array | None:
 
 
 def _evaluate(norm: Norm, inputs: Inputs, of_rows: Moments | None) -> Array:
-    if norm.rows.are_one_kernel(inputs.x, inputs.where):
-        return normalized(norm, inputs, of_rows)[0]
-    return _forward(norm, inputs, of_rows)[0]
+    compute = functools.partial(normalized, norm)
+    if not norm.rows.are_one_kernel(inputs.x, inputs.where):
+        compute = functools.partial(row_blocks.map_row_blocks, compute, leading=norm.rows.leading(inputs.x.ndim))
+    return compute(inputs, of_rows)[0]
 
 
 def _forward(norm: Norm, inputs: Inputs, of_rows: Moments | None) -> tuple[Array, tuple[Inputs, Moments]]:
