@@ -43,7 +43,7 @@ class Exponentials(NamedTuple):
 
     @property
     def logarithm(self) -> Array:
-        """That of the sum at temperature 1; -inf of nothing, with a derivative of 0."""
+        """The logarithm of the sum at temperature 1; -inf of nothing, with a derivative of 0."""
         is_nothing = self.total == 0
         return jnp.where(is_nothing, -jnp.inf, self.largest + jnp.log(jnp.where(is_nothing, 1, self.total)))
 

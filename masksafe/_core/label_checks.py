@@ -230,7 +230,7 @@ def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterato
 
 
 class _Text(NamedTuple):
-    """What an error says of a finding but for the numbers. It is static."""
+    """The text of an error but for its numbers, which are known when the program runs."""
 
     op: str
     what: str
@@ -254,8 +254,8 @@ class _Text(NamedTuple):
         return f"{self.op}: {bad} of {checked} {self.what}; first at {place}: {value} (called {self.call})"
 
 
-class _Arrays(NamedTuple):
-    """Those of a finding."""
+class _Found(NamedTuple):
+    """The arrays of a finding."""
 
     bad: Array
     checked: Array
@@ -264,7 +264,7 @@ class _Arrays(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """Those of an error, in the order of `_Text.filled`."""
+    """The numbers of an error, in the order of `_Text.filled`."""
 
     place: Array  # the index of the first bad label, [rank]
     bad: Array  # how many
@@ -283,7 +283,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     for what, bad, checked, values, axes in findings:
         bad_rows.append(jnp.any(bad, axes))
         text = _Text(op, what, call, *((here.number, here.size) if here else ()))
-        arrays = lax.stop_gradient(_Arrays(bad, checked, values, here and here.index))
+        arrays = lax.stop_gradient(_Found(bad, checked, values, here and here.index))
         if mode == "checkify":
             _stage_check(text, arrays)
         elif isinstance(arrays.bad, jax.core.Tracer):
@@ -297,7 +297,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     return has_failed if isinstance(has_failed, jax.core.Tracer) else None
 
 
-def _raise_now(text: _Text, arrays: _Arrays) -> None:
+def _raise_now(text: _Text, arrays: _Found) -> None:
     """Raises the error in eager code."""
     arrays = arrays._replace(part=None)  # labels that are known while a micro-batch is traced are those of all
     with jax.debug_nans(False):  # the bad value may be a NaN
@@ -305,7 +305,7 @@ def _raise_now(text: _Text, arrays: _Arrays) -> None:
             raise ValueError(_fill_in(text, _numbers(text, arrays)))
 
 
-def _numbers(text: _Text, arrays: _Arrays) -> _Numbers:
+def _numbers(text: _Text, arrays: _Found) -> _Numbers:
     """The counts, and the value and the index of the first bad label."""
     bad, checked, values, part = arrays
     first, is_first = masks.first_of(bad)
@@ -326,7 +326,7 @@ def _fill_in(text: _Text, numbers: _Numbers) -> str:
 # Mode "checkify".
 
 
-def _stage_check(text: _Text, arrays: _Arrays) -> None:
+def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
     place, bad, checked, value, part, _ = _numbers(text, arrays)
@@ -373,7 +373,7 @@ def _mesh_is_set() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _staged_failure(text: _Text) -> Callable[..., Array]:
-    """The function that makes a compiled program fail with the text; it takes `_Arrays`.
+    """The function that makes a compiled program fail with the text; it takes `_Found`.
 
     It is cached by text, since JAX would compile every new function again. Under `vmap` it stays a single check, with
     the axis of the `vmap` at the front of the index.
@@ -381,7 +381,7 @@ def _staged_failure(text: _Text) -> Callable[..., Array]:
 
     @jax.custom_batching.custom_vmap
     def stage(bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
-        return _fail_if_bad(text, _Arrays(bad, checked, values, part))
+        return _fail_if_bad(text, _Found(bad, checked, values, part))
 
     @stage.def_vmap
     def _(size: int, batched: Sequence[bool], *args: Pytree) -> tuple[Array, bool]:
@@ -389,14 +389,14 @@ def _staged_failure(text: _Text) -> Callable[..., Array]:
         alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched[:3], strict=True)]
         if isinstance(alike[0], jax.core.Tracer):
             return stage(*alike, part), False
-        _raise_now(text, _Arrays._make([*alike, part]))
+        _raise_now(text, _Found._make([*alike, part]))
         return jnp.zeros((), bool), False
 
     return stage
 
 
 @jitted(0)
-def _fail_if_bad(text: _Text, arrays: _Arrays) -> Array:
+def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
     """Makes the compiled program fail with the text if a label is bad; the result exists so that it can be awaited.
 
     A `jax.debug.callback` that raises makes the program fail in jit, grad, scan and remat, on every platform; a
@@ -411,7 +411,7 @@ def _fail_if_bad(text: _Text, arrays: _Arrays) -> Array:
 
     text = text.for_shape(arrays.bad.shape)
 
-    def fail(arrays: _Arrays) -> Array:
+    def fail(arrays: _Found) -> Array:
         numbers = _numbers(text, arrays)
         if manual_axes:
             numbers = _gather_shards(numbers, manual_axes)

@@ -53,6 +53,12 @@ def as_mask_of(op: str, where: object, shape: Sequence[int], of: str = "x") -> A
     return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
 
 
+def as_whole_mask_of(op: str, where: object, shape: tuple[int, ...], of: str) -> Array | None:
+    """The argument `where` of an op, expanded to `shape`, the shape of `of`; or None."""
+    where = as_mask_of(op, where, shape, of)
+    return None if where is None else jnp.broadcast_to(where, shape)
+
+
 def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str = "x") -> Array | None:
     """The argument `weights` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None."""
     if weights is None:

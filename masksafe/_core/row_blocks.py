@@ -51,7 +51,9 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
     rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
-    split = None if _splits_a_row(args, leading) else own_shard_map.split_of(args, names)
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
+    splits_a_row = any(axis is not None for spec in specs for axis in spec[leading:])
+    split = None if splits_a_row else own_shard_map.split_of(args, names)
     if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
         return fn(*args)
     axes = split.axes(*of_rows)
@@ -67,10 +69,6 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
     if has_totals:
         of_results = of_results[0], jax.tree.map(lambda _: PartitionSpec(), of_results[1])
     return split.map(on_device, args, names, of_results)
-
-
-def _splits_a_row(args: Pytree, leading: int) -> bool:
-    return any(axis is not None for x in jax.tree.leaves(args) for axis in jax.typeof(x).sharding.spec[leading:])
 
 
 def leading_axes(axes: Axes) -> int:
@@ -102,7 +100,8 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     whole, rest = divmod(count, loop.block)
 
     def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
-        parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
+        rows = [f if f.shape[0] == 1 else tiles.part(f, {0: (start, size)}) for f in flat]
+        parts = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
         results = loop.fn(*jax.tree.unflatten(tree, parts))
         mapped, added = results if loop.has_totals else (results, ())
         # Written where it belongs: to join the remainder with the rest would copy all results.
@@ -130,10 +129,6 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
     if math.prod(a.shape[: len(leading)]) == 1:
         return a.reshape(1, *row)
     return jnp.broadcast_to(a, (*leading, *row)).reshape(-1, *row)
-
-
-def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
-    return a if a.shape[0] == 1 else tiles.part(a, {0: (start, size)})
 
 
 # XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is

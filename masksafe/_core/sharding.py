@@ -115,8 +115,8 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
 def vary_with(tree: Tree, others: Pytree) -> Tree:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
-    if _are_on_no_mesh(arrays):
-        return tree
+    if jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+        return tree  # types say nothing of devices
     zero = varying_zero(arrays)
 
     def moved(x: jax.Array) -> jax.Array:
@@ -145,11 +145,6 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
     """
     plain = [jax.random.key_data(x) if is_random_key(x) else x for x in arrays]
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros((), jnp.float32))
-
-
-def _are_on_no_mesh(arrays: list[jax.Array]) -> bool:
-    """Whether the types of the arrays can say nothing of devices."""
-    return jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays)
 
 
 def is_random_key(x: jax.Array) -> bool:

@@ -15,7 +15,7 @@ from masksafe._core.typing import Array, Axis
 
 
 class Reduction(NamedTuple):
-    """What is reduced. It is static, and not yet checked but for what could not be hashed."""
+    """The static arguments of a reduction, not yet checked but for what could not be hashed."""
 
     op: str
     axis: Axis | None

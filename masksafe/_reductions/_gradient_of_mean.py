@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
 
 
-class _Options(TypedDict, total=False):
+class _Keywords(TypedDict, total=False):
     in_axes: Pytree
     microbatches: int
     axis_name: sharding.AxisName
@@ -34,7 +34,7 @@ def value_and_grad_of_mean(
     fn: Callable[_P, MaskedMean],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_Keywords],
 ) -> Callable[_P, tuple[Array, Pytree]]: ...
 
 
@@ -44,13 +44,13 @@ def value_and_grad_of_mean(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
-    **options: Unpack[_Options],
+    **options: Unpack[_Keywords],
 ) -> Callable[_P, tuple[tuple[Array, _Aux], Pytree]]: ...
 
 
 @overload
 def value_and_grad_of_mean(
-    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Options]
+    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Keywords]
 ) -> Callable[_P, tuple[Pytree, Pytree]]: ...
 
 
@@ -141,7 +141,8 @@ def value_and_grad_of_mean(
         parts = _in_parts(batch, axes, int(microbatches))
         sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
         if devices.are_many:
-            sums, aux = _summed_over_devices(devices, sums, aux)
+            over_devices = lambda tree: lax.psum(tree, devices.axis_name)  # noqa: E731
+            sums, aux = over_devices(sums), _map_aux(over_devices, lambda x: x, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -303,8 +304,8 @@ def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
 # The sums.
 
 
-class _Sums(NamedTuple):
-    """Over parts and devices."""
+class _SumsOfMean(NamedTuple):
+    """The sums over parts and devices."""
 
     mean: MaskedMean
     d_total: Pytree
@@ -321,24 +322,24 @@ class _Sums(NamedTuple):
         return jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
 
 
-def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts) -> tuple[_Sums, Pytree]:
+def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts) -> tuple[_SumsOfMean, Pytree]:
     """The sums, and aux: along a new leading axis, but means in it added up."""
 
-    def of_part(cut: list[Array | None]) -> tuple[_Sums, Pytree]:
+    def of_part(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
         sums, aux = of_part(parts.cut)
         return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
 
-    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_Sums, Pytree]:
+    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
             return of_part(cut)
 
-    def step(sums: _Sums, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_Sums, Pytree]:
+    def step(sums: _SumsOfMean, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
         added, aux = of_numbered_part(*numbered_part)
         gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
-        return _Sums(sums.mean + added.mean, *gradients), aux
+        return _SumsOfMean(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
     shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
@@ -347,21 +348,13 @@ def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts)
     return sums, _map_aux(added_up, lambda x: x, aux)
 
 
-def _summed_over_devices(devices: sharding.Devices, sums: _Sums, aux: Pytree) -> tuple[_Sums, Pytree]:
-    """The sums, and aux with the means in it, of all devices."""
-    leaves, tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, MaskedMean))
-    means = {i: x for i, x in enumerate(leaves) if isinstance(x, MaskedMean)}
-    sums, means = lax.psum((sums, means), devices.axis_name)
-    return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
-
-
 def _map_aux(of_mean: Callable[[Pytree], Pytree], of_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
     """`aux` with its means and its other leaves replaced."""
     is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
     return jax.tree.map(lambda x: of_mean(x) if is_mean(x) else of_other(x), aux, is_leaf=is_mean)
 
 
-def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_Sums, Pytree]:
+def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
     is_dependent: list[bool] = []
 
     def total_and_count(params: Pytree) -> Pytree:
@@ -378,7 +371,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) 
     if is_dependent:
         (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
     wide = functools.partial(jax.tree.map, precision.widened)
-    return _Sums(mean, wide(d_total), wide(d_count)), aux
+    return _SumsOfMean(mean, wide(d_total), wide(d_count)), aux
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:

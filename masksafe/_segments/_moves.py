@@ -101,7 +101,7 @@ class Segments:
         )
 
     def spread(self, values: Array) -> Array:
-        """Of each row the value of its segment; that of some other one, but as a constant, for an id out of range."""
+        """Each row gets the value of its segment; one out of range that of some other, but as a constant."""
         return _spread(self, values)
 
     def spread_once(self, values: Array) -> Array:

@@ -142,21 +142,21 @@ def segment_standardize(
 
 
 class _Mean(NamedTuple):
-    """Of each segment, in two parts: one of its elements, and the mean of the deviations from it."""
+    """The mean of each segment in two parts: one of its elements, and the mean of the deviations from it."""
 
     centre: Array
     remainder: Array
 
 
-class _Moments(NamedTuple):
-    """Of each segment."""
+class _SegmentMoments(NamedTuple):
+    """The moments of each segment."""
 
     mean: _Mean
     variance: Array
     weight: Array
 
 
-def _moments(segments: Segments, x: Array, weighting: Weighting) -> _Moments:
+def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
     centre = lax.stop_gradient(_unmasked_element(segments, x, weighting.where))
     weight = segments.weight(x, weighting)
     mean_of = lambda d: average(segments.weighted_sum(d, weighting), weight, weighting)  # noqa: E731
@@ -168,7 +168,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> _Moments:
     # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
-    return _Moments(platforms.unfused(mean), variance, weight)
+    return _SegmentMoments(platforms.unfused(mean), variance, weight)
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:

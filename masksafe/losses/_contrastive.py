@@ -160,9 +160,7 @@ def _read(op: str, x: object, y: object, scale: Array, bias: Array | None, where
     ids = None if ids is None else _as_ids(op, ids)
     if ids is not None and ids.shape != x.shape[:1]:
         raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
-    where = masks.as_mask_of(op, where, x.shape[:1], "the rows of x")
-    where = None if where is None else jnp.broadcast_to(where, x.shape[:1])
-    return _Batch(x, y, scale, bias, where, ids)
+    return _Batch(x, y, scale, bias, masks.as_whole_mask_of(op, where, x.shape[:1], "the rows of x"), ids)
 
 
 def _as_scalar(op: str, argument: str, value: object) -> Array:
@@ -225,7 +223,7 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) ->
 
 
 def _in_one_dtype(batch: _Batch) -> _Batch:
-    """Both sides in one dtype, and the numbers in that of sums."""
+    """Converts both sides to one dtype, and the numbers to that of sums."""
     x, y, scale, bias, *others = batch
     wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
     x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))

@@ -58,11 +58,11 @@ def elementwise_loss(
     if check is not None:
         found.append(check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise))
     bad = functools.reduce(either, found, None)
-    config = _Config(loss, tuple(arguments), shape, types)
+    config = _Elementwise(loss, tuple(arguments), shape, types)
     return _evaluate(config, tuple(arguments.values()), mask, bad)
 
 
-class _Config(NamedTuple):
+class _Elementwise(NamedTuple):
     """The static arguments."""
 
     loss: Callable[..., Array]
@@ -72,7 +72,7 @@ class _Config(NamedTuple):
 
 
 @jitted(0)
-def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
+def _evaluate(config: _Elementwise, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
     named = dict(zip(config.names, arguments, strict=True))

@@ -312,7 +312,7 @@ def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Arra
     return _evaluate_rows(0, scores, labels, mask).loss
 
 
-class _Rows(NamedTuple):
+class _RowLosses(NamedTuple):
     """The hinge or perceptron loss of each row, and what its derivative needs; every array is `[..., 1]`."""
 
     loss: Array
@@ -321,12 +321,12 @@ class _Rows(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _RowLosses:
     return row_blocks.map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)
 
 
 @_evaluate_rows.defjvp
-def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> tuple[_Rows, _Rows]:
+def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> tuple[_RowLosses, _RowLosses]:
     scores, labels, mask = primals
     rows = _evaluate_rows(margin, scores, labels, mask)
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
@@ -335,14 +335,14 @@ def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) ->
     slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
     d_loss = _sum(slope * wide_selected(tangents[0], mask))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
-    return rows, _Rows(d_loss, *zeros)
+    return rows, _RowLosses(d_loss, *zeros)
 
 
-def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _RowLosses:
     x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
     margins = _with_margin(margin, x, is_label, mask)
     largest = jnp.max(margins, -1, keepdims=True)
-    return _Rows(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
+    return _RowLosses(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
 
 
 def _with_margin(margin: int, x: Array, is_label: Array, mask: Array | None) -> Array:

@@ -57,7 +57,7 @@ class Scaling(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """Of each row, and of each column."""
+    """The reductions of each row, and of each column."""
 
     rows: Array
     columns: Array | None

@@ -157,8 +157,8 @@ def _read(op: str, router_probs: object, expert_indices: object, where: object) 
     return probs, indices, where
 
 
-class _Sums(NamedTuple):
-    """Over the unmasked tokens."""
+class _TokenSums(NamedTuple):
+    """The sums over the unmasked tokens."""
 
     chosen: Array  # [experts]: how often each was
     choices: Array  # how many there are
@@ -175,13 +175,13 @@ def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, whe
 
 
 @jitted()
-def _sums(probs: Array, indices: Array, where: Array | None) -> _Sums:
+def _sums(probs: Array, indices: Array, where: Array | None) -> _TokenSums:
     number, indices = probs.shape[-1], masks.selected(indices, where, -1)
     is_valid = jnp.all((indices >= -1) & (indices < number))
     tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
     probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
     probability = probability * nan_unless(is_valid, probability.dtype)
-    return _Sums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
+    return _TokenSums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
 
 
 def _chosen(number: int, indices: Array) -> Array:

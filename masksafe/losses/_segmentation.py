@@ -303,5 +303,5 @@ def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
 
 
 def _drop_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
-    """Both without class 0, unless it is the only one."""
+    """Leaves class 0 out of both, unless it is the only one."""
     return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)

@@ -23,7 +23,7 @@ class Given(NamedTuple):
     epsilon: Pytree  # None where the program knows it
 
 
-class Inputs(NamedTuple):
+class NormInputs(NamedTuple):
     """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat."""
 
     x: Array
@@ -48,7 +48,7 @@ def given(
     return static, Given(x, *parameters, as_array("where", where), as_array("weights", weights), array)
 
 
-def read(op: str, given: Given, axes: Axes) -> Inputs:
+def read(op: str, given: Given, axes: Axes) -> NormInputs:
     """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes."""
     x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
 
@@ -59,7 +59,7 @@ def read(op: str, given: Given, axes: Axes) -> Inputs:
     weighting = masks.weighting_of(x, where, weights)
     parameters = parameter("scale", given.scale), parameter("bias", given.bias)
     epsilon = None if given.epsilon is None else jnp.reshape(given.epsilon, (1,) * x.ndim)
-    return Inputs(x, weighting.where, weighting.weights, *parameters, epsilon)
+    return NormInputs(x, weighting.where, weighting.weights, *parameters, epsilon)
 
 
 def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:

@@ -57,7 +57,7 @@ class LogitPart(NamedTuple):
 
 
 class LabelSums(NamedTuple):
-    """LabelSums over the classes of each row `[..., 1]`; None where a formula does not need one."""
+    """The sums over the classes of each row `[..., 1]`; None where a formula does not need one."""
 
     largest: Array  # m, finite
     total: Array  # s
@@ -134,7 +134,7 @@ class CrossEntropy(Formula):
         return self.x(at_label(part.logits, part.live, part.label))
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
-        """For every logit the sums over it alone."""
+        """The sums over each logit alone."""
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
@@ -296,7 +296,7 @@ def _weighted(x: Array, weights: Array | None) -> Array:
 
 
 class TargetSums(NamedTuple):
-    """LabelSums over the classes of each row `[..., 1]`."""
+    """The sums over the classes of each row `[..., 1]`."""
 
     largest: Array  # m, finite
     total: Array  # s

@@ -28,7 +28,7 @@ Outputs = tuple[Array, ...]
 
 
 class OfLabels(NamedTuple):
-    """Which outputs rows have of their labels, and where their classes are."""
+    """The outputs of rows with labels, and the axes of their classes."""
 
     formula: CrossEntropy
     axes: Axes  # of the classes
@@ -73,7 +73,7 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
 
 
 def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
-    """Which rows have a class left."""
+    """Finds the rows that have a class left."""
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
@@ -96,7 +96,7 @@ def _label_reverse(
 def _in_reverse(
     config: OfLabels | OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
-    """Without rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
+    """Masks rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
     takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, config.axes))), other

@@ -19,7 +19,7 @@ With student logits :math:`x` and teacher logits :math:`t`
 and the derivatives by :math:`t` are the same with both exchanged, and :math:`1 - \beta` for :math:`\beta`. A class of
 probability 0 adds nothing, since :math:`0 \log 0 = 0`; a divergence is infinite where its other distribution is 0.
 
-Of a teacher that is known by its k most probable classes, the student's logits at these classes remain, and maybe one
+The teacher may give its k most probable classes alone. Then the student's logits at these classes remain, and maybe one
 more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 """
 
@@ -47,7 +47,7 @@ class TopK(NamedTuple):
 
 
 class DivergenceSums(NamedTuple):
-    """DivergenceSums over the classes of each row `[..., 1]`."""
+    """The sums over the classes of each row `[..., 1]`."""
 
     teacher: Exponentials
     student: Exponentials
@@ -58,7 +58,7 @@ class DivergenceSums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Formula):
-    """That of the student, the first source, from a teacher: the second source, or its top k classes."""
+    """The divergence of the student, the first source, from a teacher: the second source, or its top k classes."""
 
     of_labels = (False,)
     direction: str

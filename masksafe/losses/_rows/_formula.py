@@ -45,11 +45,11 @@ class Formula(abc.ABC):
     @property
     @abc.abstractmethod
     def of_labels(self) -> tuple[bool, ...]:
-        """For each output of a row whether it depends on a label, and is NaN if that is out of range."""
+        """Whether each output of a row depends on a label, and is NaN if that is out of range."""
 
     @property
     def cotangent_exponent(self) -> int:
-        """That of the power of two that brings the cotangents of the logits into the range of float16."""
+        """The power of two that brings the cotangents of the logits into the range of float16."""
         return 10
 
     @abc.abstractmethod

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_integer_labels
-from masksafe._core.masks import as_mask_of
 from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe.losses._rows._sources import Linear
 
@@ -54,12 +53,6 @@ def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:
         expected = f"{shape}, that of features {features.shape} without its last axis"
         raise ValueError(message(op, "labels", f"shape {labels.shape}", expected))
     return labels
-
-
-def read_where(op: str, where: ArrayLike | None, labels: Array) -> Array | None:
-    """Booleans of the shape of the tokens, or None."""
-    where = as_mask_of(op, where, labels.shape, "labels")
-    return None if where is None else jnp.broadcast_to(where, labels.shape)
 
 
 def check_labels(op: str, labels: Array, live: Array | None, kernel: Array, axis_name: str | None) -> Array | None:

@@ -141,7 +141,7 @@ def _scaled_weights(options: Options, inputs: LinearInputs, weights: Outputs) ->
 
 
 def _rows(d_outputs: Outputs) -> Outputs:
-    """Of tokens on one axis `[N, 1]`."""
+    """The cotangents of tokens on one axis `[N, 1]`."""
     return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
@@ -193,7 +193,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> P
 def _in_reverse(
     options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Pytree
 ) -> tuple[LinearInputs, Outputs | None]:
-    """Without results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
+    """Drops results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
 
     Others stay, since the gradients have derivatives with respect to the cotangents even there.
     """
@@ -225,7 +225,7 @@ def _reverse(
 def _gradients(
     options: Options, inputs: LinearInputs, weights: Outputs | None, kept: _Kept, d_results: Pytree
 ) -> tuple[Linear, ...]:
-    """Those of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
+    """The gradients of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
@@ -269,7 +269,7 @@ def _gradients(
 
 
 def _is_wanted(d_rows: Outputs) -> Array:
-    """Which tokens have a cotangent `[N]`."""
+    """Finds the tokens that have a cotangent, `[N]`."""
     return functools.reduce(jnp.logical_or, [d[:, 0] != 0 for d in d_rows])
 
 

@@ -23,11 +23,11 @@ class Linear(NamedTuple):
 
     @property
     def dtype(self) -> Pytree:
-        """That of the matrix products."""
+        """The dtype of the matrix products."""
         return jnp.promote_types(self.features.dtype, self.kernel.dtype)
 
     def logits(self, dtype: DType) -> Array:
-        """Of features and a kernel of the same dtype."""
+        """The logits of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
         if self.bias is None:
             return logits
@@ -60,14 +60,14 @@ class LinearInputs(NamedTuple):
 
     @property
     def sum_dtype(self) -> Pytree:
-        """That of the sums: of all floats but the weights, at least float32."""
+        """The dtype of the sums: that of all floats but the weights, at least float32."""
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
         return functools.reduce(jnp.promote_types, map(precision.wide_dtype, [x.dtype for x in self.layers] + floats))
 
     @property
     def flat(self) -> "LinearInputs":
-        """With the tokens on one axis, and features and kernel of a layer in one dtype."""
+        """The same with the tokens on one axis, and features and kernel of a layer in one dtype."""
         rows, live = functools.partial(as_rows, leading=len(self.tokens)), self.live
         layers = [Linear(rows(x.features).astype(x.dtype), x.kernel.astype(x.dtype), x.bias) for x in self.layers]
         live = None if live is None else live.reshape(-1)

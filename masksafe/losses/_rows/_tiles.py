@@ -33,7 +33,7 @@ from masksafe.losses._rows._tokens import Packed
 State = TypeVar("State")
 
 
-class _Tile(NamedTuple):
+class _ClassTile(NamedTuple):
     """A layer at a tile of the classes, which start at `start`."""
 
     start: Index
@@ -60,7 +60,7 @@ def sums(
     packed = Packed.of(number, inputs.live, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
 
-    def of_tile(tile: _Tile, rows: Pytree, _: None = None) -> Pytree:
+    def of_tile(tile: _ClassTile, rows: Pytree, _: None = None) -> Pytree:
         def of_block(i: Index, rows: Pytree) -> Pytree:
             block = packed.block(i)
             terms = formula.sums_of_each(tile.part(block.cut(features), dtype, block.cut(labels)))
@@ -108,7 +108,7 @@ def gradients(
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
-    def of_tile(tile: _Tile, state: Linear, is_label: Array | None = None) -> Linear:
+    def of_tile(tile: _ClassTile, state: Linear, is_label: Array | None = None) -> Linear:
         def of_block(i: Index, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
@@ -165,8 +165,10 @@ def _over_tiles(
     of_classes = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
     whole, rest = divmod(inputs.layers[0].kernel.shape[1], size)
 
-    def tile(start: Index, size: int) -> _Tile:
-        return _Tile(start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes))
+    def tile(start: Index, size: int) -> _ClassTile:
+        return _ClassTile(
+            start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes)
+        )
 
     def step(j: Index, carry: tuple[State, Pytree]) -> tuple[State, Pytree]:
         state, prepared = carry

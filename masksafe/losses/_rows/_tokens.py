@@ -47,7 +47,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, number: int, live: Array | None, size: int) -> "Packed":
-        """Of so many tokens, those that are `live` first; None takes all of them."""
+        """Puts those of so many tokens first that are `live`; None takes all of them."""
         size = divisor_near(number, size) if live is None else even_size(number, size)
         length = -(-number // size) * size
         if length == number and live is None:
