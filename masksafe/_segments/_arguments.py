@@ -1,7 +1,5 @@
 """The arguments that all segment ops share, and how they are computed on several devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -8,8 +8,6 @@ elements stay hidden even from jax_debug_nans. The functions in it are static ar
 found again, so they must not be made anew in each call.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType

@@ -18,7 +18,7 @@ from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
 from masksafe.losses._elementwise import Check, elementwise_loss
-from masksafe.losses._labelled import at_label
+from masksafe.losses._labelled import element_at
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
 # Losses of binary targets, element by element.
@@ -363,7 +363,7 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
-    score = precision.widened(at_label(scores, mask, labels))
+    score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)

@@ -14,8 +14,6 @@ the products of matrices. Over devices the columns go round in a ring, and what 
 returns to its own device at the end.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple

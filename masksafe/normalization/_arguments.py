@@ -1,7 +1,5 @@
 """The arguments that norms share."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -40,7 +40,7 @@ from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
 from masksafe._core.typing import Array, Pytree
-from masksafe.losses._labelled import at_label
+from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
@@ -131,7 +131,7 @@ class CrossEntropy(Formula):
     def _at_label(self, x: Array, part: LogitPart) -> Array:
         if part.label is None:
             return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
-        return self.x(at_label(part.logits, part.live, part.label))
+        return self.x(element_at(part.logits, part.live, part.label))
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
         """The sums over each logit alone."""
@@ -240,10 +240,10 @@ class CrossEntropy(Formula):
     def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
         if tiles.number == 1:
-            sums = self.sums(_part(x, data, classes, tiles.tile(0)))
+            sums = self.sums(logit_part(x, data, classes, tiles.tile(0)))
         else:
             nothing = self.nothing(jnp.zeros_like(x[..., :1]))
-            of_tile = lambda j: self.sums(_part(x, data, classes, tiles.tile(j)))  # noqa: E731
+            of_tile = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
             sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
         return self.add_devices(classes.axis_name, sums)
 
@@ -251,10 +251,10 @@ class CrossEntropy(Formula):
         self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         slopes = self.slopes(sums, data, classes.number, d_outputs)
-        return (self.logit_cotangents(_part(logits[0], data, classes), slopes),)
+        return (self.logit_cotangents(logit_part(logits[0], data, classes), slopes),)
 
     def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
-        sums = self.add_devices(classes.axis_name, self.sums(_part(logits[0], data, classes)))
+        sums = self.add_devices(classes.axis_name, self.sums(logit_part(logits[0], data, classes)))
         return self.outputs(sums, data, classes.number)
 
 
@@ -270,8 +270,8 @@ def _spread(z: Array) -> Array:
     return jnp.exp(z) * jnp.maximum(z, _FAR)
 
 
-def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
-    """A tile of the classes of this device, or all of them."""
+def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
+    """The logits at a tile of the classes of this device, or at all of them."""
     labels = classes.local(as_classes(labels, classes.number))
     if tile is None or tile.size == classes.here:
         return LogitPart(logits, class_index(logits.shape) == labels, None, classes.weights)

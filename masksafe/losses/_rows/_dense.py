@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
-from masksafe._core.labels import as_classes, class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.typing import Array, Axes, Pytree
 from masksafe.losses._labelled import Labelled
@@ -19,10 +18,12 @@ from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
     LogitPart,
     is_sound,
+    logit_part,
     target_loss,
     target_slopes,
     target_sums,
 )
+from masksafe.losses._rows._formula import Classes
 
 Outputs = tuple[Array, ...]
 
@@ -35,15 +36,9 @@ class OfLabels(NamedTuple):
     axis_name: str | None = None  # the mesh axis over which the classes are split
     looks_up: bool = True  # the logit of the label; JAX's derivative of that is a scatter, which checkify cannot check
 
-    def number(self, x: Array) -> int:
-        """How many classes all devices have."""
-        return x.shape[-1] * sharding.Devices(self.axis_name).size
-
-    def part(self, x: Array, labels: Array, where: Array | None = None) -> LogitPart:
-        local = sharding.Devices(self.axis_name).local(as_classes(labels, self.number(x)), x.shape[-1])
-        return LogitPart(
-            x, class_index(x.shape) == local, where, label=labels if self.looks_up and self.axis_name is None else None
-        )
+    def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
+        part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
+        return part._replace(live=where, label=labels if self.looks_up and self.axis_name is None else None)
 
 
 class OfTargets(NamedTuple):
@@ -67,7 +62,7 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
         sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
     # The logarithm has no derivative at 0.
     sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
-    outputs = formula.outputs(sums, labels, config.number(x))
+    outputs = formula.outputs(sums, labels, Classes(x.shape[-1], config.axis_name).number)
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
 
@@ -87,7 +82,7 @@ def _label_reverse(
     labels = selected(labels, live)
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
-    slopes = formula.slopes(sums, labels, config.number(x), d_rows)
+    slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
     # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_x = selected(formula.logit_cotangents(config.part(x, labels, where), slopes), where)
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None

@@ -18,7 +18,7 @@ class Classes(NamedTuple):
 
     here: int  # how many this device has
     axis_name: sharding.AxisName  # the mesh axis over which they are split
-    weights: Array | None  # of those of this device
+    weights: Array | None = None  # of those of this device
 
     @property
     def number(self) -> int:
