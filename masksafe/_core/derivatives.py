@@ -51,7 +51,7 @@ def rule(
     with_rule.defvjp(forward_with_types, reverse_to_types)
 
     @jitted(*static_argnums)
-    @functools.wraps(plain or value or forward)
+    @functools.wraps(forward)
     def op(*args: Pytree) -> _Result:
         if uses_plain_rules():
             return (plain or value_of)(*args)
@@ -99,6 +99,7 @@ def rule_of_kernels(
 
     evaluate, pull_back = with_derivatives_of(plain_forward)(run), with_derivatives_of(plain_reverse)(reverse)
 
+    @functools.wraps(forward)
     def forward_with_args(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
         output, residuals = evaluate(config, *args)
         return output, (args, residuals)
