@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from masksafe._core.typing import Array, Axis, DType, Pytree
+from masksafe._core.typing import Array, Axis, DType
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
@@ -60,12 +60,12 @@ def as_real_array(op: str, argument: str, value: object) -> Array:
     return array
 
 
-def as_operand(op: str, argument: str, value: object) -> Pytree:
+def as_operand(op: str, argument: str, value: object) -> Any:
     """As `as_array`, but a number of Python stays one: a jitted function takes it faster than JAX converts it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 
-def as_real_operand(op: str, argument: str, value: object) -> Pytree:
+def as_real_operand(op: str, argument: str, value: object) -> Any:
     """As `as_real_array`, but a number of Python stays one."""
     return value if _is_number(value) else as_real_array(op, argument, value)
 
@@ -181,7 +181,7 @@ def is_staged(*arrays: Array) -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes) or isinstance(jnp.asarray(0), jax.core.Tracer)
 
 
-def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Pytree]:
+def as_static_or_array(value: float, *arrays: Array) -> tuple[float | None, Any]:
     """A number as a constant of the program that is being traced, or in eager code as an array.
 
     The program of an eager call is then found again for another number.

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Concatenate, NamedTuple, ParamSpec
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ def _unmasked(where: Array | None, shape: tuple[int, ...]) -> Array:
 class Range(NamedTuple):
     """The numbers that an argument may hold."""
 
-    contains: Callable[[Pytree], Pytree]
+    contains: Callable[[Any], Any]
     text: str  # such as "in [0, 1]"
 
 
@@ -330,7 +330,7 @@ def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
     place, bad, checked, value, part, _ = _numbers(text, arrays)
-    indices: dict[str, Pytree] = {f"i{axis}": place[axis] for axis in range(len(place))}
+    indices: dict[str, Any] = {f"i{axis}": place[axis] for axis in range(len(place))}
     index = ", ".join(f"{{{name}}}" for name in indices) + ("," if len(indices) == 1 else "")
     text = text._replace(what=_escape(text.what), call=_escape(text.call))
     template = text.filled(f"({index})", "{bad}", "{checked}", "{value}", None if part is None else "{part}")

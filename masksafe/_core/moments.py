@@ -29,7 +29,7 @@ from jax import lax
 from masksafe._core import platforms, sharding, unfolded
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Axes, Pytree
+from masksafe._core.typing import Array, Axes
 
 
 class Groups(NamedTuple):
@@ -127,7 +127,7 @@ class Rows(NamedTuple):
         near = first + jnp.mean(sample - first, self.axes, keepdims=True)
         return near if self.groups is None else self.groups.sum(near) / self.groups.size(x)
 
-    def divisor(self, x: Array, weight: Array | None) -> Pytree:
+    def divisor(self, x: Array, weight: Array | None) -> Array | float:
         """The weight; infinity where nothing is left, so that quotients and their derivatives are 0."""
         if weight is not None:
             return jnp.where(weight == 0, jnp.inf, weight)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.typing import Array, DType, Pytree
+from masksafe._core.typing import Array, ArrayLike, DType
 
 
 def wide_dtype(dtype: DType) -> DType:
@@ -28,14 +28,14 @@ def default_or_wider(dtype: DType) -> DType:
         return jnp.promote_types(dtype, jnp.result_type(float))
 
 
-def with_wide_numbers(*arrays: Pytree) -> list[Array]:
+def with_wide_numbers(*arrays: ArrayLike) -> list[Array]:
     """The arrays, with the numbers of Python among them in the wide dtype of all: not in float64 for arrays of less."""
     with jax.numpy_dtype_promotion("standard"):
         wide = wide_dtype(float_dtype(jnp.result_type(*arrays)))
     return [jnp.asarray(x, wide if jax.typeof(x).weak_type else None) for x in arrays]
 
 
-def limits(dtype: DType) -> tuple[Pytree, Pytree]:
+def limits(dtype: DType) -> tuple[float, float]:
     """The lowest and the highest number of a real dtype; infinite ones of floats."""
     if jnp.issubdtype(dtype, jnp.floating):
         return -jnp.inf, jnp.inf

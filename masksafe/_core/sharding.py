@@ -6,7 +6,7 @@ which axes it varies. Over a named axis, of which `Devices` are the places: they
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,7 @@ def is_random_key(x: jax.Array) -> bool:
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: object) -> Pytree:
+def as_axis_name(op: str, axis_name: object) -> Any:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None
@@ -237,7 +237,7 @@ class Devices(NamedTuple):
         return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
 
     @property
-    def _in_order_of_mesh(self) -> tuple[Pytree, list[int]]:
+    def _in_order_of_mesh(self) -> tuple[AxisName, list[int]]:
         """The names in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
         if isinstance(self.axis_name, str):
             return self.axis_name, list(range(self.size))

@@ -189,7 +189,7 @@ def _is_integral(dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
 
 
-def _summand_dtype(dtype: DType) -> Pytree:
+def _summand_dtype(dtype: DType) -> DType:
     """A dtype of at least 32 bits in which to add up; for booleans an integer."""
     if not _is_integral(dtype):
         return wide_dtype(dtype)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def compute(
     axis_name: object,
     weights: object = None,
     *,
-    options: tuple[Pytree, ...] = (),
+    options: tuple[Hashable, ...] = (),
     is_like_data: bool = False,
 ) -> Array:
     """The result of a formula, `[num_segments, ...]`, or of the shape of the data."""
@@ -102,7 +102,7 @@ def _of_rows(where: Array | None) -> Array | None:
 @jitted(0, 1, 2)
 def _on_devices(
     formula: Formula,
-    options: tuple[Pytree, ...],
+    options: tuple[Hashable, ...],
     is_like_data: bool,
     segments: Segments,
     data: Array,

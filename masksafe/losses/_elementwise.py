@@ -22,7 +22,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, DType, jitted
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -37,12 +37,12 @@ class Check(NamedTuple):
 def elementwise_loss(
     op: str,
     where: ArrayLike | None,
-    types: tuple[Pytree, ...],
+    types: tuple[Any, ...],
     loss: Callable[..., Array],
     *,
     check: Check | None = None,
     ranges: Any = MappingProxyType({}),
-    **arguments: Pytree,
+    **arguments: Any,
 ) -> Array:
     """`loss` of each element of the arguments, which broadcast together; 0 where masked, NaN where a label is bad.
 
@@ -66,7 +66,7 @@ class _Elementwise(NamedTuple):
     loss: Callable[..., Array]
     names: tuple[str, ...]  # of its arguments
     shape: tuple[int, ...]
-    types: tuple[Pytree, ...]
+    types: tuple[Any, ...]
 
 
 @jitted(0)
@@ -87,7 +87,7 @@ def broadcast_alike(arrays: Iterable[Array], shape: tuple[int, ...]) -> list[Arr
     return [x if present == spec else jax.sharding.reshard(x, spec) for present, x in zip(specs, whole, strict=True)]
 
 
-def as_promoted(types: Sequence[Pytree], x: Array) -> Array:
+def as_promoted(types: Sequence[Any], x: Array) -> Array:
     """`x` in the type to which JAX promotes `types`: arrays, numbers or dtypes; weak if theirs is."""
     dtype = jnp.result_type(*types)
     if not _is_weak(types, dtype):
@@ -97,7 +97,7 @@ def as_promoted(types: Sequence[Pytree], x: Array) -> Array:
     return weak
 
 
-def _is_weak(types: Sequence[Pytree], dtype: DType) -> bool:
+def _is_weak(types: Sequence[Any], dtype: DType) -> bool:
     """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):

@@ -1,11 +1,11 @@
 """The arguments that norms share."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, masks
-from masksafe._core.typing import Array, Axes, Pytree
+from masksafe._core.typing import Array, Axes
 
 TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
@@ -18,7 +18,7 @@ class Given(NamedTuple):
     bias: Array | None
     where: Array | None
     weights: Array | None
-    epsilon: Pytree  # None where the program knows it
+    epsilon: Any  # None where the program knows it
 
 
 class NormInputs(NamedTuple):
@@ -29,7 +29,7 @@ class NormInputs(NamedTuple):
     weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Pytree = None  # None where the program knows it
+    epsilon: Any = None  # None where the program knows it
 
 
 def given(
@@ -37,7 +37,7 @@ def given(
 ) -> tuple[float | None, Given]:
     """The epsilon, if the program has to know it, and the arrays."""
 
-    def as_array(argument: str, value: object) -> Pytree:
+    def as_array(argument: str, value: object) -> Array | None:
         return None if value is None else arguments.as_array(op, argument, value)
 
     x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)

@@ -26,7 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,9 +62,9 @@ class LabelSums(NamedTuple):
     largest: Array  # m, finite
     total: Array  # s
     label: Array  # x at the label, 0 if the label is not among the classes
-    weight: Pytree = None  # the sum of w
-    weighted: Pytree = None  # the sum of w z
-    spread: Pytree = None  # the sum of exp(z) z
+    weight: Any = None  # the sum of w
+    weighted: Any = None  # the sum of w z
+    spread: Any = None  # the sum of exp(z) z
 
 
 class Slopes(NamedTuple):
@@ -87,7 +87,7 @@ class CrossEntropy(Formula):
 
     by_parts = True
     soft_cap: float | None = None
-    temperature: Pytree = 1.0  # a number, or an array while a function is traced
+    temperature: Any = 1.0  # a number, or an array while a function is traced
     of_label: bool = True
     as_log_prob: bool = False  # in place of the cross-entropy its negative, the logarithm of the probability
     of_all_classes: bool = False
@@ -258,7 +258,7 @@ class CrossEntropy(Formula):
         return self.outputs(sums, data, classes.number)
 
 
-def is_sound(sums: Pytree) -> Array:
+def is_sound(sums: "LabelSums | TargetSums") -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     sound: Array = (sums.total > 0) & (sums.total < jnp.inf)
@@ -302,7 +302,7 @@ class TargetSums(NamedTuple):
     total: Array  # s
     weight: Array  # T
     product: Array  # the sum of t z
-    caught: Pytree = None  # the sum of t p, for PolyLoss
+    caught: Any = None  # the sum of t p, for PolyLoss
 
 
 def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:

@@ -25,7 +25,7 @@ more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
@@ -53,7 +53,7 @@ class DivergenceSums(NamedTuple):
     student: Exponentials
     divergences: tuple[Array, ...]  # KL(p || q), KL(q || p), or both of which JS consists
     rest: Exponentials | None = None  # of the student's classes that are not among the teacher's k, if they are a class
-    valid: Pytree = None  # NaN if the teacher's k classes are not
+    valid: Any = None  # NaN if the teacher's k classes are not
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ class Linear(NamedTuple):
     bias: Array | None
 
     @property
-    def dtype(self) -> Pytree:
+    def dtype(self) -> DType:
         """The dtype of the matrix products."""
         return jnp.promote_types(self.features.dtype, self.kernel.dtype)
 
@@ -59,7 +59,7 @@ class LinearInputs(NamedTuple):
         return Classes(self.layers[0].kernel.shape[1], axis_name, self.class_weights)
 
     @property
-    def sum_dtype(self) -> Pytree:
+    def sum_dtype(self) -> Any:
         """The dtype of the sums: that of all floats but the weights, at least float32."""
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
