@@ -237,9 +237,9 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
     return f"To align it with the leading axes write {argument}[..., {', '.join(['None'] * missing)}]."
 
 
-def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
+def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str) -> Array:
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
-    check_broadcasts_to(op, argument, mask.shape, target, of, hint)
+    check_broadcasts_to(op, argument, mask.shape, target, of)
     missing = len(target) - mask.ndim
     return mask.reshape((1,) * missing + mask.shape) if missing else mask  # an eager call of it costs a program
 

@@ -154,7 +154,7 @@ class Range(NamedTuple):
 
 
 def check_numbers(
-    op: str, argument: str, value: object, allowed: Range, shape: tuple[int, ...], where: Array | None, hint: str = ""
+    op: str, argument: str, value: object, allowed: Range, shape: tuple[int, ...], where: Array | None
 ) -> Array | None:
     """Refuses a number that is not allowed. Unmasked elements of an array are reported like labels.
 
@@ -165,14 +165,13 @@ def check_numbers(
       allowed: what it may be.
       shape: the shape of the loss.
       where: booleans that broadcast to it, at its rank; or None.
-      hint: what to do instead.
 
     Returns:
       The bad elements of an array, for `nan_where_bad`.
     """
     if not isinstance(value, jax.Array):
         if not allowed.contains(value):
-            raise ValueError(arguments.message(op, argument, f"value {value}", f"a number {allowed.text}", hint))
+            raise ValueError(arguments.message(op, argument, f"value {value}", f"a number {allowed.text}"))
         return None
     return check_elements(op, value, shape, where, allowed.contains, f"not {allowed.text}", argument)
 

@@ -260,13 +260,14 @@ class Devices(NamedTuple):
         of_mesh, _ = self._of_mesh_and_vmap
         return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
 
-    def have_types(self) -> bool:
-        """Whether types say what varies: not with `check_vma=False`, nor over an axis of `jax.vmap`."""
-        return any(_varies(self.varying(jnp.zeros(())), name) for name in self._of_mesh_and_vmap[0])
-
     def share(self, x: Array) -> bool:
-        """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
-        return self.have_types() and any(not _varies(x, name) for name in self._of_mesh_and_vmap[0])
+        """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is.
+
+        Types say nothing with `check_vma=False`, nor over an axis of `jax.vmap`.
+        """
+        of_mesh, varying = self._of_mesh_and_vmap[0], self.varying(jnp.zeros(()))
+        have_types = any(_varies(varying, name) for name in of_mesh)
+        return have_types and not all(_varies(x, name) for name in of_mesh)
 
     # Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices.
     # Taking the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each
@@ -275,13 +276,6 @@ class Devices(NamedTuple):
     def shared(self, loss: Array) -> Array:
         """The loss, which is the same on all devices, with a type that says so."""
         return lax.pmean(loss, self.axis_name) if self.are_many else loss
-
-    def part_of_cotangent(self, d_loss: Array) -> Array:
-        """The cotangent of a loss that is the same on all devices, from the whole one, for JAX's own rules.
-
-        Without types JAX takes the loss on each device for a term of a sum over the devices.
-        """
-        return self.shared(d_loss) if not self.are_many or self.have_types() else d_loss / self.size
 
 
 def _varies(x: Array, name: str) -> bool:

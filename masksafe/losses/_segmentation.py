@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -92,7 +90,7 @@ def dice_loss(
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)
-    apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), _Weights(smooth, alpha, beta)
+    apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), (smooth, alpha, beta)
     losses, live_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
     if class_weights is not None:
@@ -164,7 +162,7 @@ def multiclass_generalized_dice_loss(
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
-    losses, live_rows = _class_losses(op, p, t, mask, axes, _Weights(smooth), apply_softmax)
+    losses, live_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
     frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
     is_present = unfolded.any_of(live_rows, range(live_rows.ndim - 1))
@@ -231,7 +229,7 @@ def binary_dice_loss(
     p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
     mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
-    losses, _ = _class_losses(op, p, t, mask, axes, _Weights(smooth), as_bool(op, "apply_sigmoid", apply_sigmoid))
+    losses, _ = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), as_bool(op, "apply_sigmoid", apply_sigmoid))
     return losses[..., 0].astype(jnp.result_type(p.dtype, _float_dtype(t, p.dtype), smooth))
 
 
@@ -252,12 +250,8 @@ def _float_dtype(targets: Array, otherwise: DType) -> DType:
     return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
 
 
-class _Weights(NamedTuple):
-    """The numbers in the loss of a class."""
-
-    smooth: ArrayLike
-    of_false_positives: ArrayLike = 0.5
-    of_false_negatives: ArrayLike = 0.5
+# Of the loss of a class: the smooth number, and the weights of false positives and of false negatives.
+_Weights = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 def _class_losses(
