@@ -38,8 +38,8 @@ class Exponentials(NamedTuple):
     def plus(self, other: "Exponentials") -> "Exponentials":
         """The sum over both rows, at temperature 1."""
         largest = jnp.maximum(self.largest, other.largest)
-        total_of = lambda sums: sums.total * jnp.exp(sums.largest - largest)  # noqa: E731
-        return Exponentials(largest, total_of(self) + total_of(other))
+        total = self.total * jnp.exp(self.largest - largest) + other.total * jnp.exp(other.largest - largest)
+        return Exponentials(largest, total)
 
     @property
     def logarithm(self) -> Array:

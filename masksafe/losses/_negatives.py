@@ -189,8 +189,12 @@ def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: S
     return PairSums(of_rows.logarithm[:, 0], of_columns.logarithm[0] if config.of_columns else None)
 
 
+def _value(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
+    return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
+
+
 def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Pytree]:
-    sums = with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
+    sums = _value(config, scaling, x, y)
     return sums, (scaling, x, y, sums)
 
 
@@ -235,4 +239,4 @@ def _reverse(config: OfNegatives, residuals: Pytree, d_sums: PairSums) -> tuple[
 
 
 # The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`.
-over_negatives = rule(_forward, _reverse)
+over_negatives = rule(_forward, _reverse, _value)
