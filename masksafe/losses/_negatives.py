@@ -168,7 +168,7 @@ def _go_round(
 
 def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: Side) -> PairSums:
     wide = precision.wide_dtype(x.vectors.dtype)
-    nothing: Pytree = [jnp.zeros_like(keys, wide) for keys in (y.keys[None], x.keys[:, None])]
+    nothing: Pytree = [jnp.zeros_like(keys, wide) for keys in (y.keys, x.keys)]
     if config.reduction == "logsumexp":
         nothing = [Exponentials(jnp.full_like(n, jnp.finfo(wide).min), n) for n in nothing]
     of_columns, of_rows = sharding.vary_with(nothing, (scaling, x, y))
@@ -178,15 +178,16 @@ def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: S
         rows, of_rows = part
         z, _ = _logits(scaling, rows, y)
         if config.reduction == "softplus":
-            return None, of_rows + jnp.sum(jax.nn.softplus(z), 1, keepdims=True)
-        of_columns = columns.plus(Exponentials.of(z, 0)) if config.of_columns else None
-        return of_columns, of_rows.plus(Exponentials.of(z, 1))
+            return None, of_rows + jnp.sum(jax.nn.softplus(z), 1)
+        if config.of_columns:
+            columns = columns.plus(Exponentials(*map(jnp.ravel, Exponentials.of(z, 0))))
+        return columns, of_rows.plus(Exponentials(*map(jnp.ravel, Exponentials.of(z, 1))))
 
     visit = functools.partial(in_blocks, size, block, x)
     of_columns, of_rows = _go_round(config.devices, visit, y, (of_columns if config.of_columns else None, of_rows))
     if config.reduction == "softplus":
-        return PairSums(of_rows[:, 0], None)
-    return PairSums(of_rows.logarithm[:, 0], of_columns.logarithm[0] if config.of_columns else None)
+        return PairSums(of_rows, None)
+    return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
 
 
 def _value(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
