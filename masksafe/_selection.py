@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from jax import lax
 from masksafe._core.arguments import as_array, as_operand, broadcast_shapes, check_broadcasts_to, message
 from masksafe._core.masks import as_mask, first_of
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
 
 @public_op
@@ -124,7 +123,7 @@ def apply_where(
     return _select(cond, _as_elementwise(op, "f1", f1(*of_f1), shape), other)
 
 
-def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> Array:
+def _as_elementwise(op: str, name: str, result: Pytree, shape: tuple[int, ...]) -> Array:
     """What a function has returned, which has to have the shape of its arguments, or to be a number."""
     if not isinstance(result, jax.Array) and np.ndim(result) == 0:
         return jnp.broadcast_to(as_array(op, f"the result of {name}", result), shape)
@@ -140,7 +139,7 @@ def _as_elementwise(op: str, name: str, result: Any, shape: tuple[int, ...]) -> 
 
 
 @jitted()
-def _select(cond: Array, x: Any, y: Any) -> Array:
+def _select(cond: Array, x: Pytree, y: Pytree) -> Array:
     return jnp.where(cond, x, y)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, platforms, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, jitted
+from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
 
 @public_op
@@ -75,7 +73,7 @@ def next_tokens(
 def _next_tokens(
     steps: int, devices: sharding.Devices, tokens: Array, ids: Array | None, where: Array | None
 ) -> tuple[Array, Array]:
-    def on_each(devices: sharding.Devices, *here: Any) -> tuple[Array, Array]:
+    def on_each(devices: sharding.Devices, *here: Pytree) -> tuple[Array, Array]:
         (tokens, ids, where), (labels, ids_there, where_there) = here, _moved(steps, devices, here)
         time, first = tokens.shape[-1], devices.first(tokens.shape[-1])
         index = jnp.arange(time, dtype=jnp.int32) + (0 if first is None else first)
@@ -95,7 +93,7 @@ def _next_tokens(
     return own_shard_map.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
-def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Any]:
+def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Pytree]:
     """What lies `steps` further on along time; 0 after its end."""
     present = [x for x in arrays if x is not None]
     if not devices.are_many:

@@ -6,19 +6,20 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_array, as_bool, as_promoted_float_array, broadcast_shapes, canonical_axes
-from masksafe._core.derivatives import computed_once, with_reverse_rule
+from masksafe._core.derivatives import computed_once, rule
+from masksafe._core.exponentials import Exponentials, largest_or_lowest
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe._core.unfolded import sum_of
 
 
@@ -238,39 +239,26 @@ def _signed_logsumexp(
     return result.astype(dtype if jnp.iscomplexobj(result) else jnp.finfo(dtype).dtype), sign
 
 
-def _largest(axes: Axes, x: Array) -> Array:
-    """The largest element, wide, and no less than the lowest finite number: -inf - -inf would be NaN."""
-    largest = widened(jnp.max(lax.stop_gradient(x), axes, keepdims=True, initial=-jnp.inf))
-    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
-
-
-def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Any, ...]]:
-    unmasked = selected(x, where, -jnp.inf)
-    largest = _largest(axes, unmasked)
-    largest = jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))  # so that the sum is infinite if x is, not NaN
-    total = jnp.sum(jnp.exp(widened(unmasked) - largest), axes, keepdims=True)
+def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
+    sums = Exponentials.of(selected(x, where, -jnp.inf), axes)
     if are_whole((x, where)):
-        largest, total = platforms.unfused_on_cpu((largest, total))
-    nothing = total == 0  # nothing left, or nothing but -inf: the derivative of the logarithm would be infinite
-    result = jnp.where(nothing, -jnp.inf, largest + jnp.log(jnp.where(nothing, 1, total)))
-    return result.astype(x.dtype), (x, where, largest, total)
+        sums = platforms.unfused_on_cpu(sums)
+    return sums.logarithm.astype(x.dtype), (x, where, *sums)
 
 
-def _logsumexp_reverse(axes: Axes, residuals: tuple[Any, ...], d_result: Array) -> tuple[Array, None]:
+def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Array) -> tuple[Array, None]:
     x, where, largest, total = residuals
     exps = jnp.exp(widened(selected(x, where, -jnp.inf)) - largest)
     d_x = exps * (d_result.astype(total.dtype) / jnp.where(total == 0, 1, total))
     return selected(d_x, where).astype(x.dtype), None
 
 
-@with_reverse_rule(_logsumexp_forward, _logsumexp_reverse, static_argnums=(0,))
-def _logsumexp(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _logsumexp_forward(axes, x, where)[0]
+_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
-    exps = jnp.exp(widened(unmasked) - _largest(axes, unmasked))
+    exps = jnp.exp(widened(unmasked) - largest_or_lowest(unmasked, axes))
     probs = selected(exps / jnp.sum(exps, axes, keepdims=True), where).astype(x.dtype)
     return probs, (probs, where)
 
@@ -282,14 +270,12 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where).astype(probs.dtype), None
 
 
-@with_reverse_rule(_softmax_forward, _softmax_reverse, static_argnums=(0,))
-def _softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _softmax_forward(axes, x, where)[0]
+_softmax = rule(_softmax_forward, _softmax_reverse)
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
-    z = widened(unmasked) - _largest(axes, unmasked)
+    z = widened(unmasked) - largest_or_lowest(unmasked, axes)
     log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
     log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
     return log_probs, (log_probs, where)
@@ -302,6 +288,4 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     return computed_once(selected(d_x, where).astype(log_probs.dtype)), None
 
 
-@with_reverse_rule(_log_softmax_forward, _log_softmax_reverse, static_argnums=(0,))
-def _log_softmax(axes: Axes, x: Array, where: Array | None) -> Array:
-    return _log_softmax_forward(axes, x, where)[0]
+_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from masksafe._core.typing import Array, Axis
+from masksafe._core.typing import Array, Axis, DType
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
@@ -23,7 +23,7 @@ def message(op: str, argument: str, found: str, expected: str, hint: str = "") -
     return f"{op}: {argument}: got {found}; expected {expected}." + (f" {hint}" if hint else "")
 
 
-def as_array(op: str, argument: str, value: Any) -> Array:
+def as_array(op: str, argument: str, value: object) -> Array:
     """`value` as a JAX array."""
     if isinstance(value, jax.Array):  # not converted: even a conversion without effect triggers jax_debug_nans
         return value
@@ -34,7 +34,7 @@ def as_array(op: str, argument: str, value: Any) -> Array:
         raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
 
 
-def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
+def as_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
     """`value` as an array of floats, of at least 16 bits unless `of_any_width`."""
     array = as_array(op, argument, value)
     if not _is_of(jnp.floating, array.dtype) or (not of_any_width and _is_narrow_float(array)):
@@ -43,7 +43,7 @@ def as_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = F
     return array
 
 
-def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width: bool = False) -> Array:
+def as_promoted_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
     """`value` as an array of floats; integers and booleans are promoted as in `jax.nn`."""
     array = as_array(op, argument, value)
     if _is_of(jnp.integer, array.dtype) or array.dtype == jnp.bool_:
@@ -51,7 +51,7 @@ def as_promoted_float_array(op: str, argument: str, value: Any, *, of_any_width:
     return as_float_array(op, argument, array, of_any_width=of_any_width)
 
 
-def as_real_array(op: str, argument: str, value: Any) -> Array:
+def as_real_array(op: str, argument: str, value: object) -> Array:
     """`value` as an array of booleans, of integers, or of floats of at least 16 bits."""
     array = as_array(op, argument, value)
     if jnp.issubdtype(array.dtype, jnp.complexfloating) or _is_narrow_float(array):
@@ -60,17 +60,17 @@ def as_real_array(op: str, argument: str, value: Any) -> Array:
     return array
 
 
-def as_operand(op: str, argument: str, value: Any) -> Any:
+def as_operand(op: str, argument: str, value: object) -> Any:
     """As `as_array`, but a number of Python stays one: a jitted function takes it faster than JAX converts it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 
-def as_real_operand(op: str, argument: str, value: Any) -> Any:
+def as_real_operand(op: str, argument: str, value: object) -> Any:
     """As `as_real_array`, but a number of Python stays one."""
     return value if _is_number(value) else as_real_array(op, argument, value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) < 2**31)
 
 
@@ -80,12 +80,12 @@ def _is_narrow_float(array: Array) -> bool:
 
 
 @functools.cache
-def _is_of(kind: Any, dtype: Any) -> bool:
+def _is_of(kind: type, dtype: DType) -> bool:
     """Whether a dtype is of a kind, looked up once: eagerly the question takes longer than a short op."""
     return bool(jnp.issubdtype(dtype, kind))
 
 
-def as_integer_array(op: str, argument: str, value: Any) -> Array:
+def as_integer_array(op: str, argument: str, value: object) -> Array:
     """`value` as an array of integers."""
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
@@ -93,12 +93,12 @@ def as_integer_array(op: str, argument: str, value: Any) -> Array:
     return array
 
 
-def as_label_array(op: str, argument: str, value: Any) -> Array:
+def as_label_array(op: str, argument: str, value: object) -> Array:
     """`value` as an array of class numbers; see `as_index_array`."""
     return as_index_array(op, argument, value, "For soft labels and one-hot rows use softmax_cross_entropy.")
 
 
-def as_index_array(op: str, argument: str, value: Any, hint: str = "") -> Array:
+def as_index_array(op: str, argument: str, value: object, hint: str = "") -> Array:
     """`value` as an array of signed integers of at least 32 bits, none of which has wrapped round.
 
     With 64-bit types disabled, JAX keeps the low half of a 64-bit integer, which would turn the label 2**32 into 0.
@@ -135,7 +135,7 @@ def as_one_element(op: str, argument: str, array: Array) -> Array:
     return array if array.ndim == 0 else array.reshape(())
 
 
-def as_epsilon(op: str, epsilon: Any) -> float:
+def as_epsilon(op: str, epsilon: object) -> float:
     """A number that is known at trace time, 0 or more."""
     number = as_number(op, "epsilon", epsilon)
     if not number >= 0:
@@ -163,7 +163,7 @@ def as_bool(op: str, argument: str, value: Any) -> bool:
     return bool(value)
 
 
-def check_is_known(op: str, argument: str, value: Any, expected: str) -> None:
+def check_is_known(op: str, argument: str, value: object, expected: str) -> None:
     """Refuses a traced value where a program is made for a known one."""
     if isinstance(value, jax.core.Tracer):
         hint = "Name its parameter in static_argnames of jax.jit, or let the function close over it."
@@ -199,7 +199,7 @@ def canonical_axes(op: str, axis: Axis | None, ndim: int) -> tuple[int, ...]:
     return axes
 
 
-def _describe_type(value: Any) -> str:
+def _describe_type(value: object) -> str:
     return f"type {type(value).__name__}"
 
 
@@ -237,9 +237,9 @@ def leading_axes_hint(argument: str, shape: Sequence[int], target: Sequence[int]
     return f"To align it with the leading axes write {argument}[..., {', '.join(['None'] * missing)}]."
 
 
-def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str, hint: str = "") -> Array:
+def at_rank_of(op: str, argument: str, mask: Array, target: Sequence[int], of: str) -> Array:
     """`mask` reshaped to the rank of `target`, the shape of `of`; it must broadcast to it but is not expanded."""
-    check_broadcasts_to(op, argument, mask.shape, target, of, hint)
+    check_broadcasts_to(op, argument, mask.shape, target, of)
     missing = len(target) - mask.ndim
     return mask.reshape((1,) * missing + mask.shape) if missing else mask  # an eager call of it costs a program
 

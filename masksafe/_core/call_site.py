@@ -4,11 +4,13 @@ import inspect
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import jax
 
+_Function = TypeVar("_Function", bound=Callable[..., object])
 _PACKAGES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(jax.__file__).parent))
 
 
@@ -25,7 +27,7 @@ def place_of_call() -> str:
     return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-def innermost_of(*functions: Any) -> Any:
+def innermost_of(*functions: _Function) -> _Function | None:
     """The one of some functions of JAX whose file is innermost in the call stack; None if none is there."""
     files = {inspect.unwrap(fn).__code__.co_filename: fn for fn in functions}
     frame: types.FrameType | None = sys._getframe()

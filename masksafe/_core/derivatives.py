@@ -1,13 +1,13 @@
 """How an op gets its hand-written reverse rule, and when JAX's own rules replace it.
 
 A `jax.custom_vjp` function has no rule for pure forward mode (`jax.jvp`, `jax.linearize`, `jax.jacfwd`), so JAX refuses
-it; and the gradient of such a function may be lost under checkify. The primal of every such op is itself safe to
-differentiate, so in both cases it is called in place of the `custom_vjp` function.
+it; and the gradient of such a function may be lost under checkify. In both cases a plain form of the op is called in
+its place, which JAX differentiates to any order and in both modes.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import jax
 from jax.custom_derivatives import SymbolicZero
@@ -15,111 +15,101 @@ from jax.custom_derivatives import SymbolicZero
 from masksafe._core import platforms
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, Function
+from masksafe._core.typing import Array, Function, Pytree, jitted
 
-
-def with_reverse_rule(
-    forward: Callable[..., tuple[Any, Any]], reverse: Callable[..., Any], *, static_argnums: tuple[int, ...] = ()
-) -> Callable[[Function], Function]:
-    """Decorates the primal of an op with its reverse rule.
-
-    `forward` takes the primal's arguments and returns `(output, residuals)`; `reverse` takes the static
-    arguments, the residuals and the cotangent of the output, and returns a tuple of cotangents, with None for
-    an argument without one. The primal must be safe under `jax.jvp`.
-    """
-
-    def decorate(primal: Function) -> Function:
-        def forward_with_types(*args: Any) -> tuple[Any, Any]:
-            output, residuals = forward(*args)
-            arrays = [arg for i, arg in enumerate(args) if i not in static_argnums]
-            return output, (residuals, Shardings.of(arrays))
-
-        def reverse_to_types(*args: Any) -> Any:
-            *static, (residuals, shardings), d_output = args
-            return shardings.apply(reverse(*static, residuals, d_output))
-
-        primal_with_rule = jax.custom_vjp(primal, nondiff_argnums=static_argnums)
-        primal_with_rule.defvjp(forward_with_types, reverse_to_types)
-
-        @functools.partial(jax.jit, static_argnums=static_argnums)
-        @functools.wraps(primal)
-        def op(*args: Any) -> Any:
-            if uses_plain_rules():
-                return primal(*args)
-            # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
-            return primal_with_rule(*vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
-
-        return op  # type: ignore[return-value]
-
-    return decorate
-
-
-def computed_once(cotangent: Array) -> Array:
-    """The cotangent, which a program for a CPU writes to memory before anything uses it.
-
-    Behind a product of matrices with several axes of rows, one of the two products of the reverse pass needs it
-    transposed. XLA would compute it twice, once in either order, with all of the exponentials that it is made of.
-    """
-    return platforms.unfused_on_cpu(cotangent) if are_whole(cotangent) else cotangent
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+_Cotangents = tuple[Pytree, ...]  # of the arguments; None for one without
 
 
 def rule(
-    plain: Function,
-    forward: Callable[..., tuple[Any, Any]],
-    reverse: Callable[..., tuple[Any, ...]],
-    in_reverse: Callable[..., tuple[Any, ...]],
-    value: Callable[..., tuple[Any, Any]] | None = None,
-) -> Function:
-    """An op with a hand-written reverse rule, and with the derivatives of `plain` wherever JAX needs other ones.
+    forward: Callable[_Args, tuple[_Result, Pytree]],
+    reverse: Callable[..., _Cotangents],
+    value: Callable[..., _Result] | None = None,
+    plain: Callable[..., _Result] | None = None,
+    *,
+    static_argnums: tuple[int, ...] = (0,),
+) -> Callable[_Args, _Result]:
+    """An op with a hand-written reverse rule, both of whose passes JAX may differentiate once more.
 
-    All take a static argument first. `plain` is the op as JAX may differentiate it, to any order and in both modes.
-    `forward` returns the same output, and residuals. `in_reverse` and `reverse` take the arguments as a tuple, the
-    residuals and the cotangent of the output. The former returns the arguments for the reverse pass, in which what the
-    user has replaced after the op may be masked as well, and `reverse` their cotangents, with None for an array without
-    one. `value`, if given, takes the place of `forward` where nothing is differentiated; its residuals are not used.
+    `forward` returns the output, and residuals; `reverse` takes the static arguments, the residuals and the cotangent
+    of the output. `value` replaces `forward` where nothing is differentiated, and `plain` where JAX's own rules are to
+    be used; by default it is `value`, and that the output of `forward`.
     """
+    run: Callable[..., tuple[_Result, Pytree]] = forward
+    value_of = value or (lambda *args: run(*args)[0])
 
-    def plain_forward(config: Any, *args: Any) -> tuple[Any, Any]:
-        residuals = jax.eval_shape(functools.partial(forward, config), *args)[1]
-        return plain(config, *args), zeros_of_types(residuals, args)
+    def forward_with_types(*args: Pytree) -> tuple[_Result, Pytree]:
+        output, residuals = run(*args)
+        return output, (residuals, Shardings.of([arg for i, arg in enumerate(args) if i not in static_argnums]))
 
-    def plain_reverse(config: Any, args: tuple[Any, ...], residuals: Any, d_output: Any) -> tuple[Any, ...]:
+    def reverse_to_types(*args: Pytree) -> _Cotangents:
+        *static, (residuals, shardings), d_output = args
+        return shardings.apply(reverse(*static, residuals, d_output))  # type: ignore[no-any-return]
+
+    with_rule = jax.custom_vjp(value_of, nondiff_argnums=static_argnums)
+    with_rule.defvjp(forward_with_types, reverse_to_types)
+
+    @jitted(*static_argnums)
+    @functools.wraps(forward)
+    def op(*args: Pytree) -> _Result:
+        if uses_plain_rules():
+            return (plain or value_of)(*args)
+        # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
+        return with_rule(*vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
+
+    return op  # type: ignore[return-value]
+
+
+def rule_of_kernels(
+    forward: Callable[_Args, tuple[_Result, Pytree]],
+    reverse: Callable[..., _Cotangents],
+    in_reverse: Callable[..., tuple[Pytree, ...]],
+    value: Callable[..., _Result] | None = None,
+    plain: Callable[..., _Result] | None = None,
+) -> Callable[_Args, _Result]:
+    """An op with a hand-written reverse rule, whose passes JAX need not be able to differentiate.
+
+    Their derivatives, and all of forward mode, are those of `plain`, by default the output of `forward`; `value` takes
+    the place of `forward` where nothing is differentiated.
+
+    All take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the residuals and
+    the cotangent of the output. The former returns the arguments for the reverse pass, in which what the user has
+    replaced after the op may be masked as well.
+    """
+    run: Callable[..., tuple[_Result, Pytree]] = forward
+    op: Callable[..., _Result] = plain or (lambda *args: run(*args)[0])
+
+    def plain_forward(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
+        residuals = jax.eval_shape(functools.partial(run, config), *args)[1]
+        return op(config, *args), zeros_of_types(residuals, args)
+
+    def plain_reverse(config: Pytree, args: Pytree, residuals: Pytree, d_output: Pytree) -> _Cotangents:
         results = jax.eval_shape(functools.partial(reverse, config), args, residuals, d_output)
-        leaves: list[Any]
-        tree: Any
-        leaves, tree = jax.tree.flatten(args)
+        tree: Pytree = jax.tree.structure(args)
+        leaves = jax.tree.leaves(args)
         wanted = [i for i, d in enumerate(tree.flatten_up_to(results)) if d is not None]
 
-        def of_wanted(*values: Array) -> Any:
+        def of_wanted(*values: Array) -> _Result:
             new = dict(zip(wanted, values, strict=True))
-            return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
+            return op(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
         found = jax.vjp(of_wanted, *(leaves[i] for i in wanted))[1](d_output)
         return jax.tree.unflatten(jax.tree.structure(results), found)  # type: ignore[no-any-return]
 
-    evaluate, pull_back = with_derivatives_of(plain_forward)(forward), with_derivatives_of(plain_reverse)(reverse)
+    evaluate, pull_back = with_derivatives_of(plain_forward)(run), with_derivatives_of(plain_reverse)(reverse)
 
-    def forward_with_types(config: Any, *args: Any) -> tuple[Any, Any]:
+    @functools.wraps(forward)
+    def forward_with_args(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
         output, residuals = evaluate(config, *args)
-        return output, (args, residuals, Shardings.of(args))
+        return output, (args, residuals)
 
-    def reverse_to_types(config: Any, kept: tuple[Any, Any, Shardings], d_output: Any) -> Any:
-        args, residuals, shardings = kept
-        args = in_reverse(config, args, residuals, d_output)
-        return shardings.apply(pull_back(config, args, residuals, d_output))
+    def reverse_with_args(config: Pytree, kept: Pytree, d_output: Pytree) -> _Cotangents:
+        args, residuals = kept
+        return pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output)
 
-    with_rule = jax.custom_vjp(lambda config, *args: (value or evaluate)(config, *args)[0], nondiff_argnums=(0,))
-    with_rule.defvjp(forward_with_types, reverse_to_types)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    @functools.wraps(plain)
-    def op(config: Any, *args: Any) -> Any:
-        if uses_plain_rules():
-            return plain(config, *args)
-        # Where JAX refuses forward mode later than in this call, all that it shows of masksafe is the next line.
-        return with_rule(config, *vary_alike(args))  # forward mode needs `with masksafe.forward_mode():`
-
-    return op  # type: ignore[return-value]
+    only_value = value or (lambda *args: evaluate(*args)[0])
+    return rule(forward_with_args, reverse_with_args, only_value, op)  # type: ignore[arg-type]
 
 
 def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
@@ -134,12 +124,12 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
         op = jax.custom_jvp(kernel, nondiff_argnums=(0,))
 
         @functools.partial(op.defjvp, symbolic_zeros=True)
-        def rule(config: Any, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        def rule(config: Pytree, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> Pytree:
             leaves, tree = jax.tree.flatten(primals)
             leaf_tangents = jax.tree.leaves(tangents, is_leaf=lambda t: isinstance(t, SymbolicZero))
             active = [i for i, t in enumerate(leaf_tangents) if not isinstance(t, SymbolicZero)]
 
-            def plain_of_active(*values: Any) -> Any:
+            def plain_of_active(*values: Array) -> Pytree:
                 new = dict(zip(active, values, strict=True))
                 return plain(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
@@ -149,3 +139,12 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 
     return decorate
+
+
+def computed_once(cotangent: Array) -> Array:
+    """The cotangent, which a program for a CPU writes to memory before anything uses it.
+
+    Behind a product of matrices with several axes of rows, one of the two products of the reverse pass needs it
+    transposed. XLA would compute it twice, once in either order, with all of the exponentials that it is made of.
+    """
+    return platforms.unfused_on_cpu(cotangent) if are_whole(cotangent) else cotangent

@@ -6,17 +6,16 @@ Sets tell which elements are `live`, `sum` the elements of each, and `spread` a 
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from masksafe._core import masks, precision
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def extremum(reduce: Callable[..., Array], is_max: bool, sets: Any, x: Array, where: Array | None) -> Array:
+def extremum(reduce: Callable[..., Array], is_max: bool, sets: Pytree, x: Array, where: Array | None) -> Array:
     """The extrema, which `reduce` finds of elements without a mask; of nothing the limit of the dtype."""
     lowest, highest = precision.limits(x.dtype)
     of_nothing = lowest if is_max else highest
@@ -24,7 +23,7 @@ def extremum(reduce: Callable[..., Array], is_max: bool, sets: Any, x: Array, wh
 
 
 @extremum.defjvp
-def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative(reduce: Callable[..., Array], is_max: bool, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     """The elements that are equal to the extremum share its derivative; if it is NaN, all do and are NaN."""
     sets, x, where = primals
     live, result = sets.live(x, where), extremum(reduce, is_max, *primals)

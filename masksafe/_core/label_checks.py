@@ -18,7 +18,7 @@ from jax.experimental import checkify
 
 from masksafe._core import arguments, call_site, callback_errors, masks, precision, sharding, switches
 from masksafe._core.labels import class_index, is_class, nan_unless
-from masksafe._core.typing import Array, Axes, jitted
+from masksafe._core.typing import Array, Axes, Pytree, jitted
 
 # How far the sum of a row of a distribution may be from 1: about ten rounding errors of a probability near 1.
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
@@ -154,7 +154,7 @@ class Range(NamedTuple):
 
 
 def check_numbers(
-    op: str, argument: str, value: Any, allowed: Range, shape: tuple[int, ...], where: Array | None, hint: str = ""
+    op: str, argument: str, value: object, allowed: Range, shape: tuple[int, ...], where: Array | None
 ) -> Array | None:
     """Refuses a number that is not allowed. Unmasked elements of an array are reported like labels.
 
@@ -165,14 +165,13 @@ def check_numbers(
       allowed: what it may be.
       shape: the shape of the loss.
       where: booleans that broadcast to it, at its rank; or None.
-      hint: what to do instead.
 
     Returns:
       The bad elements of an array, for `nan_where_bad`.
     """
     if not isinstance(value, jax.Array):
         if not allowed.contains(value):
-            raise ValueError(arguments.message(op, argument, f"value {value}", f"a number {allowed.text}", hint))
+            raise ValueError(arguments.message(op, argument, f"value {value}", f"a number {allowed.text}"))
         return None
     return check_elements(op, value, shape, where, allowed.contains, f"not {allowed.text}", argument)
 
@@ -230,7 +229,7 @@ def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterato
 
 
 class _Text(NamedTuple):
-    """What an error says of a finding but for the numbers. It is static."""
+    """The text of an error but for its numbers, which are known when the program runs."""
 
     op: str
     what: str
@@ -244,7 +243,9 @@ class _Text(NamedTuple):
         axes = [axis for axis, size in enumerate(shape) if size == self.size]
         return self._replace(axis=axes[0] if len(axes) == 1 else None)
 
-    def filled(self, index: Any, bad: Any, checked: Any, value: Any, part: Any, shard: Any = None) -> str:
+    def filled(
+        self, index: object, bad: object, checked: object, value: object, part: object, shard: object = None
+    ) -> str:
         of_part = "" if part is None else f" of micro-batch {part} of {self.parts}"
         if part is not None and self.axis is not None:
             of_part = f" of the batch, in micro-batch {part} of {self.parts}"
@@ -252,8 +253,8 @@ class _Text(NamedTuple):
         return f"{self.op}: {bad} of {checked} {self.what}; first at {place}: {value} (called {self.call})"
 
 
-class _Arrays(NamedTuple):
-    """Those of a finding."""
+class _Found(NamedTuple):
+    """The arrays of a finding."""
 
     bad: Array
     checked: Array
@@ -262,7 +263,7 @@ class _Arrays(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """Those of an error, in the order of `_Text.filled`."""
+    """The numbers of an error, in the order of `_Text.filled`."""
 
     place: Array  # the index of the first bad label, [rank]
     bad: Array  # how many
@@ -281,7 +282,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     for what, bad, checked, values, axes in findings:
         bad_rows.append(jnp.any(bad, axes))
         text = _Text(op, what, call, *((here.number, here.size) if here else ()))
-        arrays = lax.stop_gradient(_Arrays(bad, checked, values, here and here.index))
+        arrays = lax.stop_gradient(_Found(bad, checked, values, here and here.index))
         if mode == "checkify":
             _stage_check(text, arrays)
         elif isinstance(arrays.bad, jax.core.Tracer):
@@ -295,7 +296,7 @@ def _report(op: str, findings: Iterable[Finding]) -> Array | None:
     return has_failed if isinstance(has_failed, jax.core.Tracer) else None
 
 
-def _raise_now(text: _Text, arrays: _Arrays) -> None:
+def _raise_now(text: _Text, arrays: _Found) -> None:
     """Raises the error in eager code."""
     arrays = arrays._replace(part=None)  # labels that are known while a micro-batch is traced are those of all
     with jax.debug_nans(False):  # the bad value may be a NaN
@@ -303,7 +304,7 @@ def _raise_now(text: _Text, arrays: _Arrays) -> None:
             raise ValueError(_fill_in(text, _numbers(text, arrays)))
 
 
-def _numbers(text: _Text, arrays: _Arrays) -> _Numbers:
+def _numbers(text: _Text, arrays: _Found) -> _Numbers:
     """The counts, and the value and the index of the first bad label."""
     bad, checked, values, part = arrays
     first, is_first = masks.first_of(bad)
@@ -324,7 +325,7 @@ def _fill_in(text: _Text, numbers: _Numbers) -> str:
 # Mode "checkify".
 
 
-def _stage_check(text: _Text, arrays: _Arrays) -> None:
+def _stage_check(text: _Text, arrays: _Found) -> None:
     """Stages a checkify check, which fills in the numbers of the text."""
     text = text.for_shape(arrays.bad.shape)
     place, bad, checked, value, part, _ = _numbers(text, arrays)
@@ -371,7 +372,7 @@ def _mesh_is_set() -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _staged_failure(text: _Text) -> Callable[..., Array]:
-    """The function that makes a compiled program fail with the text; it takes `_Arrays`.
+    """The function that makes a compiled program fail with the text; it takes `_Found`.
 
     It is cached by text, since JAX would compile every new function again. Under `vmap` it stays a single check, with
     the axis of the `vmap` at the front of the index.
@@ -379,22 +380,22 @@ def _staged_failure(text: _Text) -> Callable[..., Array]:
 
     @jax.custom_batching.custom_vmap
     def stage(bad: Array, checked: Array, values: Array, part: Array | None) -> Array:
-        return _fail_if_bad(text, _Arrays(bad, checked, values, part))
+        return _fail_if_bad(text, _Found(bad, checked, values, part))
 
     @stage.def_vmap
-    def _(size: int, batched: Sequence[bool], *args: Any) -> tuple[Array, bool]:
+    def _(size: int, batched: Sequence[bool], *args: Pytree) -> tuple[Array, bool]:
         *arrays, part = args
         alike = [x if b else jnp.broadcast_to(x, (size, *x.shape)) for x, b in zip(arrays, batched[:3], strict=True)]
         if isinstance(alike[0], jax.core.Tracer):
             return stage(*alike, part), False
-        _raise_now(text, _Arrays._make([*alike, part]))
+        _raise_now(text, _Found._make([*alike, part]))
         return jnp.zeros((), bool), False
 
     return stage
 
 
 @jitted(0)
-def _fail_if_bad(text: _Text, arrays: _Arrays) -> Array:
+def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
     """Makes the compiled program fail with the text if a label is bad; the result exists so that it can be awaited.
 
     A `jax.debug.callback` that raises makes the program fail in jit, grad, scan and remat, on every platform; a
@@ -409,7 +410,7 @@ def _fail_if_bad(text: _Text, arrays: _Arrays) -> Array:
 
     text = text.for_shape(arrays.bad.shape)
 
-    def fail(arrays: _Arrays) -> Array:
+    def fail(arrays: _Found) -> Array:
         numbers = _numbers(text, arrays)
         if manual_axes:
             numbers = _gather_shards(numbers, manual_axes)

@@ -1,12 +1,11 @@
 """Labels are classes in [0, num_classes). A label out of range never wraps to another class; its results are NaN."""
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, DType
 
 
 def is_soft(labels: Array) -> bool:
@@ -26,7 +25,7 @@ def as_classes(labels: Array, num_classes: int) -> Array:
     return labels.astype(jnp.int32)
 
 
-def nan_unless(valid: Array, dtype: Any) -> Array:
+def nan_unless(valid: Array, dtype: DType) -> Array:
     """1 where valid and NaN elsewhere: a factor, which makes the derivatives NaN as well."""
     return jnp.where(valid, 1, jnp.nan).astype(dtype)
 

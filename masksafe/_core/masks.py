@@ -1,7 +1,7 @@
 """Selecting under a mask, and reading the argument `where`."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def first_of(found: Array) -> tuple[Array, Array]:
     return first, position == first
 
 
-def as_mask(op: str, argument: str, value: Any) -> Array:
+def as_mask(op: str, argument: str, value: object) -> Array:
     """`value` as an array of booleans."""
     array = as_array(op, argument, value)
     if array.dtype != jnp.bool_:
@@ -48,12 +48,18 @@ def as_mask(op: str, argument: str, value: Any) -> Array:
     return array
 
 
-def as_mask_of(op: str, where: Any, shape: Sequence[int], of: str = "x") -> Array | None:
+def as_mask_of(op: str, where: object, shape: Sequence[int], of: str = "x") -> Array | None:
     """The argument `where` of an op, reshaped to the rank of `shape`, the shape of `of`, but not expanded; or None."""
     return None if where is None else at_rank_of(op, "where", as_mask(op, "where", where), shape, of)
 
 
-def as_weights_of(op: str, weights: Any, shape: Sequence[int], of: str = "x") -> Array | None:
+def as_whole_mask_of(op: str, where: object, shape: tuple[int, ...], of: str) -> Array | None:
+    """The argument `where` of an op, expanded to `shape`, the shape of `of`; or None."""
+    where = as_mask_of(op, where, shape, of)
+    return None if where is None else jnp.broadcast_to(where, shape)
+
+
+def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str = "x") -> Array | None:
     """The argument `weights` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None."""
     if weights is None:
         return None

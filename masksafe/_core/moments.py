@@ -20,14 +20,14 @@ where a bar is a cotangent.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, sharding, unfolded
-from masksafe._core.masks import Weighting, masks_rows, selected
+from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Axes
 
@@ -60,15 +60,12 @@ class Rows(NamedTuple):
 
     @property
     def all_axes(self) -> Axes:
-        """Those with the axis of the channels."""
+        """The axes, with that of the channels."""
         return self.axes if self.groups is None else (*self.axes, self.groups.axis)
 
     def leading(self, ndim: int) -> int:
         """How many axes number the rows that one device has as a whole: those before the first axis of a row."""
         return 0 if self.devices.are_many else ndim + min(self.all_axes, default=-ndim)
-
-    def are_masked_as_wholes(self, where: Array | None) -> bool:
-        return not self.devices.are_many and masks_rows(where, self.all_axes)
 
     def are_one_kernel(self, x: Array, where: Array | None) -> bool:
         """Whether XLA's library for CPUs makes one kernel of sums over rows and of one result that follows from them.
@@ -130,7 +127,7 @@ class Rows(NamedTuple):
         near = first + jnp.mean(sample - first, self.axes, keepdims=True)
         return near if self.groups is None else self.groups.sum(near) / self.groups.size(x)
 
-    def divisor(self, x: Array, weight: Array | None) -> Any:
+    def divisor(self, x: Array, weight: Array | None) -> Array | float:
         """The weight; infinity where nothing is left, so that quotients and their derivatives are 0."""
         if weight is not None:
             return jnp.where(weight == 0, jnp.inf, weight)
@@ -143,7 +140,7 @@ jax.tree_util.register_static(Rows)  # else its axes would be leaves
 
 
 class Moments(NamedTuple):
-    """Of each row, in the wide dtype; the reduced axes stay, with size 1."""
+    """The moments of each row, in the wide dtype; the reduced axes stay, with size 1."""
 
     weight: Array | None  # None where it is the number of all elements
     centre: Array | None  # the mean but for its rounding error, or a number near it; None where the mean is taken for 0

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.experimental import checkify
@@ -19,7 +18,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core import call_site, switches
 from masksafe._core.sharding import Devices, has_symbolic_size, is_sharded
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 
 Axes = tuple[str, ...]  # of a mesh
 
@@ -49,7 +48,7 @@ class Split:
         """How an array with these dimensions is split, none of which is there for broadcasting."""
         return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
 
-    def map(self, fn: Callable[..., Tree], args: Any, names: Any, names_of_results: Any) -> Tree:
+    def map(self, fn: Callable[..., Tree], args: Pytree, names: Pytree, names_of_results: Pytree) -> Tree:
         """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
 
         Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
@@ -69,7 +68,7 @@ class Split:
         return mapped(*jax.tree.map(part, args, specs))
 
 
-def split_of(args: Any, names: Any) -> Split | None:
+def split_of(args: Pytree, names: Pytree) -> Split | None:
     """How the named dimensions of the arrays are split.
 
     Each is split as in the first array in which it is, and over an axis only one dimension. One that some array has too
@@ -126,7 +125,7 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
-def on_own_devices(fn: Callable[..., Tree], args: Any, names: Any, names_of_results: Any) -> Tree:
+def on_own_devices(fn: Callable[..., Tree], args: Pytree, names: Pytree, names_of_results: Pytree) -> Tree:
     """`fn(*args)`; on each device by itself, for its part of the arrays, if explicit axes of a mesh split them."""
     split = split_of(args, names)
     return fn(*args) if split is None else split.map(fn, args, names, names_of_results)
@@ -140,9 +139,9 @@ def is_checkified() -> bool:
 def along_devices(
     fn: Callable[..., Tree],
     devices: Devices,
-    args: Any,
-    names: Any,
-    names_of_results: Any,
+    args: Pytree,
+    names: Pytree,
+    names_of_results: Pytree,
     along: tuple[str, ...],
 ) -> Tree:
     """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`.

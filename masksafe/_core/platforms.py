@@ -8,14 +8,14 @@ of the process.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 
 
 class AttentionSizes(NamedTuple):
@@ -139,7 +139,7 @@ def choices() -> Choices:
 
 @contextlib.contextmanager
 def chosen(
-    *, attention: Mapping[str, Any] | None = None, linear: Mapping[str, Any] | None = None, **others: Any
+    *, attention: Mapping[str, int] | None = None, linear: Mapping[str, int] | None = None, **others: Pytree
 ) -> Iterator[None]:
     """Context with other choices, for measuring and testing. JAX traces again what it has traced with other ones."""
     now = choices()
@@ -163,7 +163,7 @@ def unfused_on_cpu(results: Tree) -> Tree:
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
 
 
-def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Any) -> Tree:
+def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
     """`there(*args)` if the program is lowered for the platform, `elsewhere(*args)` for any other one."""
     form = choices().form
     if form is None:
@@ -181,7 +181,7 @@ def refused_when_lowered(text: str, x: Array) -> Array:
     return refused
 
 
-def _refuse(_: Any, *operands: Any, text: str) -> Any:
+def _refuse(_: Pytree, *operands: Pytree, text: str) -> Pytree:
     raise ValueError(text)
 
 

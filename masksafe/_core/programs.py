@@ -1,24 +1,27 @@
 """Programs that JAX has traced. Older versions have a type of its own, `ClosedJaxpr`, for one with its constants."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.extend import core
 
-_core: Any = core  # the types of jax 0.12 have no ClosedJaxpr
+from masksafe._core.typing import Pytree
+
+Program: TypeAlias = Any  # the types of jax 0.12 have no ClosedJaxpr
+_core: Program = core
 
 
-def is_program(x: Any) -> bool:
+def is_program(x: object) -> bool:
     """Whether `x` is a program, with its constants or without."""
     return isinstance(x, (_core.ClosedJaxpr, core.Jaxpr))
 
 
-def open_program(program: Any) -> tuple[Any, Sequence[Any]]:
+def open_program(program: Program) -> tuple[Program, Sequence[Pytree]]:
     """A program, and its constants if it has them with it."""
     return getattr(program, "jaxpr", program), getattr(program, "consts", ())
 
 
-def as_function(program: Any, constants: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+def as_function(program: Program, constants: Sequence[Pytree]) -> Callable[..., Sequence[Pytree]]:
     """The function of the inputs that a program with these constants computes."""
-    function: Callable[..., Sequence[Any]] = core.jaxpr_as_fun(_core.ClosedJaxpr(program, constants))
+    function: Callable[..., Sequence[Pytree]] = core.jaxpr_as_fun(_core.ClosedJaxpr(program, constants))
     return function

@@ -3,12 +3,11 @@
 import functools
 import inspect
 from collections.abc import Collection, Iterable
-from typing import Any
 
 import jax
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Function
+from masksafe._core.typing import Function, Pytree
 
 # The parameters that may have their place; an op has at most one of them.
 _OURS = {
@@ -45,7 +44,7 @@ def public_op(fn: Function) -> Function:
     scope = f"masksafe.{fn.__name__}"
 
     @functools.wraps(fn)
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def named(*args: Pytree, **kwargs: Pytree) -> Pytree:
         try:
             with jax.named_scope(scope):
                 return fn(*args, **kwargs)

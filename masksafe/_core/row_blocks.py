@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
-from masksafe._core.typing import Array, Axes, Tree
+from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
 
 
-def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = None, has_totals: bool = False) -> Tree:
+def map_row_blocks(
+    fn: Callable[..., Tree], *args: Pytree, leading: int | None = None, has_totals: bool = False
+) -> Tree:
     """`fn(*args)`, computed block by block on a CPU and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
@@ -44,31 +46,29 @@ def map_row_blocks(fn: Callable[..., Tree], *args: Any, leading: int | None = No
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
 
 
-def _on_each_device(fn: Callable[..., Any], leading: int, has_totals: bool, args: Any) -> Any:
+def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
     """The rows on each device, if a mesh splits no row and each device has many; else one pass."""
     rows = jax.tree.leaves(args)[0]
     of_rows = PartitionSpec(*(f"rows {axis}" for axis in range(leading)))
     names = jax.tree.map(lambda _: of_rows, args)
-    split = None if _splits_a_row(args, leading) else own_shard_map.split_of(args, names)
+    specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
+    splits_a_row = any(axis is not None for spec in specs for axis in spec[leading:])
+    split = None if splits_a_row else own_shard_map.split_of(args, names)
     if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
         return fn(*args)
     axes = split.axes(*of_rows)
 
-    def on_device(*args: Any) -> Any:
+    def on_device(*args: Pytree) -> Pytree:
         results = map_row_blocks(fn, *args, leading=leading, has_totals=has_totals)
         if not has_totals:
             return results
         mapped, totals = results
         return mapped, jax.tree.map(lambda total: lax.psum(total, axes), totals)
 
-    of_results: Any = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
+    of_results: Pytree = jax.tree.map(lambda _: of_rows, jax.eval_shape(fn, *args))
     if has_totals:
         of_results = of_results[0], jax.tree.map(lambda _: PartitionSpec(), of_results[1])
     return split.map(on_device, args, names, of_results)
-
-
-def _splits_a_row(args: Any, leading: int) -> bool:
-    return any(axis is not None for x in jax.tree.leaves(args) for axis in jax.typeof(x).sharding.spec[leading:])
 
 
 def leading_axes(axes: Axes) -> int:
@@ -82,32 +82,33 @@ def axes_of_row(axes: Axes, ndim: int) -> Axes:
 
 
 class _Loop(NamedTuple):
-    fn: Callable[..., Any]
+    fn: Callable[..., Pytree]
     has_totals: bool
     leading: tuple[int, ...]
     block: int  # rows
 
 
-def _in_one_pass(loop: _Loop, *args: Any) -> Any:
+def _in_one_pass(loop: _Loop, *args: Pytree) -> Pytree:
     return loop.fn(*args)
 
 
 @derivatives.with_derivatives_of(_in_one_pass)
-def _in_blocks(loop: _Loop, *args: Any) -> Any:
+def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
     arrays, tree = jax.tree.flatten(args)
     flat = [as_bits(_flatten_rows(a, loop.leading)) for a in arrays]
     count = math.prod(loop.leading)
     whole, rest = divmod(count, loop.block)
 
-    def with_block(state: tuple[Any, Any], start: Array | int, size: int) -> tuple[Any, Any]:
-        parts = [from_bits(_slice_rows(f, start, size), a.dtype) for f, a in zip(flat, arrays, strict=True)]
+    def with_block(state: tuple[Pytree, Pytree], start: Array | int, size: int) -> tuple[Pytree, Pytree]:
+        rows = [f if f.shape[0] == 1 else tiles.part(f, {0: (start, size)}) for f in flat]
+        parts = [from_bits(f, a.dtype) for f, a in zip(rows, arrays, strict=True)]
         results = loop.fn(*jax.tree.unflatten(tree, parts))
         mapped, added = results if loop.has_totals else (results, ())
         # Written where it belongs: to join the remainder with the rest would copy all results.
         put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
-    def zeros(like: Any, shape: tuple[int, ...]) -> Array:
+    def zeros(like: Array, shape: tuple[int, ...]) -> Array:
         return as_bits(jnp.zeros(shape, like.dtype))
 
     shapes = jax.eval_shape(loop.fn, *args)
@@ -130,10 +131,6 @@ def _flatten_rows(a: Array, leading: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(a, (*leading, *row)).reshape(-1, *row)
 
 
-def _slice_rows(a: Array, start: Array | int, size: int) -> Array:
-    return a if a.shape[0] == 1 else tiles.part(a, {0: (start, size)})
-
-
 # XLA's CPU compiler of jax 0.10 does not slice bfloat16: it widens the whole array to float32 before the loop, which is
 # the copy that blocks are meant to avoid. It slices integers of the same width as they are.
 
@@ -143,9 +140,9 @@ def as_bits(a: Array) -> Array:
     return lax.bitcast_convert_type(a, jnp.uint16) if _is_sliced_as_bits(a.dtype) else a
 
 
-def from_bits(a: Array, dtype: Any) -> Array:
+def from_bits(a: Array, dtype: DType) -> Array:
     return lax.bitcast_convert_type(a, dtype) if _is_sliced_as_bits(dtype) else a
 
 
-def _is_sliced_as_bits(dtype: Any) -> bool:
+def _is_sliced_as_bits(dtype: DType) -> bool:
     return dtype == jnp.bfloat16 and not platforms.choices().has_kernel_library

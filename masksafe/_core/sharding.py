@@ -6,7 +6,7 @@ which axes it varies. Over a named axis, of which `Devices` are the places: they
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 
 # Over the explicit axes of a mesh. The type of an array says how it is split.
 
@@ -32,7 +32,7 @@ def is_on_automatic_mesh(x: Array) -> bool:
     return any(kind == AxisType.Auto and size > 1 for axes in kinds for kind, size in axes)
 
 
-def may_loop(tree: Any) -> bool:
+def may_loop(tree: Pytree) -> bool:
     """Whether a loop may go through the arrays of `tree` in blocks.
 
     JAX refuses a loop over a dimension that is split over devices, or gathers the array first; XLA gathers what it has
@@ -41,7 +41,7 @@ def may_loop(tree: Any) -> bool:
     return are_whole(tree) and not any(map(is_on_automatic_mesh, jax.tree.leaves(tree)))
 
 
-def are_whole(tree: Any) -> bool:
+def are_whole(tree: Pytree) -> bool:
     """Whether no array of `tree` has a type that splits it over devices, or a symbolic size."""
     return not any(is_sharded(x) or has_symbolic_size(x) for x in jax.tree.leaves(tree))
 
@@ -70,16 +70,16 @@ class Shardings:
     A cotangent has to be split like its argument, but comes out split like all arguments combined.
     """
 
-    specs: tuple[Any, ...]
-    tree: Any
+    specs: tuple[Pytree, ...]
+    tree: Pytree
 
     @classmethod
-    def of(cls, args: Any) -> "Shardings":
+    def of(cls, args: Pytree) -> "Shardings":
         leaves, tree = jax.tree.flatten(args)
         return cls(tuple(jax.typeof(leaf).sharding for leaf in leaves), tree)
 
-    def apply(self, cotangents: Any) -> tuple[Any, ...]:
-        def resharded(cotangent: Any, sharding: Any) -> Any:
+    def apply(self, cotangents: Pytree) -> tuple[Pytree, ...]:
+        def resharded(cotangent: Pytree, sharding: NamedSharding) -> Pytree:
             own = None if cotangent is None else jax.typeof(cotangent).sharding
             if own is None or own.spec == sharding.spec:
                 return cotangent
@@ -94,7 +94,7 @@ class Shardings:
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
 
 
-def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
     """The arguments; inside `jax.shard_map` with all floats varying over the same mesh axes.
 
     A reverse rule has to return cotangents that vary like its arguments, but its results vary like all arguments
@@ -105,18 +105,18 @@ def vary_alike(args: tuple[Any, ...]) -> tuple[Any, ...]:
     leaves, tree = jax.tree.flatten(args)
     zero = varying_zero([x for x in leaves if isinstance(x, jax.Array)])
 
-    def moved(x: Any) -> Any:
+    def moved(x: Pytree) -> Pytree:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return cast(tuple[Any, ...], jax.tree.unflatten(tree, map(moved, leaves)))
+    return jax.tree.unflatten(tree, map(moved, leaves))  # type: ignore[no-any-return]
 
 
-def vary_with(tree: Tree, others: Any) -> Tree:
+def vary_with(tree: Tree, others: Pytree) -> Tree:
     """The arrays of `tree`, made to vary over all mesh axes over which an array of `others` varies."""
     arrays = [x for x in jax.tree.leaves(others) if isinstance(x, jax.Array)]
-    if _are_on_no_mesh(arrays):
-        return tree
+    if jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays):
+        return tree  # types say nothing of devices
     zero = varying_zero(arrays)
 
     def moved(x: jax.Array) -> jax.Array:
@@ -129,7 +129,7 @@ def vary_with(tree: Tree, others: Any) -> Tree:
     return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
 
 
-def zeros_of_types(shapes: Any, others: Any) -> Any:
+def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
     """Zeros of the types that `jax.eval_shape` told, those of what is computed from the arrays of `others`."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or AxisType.Auto not in mesh.axis_types:
@@ -147,11 +147,6 @@ def varying_zero(arrays: list[jax.Array]) -> jax.Array:
     return sum((jnp.sum(x[None][:0].astype(jnp.float32)) for x in plain), jnp.zeros((), jnp.float32))
 
 
-def _are_on_no_mesh(arrays: list[jax.Array]) -> bool:
-    """Whether the types of the arrays can say nothing of devices."""
-    return jax.sharding.get_abstract_mesh().empty and all(jax.typeof(x).sharding.mesh.empty for x in arrays)
-
-
 def is_random_key(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
 
@@ -161,7 +156,7 @@ def is_random_key(x: jax.Array) -> bool:
 AxisName = str | tuple[str, ...] | None  # several axes count as one, the first of them being the slowest
 
 
-def as_axis_name(op: str, axis_name: Any) -> Any:
+def as_axis_name(op: str, axis_name: object) -> Any:
     """The name of an existing mesh axis, the names of several, or None."""
     if axis_name is None:
         return None
@@ -242,7 +237,7 @@ class Devices(NamedTuple):
         return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
 
     @property
-    def _in_order_of_mesh(self) -> tuple[Any, list[int]]:
+    def _in_order_of_mesh(self) -> tuple[AxisName, list[int]]:
         """The names in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
         if isinstance(self.axis_name, str):
             return self.axis_name, list(range(self.size))
@@ -265,13 +260,14 @@ class Devices(NamedTuple):
         of_mesh, _ = self._of_mesh_and_vmap
         return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
 
-    def have_types(self) -> bool:
-        """Whether types say what varies: not with `check_vma=False`, nor over an axis of `jax.vmap`."""
-        return any(_varies(self.varying(jnp.zeros(())), name) for name in self._of_mesh_and_vmap[0])
-
     def share(self, x: Array) -> bool:
-        """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is."""
-        return self.have_types() and any(not _varies(x, name) for name in self._of_mesh_and_vmap[0])
+        """Whether the type of `x` says that it is the same on all devices of one of the axes, as a sum over them is.
+
+        Types say nothing with `check_vma=False`, nor over an axis of `jax.vmap`.
+        """
+        of_mesh, varying = self._of_mesh_and_vmap[0], self.varying(jnp.zeros(()))
+        have_types = any(_varies(varying, name) for name in of_mesh)
+        return have_types and not all(_varies(x, name) for name in of_mesh)
 
     # Every device computes the whole loss, but JAX assumes that the result of a custom rule varies over the devices.
     # Taking the mean over the devices after the rule shows JAX that the losses are equal. Its derivative gives each
@@ -280,13 +276,6 @@ class Devices(NamedTuple):
     def shared(self, loss: Array) -> Array:
         """The loss, which is the same on all devices, with a type that says so."""
         return lax.pmean(loss, self.axis_name) if self.are_many else loss
-
-    def part_of_cotangent(self, d_loss: Array) -> Array:
-        """The cotangent of a loss that is the same on all devices, from the whole one, for JAX's own rules.
-
-        Without types JAX takes the loss on each device for a term of a sum over the devices.
-        """
-        return self.shared(d_loss) if not self.are_many or self.have_types() else d_loss / self.size
 
 
 def _varies(x: Array, name: str) -> bool:

@@ -1,14 +1,14 @@
 """Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Index, Pytree, Tree
 
 
 class Tile(NamedTuple):
@@ -49,13 +49,13 @@ class Tiles(NamedTuple):
         """How many positions of the last tile belong to the tile before it."""
         return self.number * self.size - self.length
 
-    def map(self, of_tile: Callable[[Any], Any]) -> Any:
+    def map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
         """The results of `of_tile(i)` for all tiles, stacked."""
         if self.number == 1:
             return jax.tree.map(lambda x: x[None], of_tile(0))
         return lax.map(of_tile, jnp.arange(self.number, dtype=jnp.int32))
 
-    def join_map(self, of_tile: Callable[[Any], Any]) -> Any:
+    def join_map(self, of_tile: Callable[[Pytree], Pytree]) -> Pytree:
         """The results of `of_tile(i)` for all tiles, `[..., size, n]`, joined."""
         return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
 
@@ -101,7 +101,7 @@ def take(x: Array, axis: int, tile: Tile) -> Array:
     return part(x, {axis: (tile.start, tile.size)})
 
 
-Places = Mapping[int, tuple[Any, int]]  # for an axis where a part of it starts, and its size
+Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it starts, and its size
 
 
 def part(x: Array, places: Places) -> Array:
@@ -121,13 +121,13 @@ def add_to_part(x: Array, addend: Array, places: Places) -> Array:
     return with_part(x, part(x, places) + addend, places)
 
 
-def _bounds(x: Array, places: Places) -> tuple[list[Any], tuple[int, ...]]:
+def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
     found = [places.get(axis, (0, n)) for axis, n in enumerate(x.shape)]
     starts = [np.int32(start) if isinstance(start, int) else start.astype(jnp.int32) for start, _ in found]
     return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types
 
 
-def for_live_tiles(live: Array | None, count: int, body: Callable[[Any, Any], Any], state: Any) -> Any:
+def for_live_tiles(live: Array | None, count: int, body: Callable[[Index, Pytree], Pytree], state: Pytree) -> Pytree:
     """`state` after `body(i, state)` for every live tile in turn; `live` is `[count]`, None means all."""
     if count == 1:
         return body(0, state)
@@ -138,12 +138,12 @@ def for_live_tiles(live: Array | None, count: int, body: Callable[[Any, Any], An
     return loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(element(order, n), state), state)
 
 
-def loop(start: int, stop: Array | int, body: Callable[[Any, Tree], Tree], state: Tree) -> Tree:
+def loop(start: int, stop: Array | int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:
     """`lax.fori_loop` whose index is int32, as are all indices, under `jax_enable_x64` as well."""
     return lax.fori_loop(np.int32(start), stop, body, state)  # type: ignore[no-any-return]
 
 
-def element(x: Array, i: Any, axis: int = 0) -> Array:
+def element(x: Array, i: Index, axis: int = 0) -> Array:
     """`x[i]`, along an axis, for an index that is not negative."""
     found: Array = lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
     return found

@@ -2,16 +2,20 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import jax
+import numpy as np
 from jax import Array as Array
 from jax.typing import ArrayLike as ArrayLike
 
+Pytree: TypeAlias = Any  # arrays, or tuples, dictionaries and others of them, which JAX's functions take and return
+DType: TypeAlias = np.dtype[Any]
+Index: TypeAlias = Array | int
 Axis = int | Sequence[int]
 Axes = tuple[int, ...]
 LossReduction = Literal["mean", "sum", "none"]
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Pytree])
 Tree = TypeVar("Tree")
 
 

@@ -5,13 +5,13 @@ reductions here start from a number that XLA does not know while it folds consta
 optimization barrier. The barrier is on that number alone: no array is stored, copied or read once more because of it.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.typing import Array, Axis
+from masksafe._core.typing import Array, ArrayLike, Axis, DType
 
 
 def any_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
@@ -40,13 +40,13 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
     return result
 
 
-def unknown(x: Any, dtype: Any = None) -> Array:
+def unknown(x: ArrayLike, dtype: DType | None = None) -> Array:
     """An array of which XLA knows nothing while it folds constants; a small one, since it is stored."""
     hidden: Array = lax.optimization_barrier(jnp.asarray(x, dtype))
     return hidden
 
 
-def _reduce(combine: Any, start: Array, x: Array, axis: Axis | None, keepdims: bool) -> Array:
+def _reduce(combine: Callable[..., Array], start: Array, x: Array, axis: Axis | None, keepdims: bool) -> Array:
     axes = range(x.ndim) if axis is None else (axis,) if isinstance(axis, int) else axis
     axes = [a % x.ndim for a in axes]
     reduced: Array = lax.reduce(x, start, combine, axes)

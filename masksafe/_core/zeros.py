@@ -5,8 +5,6 @@ but XLA does not start from 0 where a sum has one term, nor, on a CPU, in the pr
 the sign of what is masked would be that of the result.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -28,7 +26,7 @@ def _selected(x: Array) -> Array:
     return jnp.where(x == 0, 0, x)
 
 
-def _transposed(cotangent: Array, _: Any) -> list[Array]:
+def _transposed(cotangent: Array, _: Array) -> list[Array]:
     return [without_sign_of_zero(cotangent)]
 
 

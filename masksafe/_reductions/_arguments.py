@@ -1,8 +1,6 @@
 """The arguments that all reductions share."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -15,7 +13,7 @@ from masksafe._core.typing import Array, Axis
 
 
 class Reduction(NamedTuple):
-    """What is reduced. It is static, and not yet checked but for what could not be hashed."""
+    """The static arguments of a reduction, not yet checked but for what could not be hashed."""
 
     op: str
     axis: Axis | None
@@ -35,7 +33,7 @@ class Reduction(NamedTuple):
 
 
 def prepared(
-    op: str, x: Any, axis: Any, where: Any, weights: Any, axis_name: Any, keepdims: Any
+    op: str, x: object, axis: Axis | None, where: object, weights: object, axis_name: object, keepdims: object
 ) -> tuple[Reduction, Array, Array | None, Array | None]:
     """Arguments for a jitted function that reads them when it is traced: eagerly, checks cost more than a short sum."""
     x = as_array(op, "x", x)

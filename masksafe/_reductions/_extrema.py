@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from masksafe._core import arguments, unfolded
@@ -105,7 +103,7 @@ def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weigh
     return how.shaped(rows, extremum(_reduce, is_max, rows, x, weighting.where))
 
 
-def _reduce(is_max: bool, rows: Rows, x: Array, of_nothing: Any) -> Array:
+def _reduce(is_max: bool, rows: Rows, x: Array, of_nothing: float) -> Array:
     reduce = jnp.max if is_max else jnp.min
     local = _or_nan(reduce(x, rows.axes, keepdims=True, initial=of_nothing), x, rows.axes, keepdims=True)
     if not rows.devices.are_many:

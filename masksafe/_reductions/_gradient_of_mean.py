@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import label_checks, moments, precision, sharding, switches
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 from masksafe._reductions._masked_mean import MaskedMean, count_as_float, normal
 
 _OP = "value_and_grad_of_mean"
@@ -23,8 +23,8 @@ _P = ParamSpec("_P")
 _Aux = TypeVar("_Aux")
 
 
-class _Options(TypedDict, total=False):
-    in_axes: Any
+class _Keywords(TypedDict, total=False):
+    in_axes: Pytree
     microbatches: int
     axis_name: sharding.AxisName
 
@@ -34,8 +34,8 @@ def value_and_grad_of_mean(
     fn: Callable[_P, MaskedMean],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,
-    **options: Unpack[_Options],
-) -> Callable[_P, tuple[Array, Any]]: ...
+    **options: Unpack[_Keywords],
+) -> Callable[_P, tuple[Array, Pytree]]: ...
 
 
 @overload
@@ -44,25 +44,25 @@ def value_and_grad_of_mean(
     argnums: int | Sequence[int] = 0,
     *,
     has_aux: Literal[True],
-    **options: Unpack[_Options],
-) -> Callable[_P, tuple[tuple[Array, _Aux], Any]]: ...
+    **options: Unpack[_Keywords],
+) -> Callable[_P, tuple[tuple[Array, _Aux], Pytree]]: ...
 
 
 @overload
 def value_and_grad_of_mean(
-    fn: Callable[_P, Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Options]
-) -> Callable[_P, tuple[Any, Any]]: ...
+    fn: Callable[_P, Pytree], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Unpack[_Keywords]
+) -> Callable[_P, tuple[Pytree, Pytree]]: ...
 
 
 def value_and_grad_of_mean(
-    fn: Callable[..., Any],
+    fn: Callable[..., Pytree],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
-    in_axes: Any = 0,
+    in_axes: Pytree = 0,
     microbatches: int = 1,
     axis_name: sharding.AxisName = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[..., tuple[Pytree, Pytree]]:
     r"""Like `jax.value_and_grad`, for the mean over a whole batch that is worked on in parts.
 
     With the totals :math:`T_i(\theta)` and counts :math:`n_i(\theta)` of the micro-batches and devices :math:`i`, the
@@ -125,14 +125,14 @@ def value_and_grad_of_mean(
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
     @functools.wraps(fn)
-    def value_and_grad(*args: Any, **kwargs: Any) -> Any:
+    def value_and_grad(*args: Pytree, **kwargs: Pytree) -> Pytree:
         devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
         active = _as_positions(positions, len(args))
         params = jax.tree.map(jnp.asarray, tuple(args[i] for i in active))
         _check_floats(params)
         batch = {"args": {i: a for i, a in enumerate(args) if i not in active}, "kwargs": kwargs}
 
-        def fn_of(params: Any, batch: Any) -> Any:
+        def fn_of(params: Pytree, batch: Pytree) -> Pytree:
             positional = batch["args"] | dict(zip(active, params, strict=True))
             result = fn(*(positional[i] for i in range(len(args))), **batch["kwargs"])
             return _as_mean_and_aux(result, has_aux, devices)
@@ -141,7 +141,8 @@ def value_and_grad_of_mean(
         parts = _in_parts(batch, axes, int(microbatches))
         sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
         if devices.are_many:
-            sums, aux = _summed_over_devices(devices, sums, aux)
+            over_devices = lambda tree: lax.psum(tree, devices.axis_name)  # noqa: E731
+            sums, aux = over_devices(sums), _map_aux(over_devices, lambda x: x, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients
@@ -152,7 +153,7 @@ def value_and_grad_of_mean(
 # The arguments.
 
 
-def _as_positions(argnums: tuple[Any, ...], number: int) -> tuple[int, ...]:
+def _as_positions(argnums: tuple[Pytree, ...], number: int) -> tuple[int, ...]:
     for i in argnums:
         if not isinstance(i, numbers.Integral) or not -number <= int(i) < number:
             expected = f"positions of the {number} positional arguments"
@@ -163,14 +164,14 @@ def _as_positions(argnums: tuple[Any, ...], number: int) -> tuple[int, ...]:
     return positions
 
 
-def _check_floats(params: Any) -> None:
+def _check_floats(params: Pytree) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             where = f"argument to differentiate by{jax.tree_util.keystr(path)}"
             raise TypeError(message(_OP, where, f"dtype {x.dtype}", "a float dtype"))
 
 
-def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Any]:
+def _as_mean_and_aux(result: object, has_aux: bool, devices: sharding.Devices) -> tuple[MaskedMean, Pytree]:
     mean, aux = result if has_aux and isinstance(result, tuple) and len(result) == 2 else (result, None)
     if not isinstance(mean, MaskedMean) or (has_aux and mean is result):
         raise TypeError(message(_OP, "fn", *_mistake(result, has_aux)))
@@ -191,7 +192,7 @@ def _as_mean_and_aux(result: Any, has_aux: bool, devices: sharding.Devices) -> t
     return mean, aux
 
 
-def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
+def _mistake(result: object, has_aux: bool) -> tuple[str, str, str]:
     """What was found, what was expected, and the way out, for a function that does not return what it should."""
     expected = "a MaskedMean and aux, as has_aux=True says" if has_aux else "a MaskedMean"
     if isinstance(result, jax.Array):
@@ -205,7 +206,7 @@ def _mistake(result: Any, has_aux: bool) -> tuple[str, str, str]:
 # The axes that are cut.
 
 
-def _axes_to_cut(in_axes: Any, batch: Any, number: int, active: tuple[int, ...]) -> list[int | None]:
+def _axes_to_cut(in_axes: Pytree, batch: Pytree, number: int, active: tuple[int, ...]) -> list[int | None]:
     """The axis of each leaf of `batch`, or None. As with `jax.vmap`, that of keyword arguments is 0."""
     if isinstance(in_axes, tuple | list):
         if len(in_axes) != number:
@@ -220,7 +221,7 @@ def _axes_to_cut(in_axes: Any, batch: Any, number: int, active: tuple[int, ...])
         raise TypeError(message(_OP, "in_axes", f"value {in_axes!r}", expected))
     axes: list[int | None] = []
 
-    def spread(axis: Any, subtree: Any) -> None:
+    def spread(axis: Pytree, subtree: Pytree) -> None:
         if axis is not None and not _is_axis(axis):
             raise TypeError(message(_OP, "in_axes", f"value {axis!r}", "an int or None"))
         axes.extend([axis] * len(jax.tree.leaves(subtree)))
@@ -235,7 +236,7 @@ def _axes_to_cut(in_axes: Any, batch: Any, number: int, active: tuple[int, ...])
     return axes + [0] * len(jax.tree.leaves(batch["kwargs"]))
 
 
-def _is_axis(axis: Any) -> bool:
+def _is_axis(axis: object) -> bool:
     return isinstance(axis, numbers.Integral) and not isinstance(axis, bool)
 
 
@@ -245,17 +246,17 @@ def _is_axis(axis: Any) -> bool:
 class _Parts(NamedTuple):
     number: int
     size: int | None  # of a part, along the axis that is cut; None if no array is cut
-    leaves: list[Any]  # of the arguments
+    leaves: list[Pytree]  # of the arguments
     cut: list[Array | None]  # the parts of each, along a new leading axis; None for what all parts share
-    tree: Any
+    tree: Pytree
 
-    def joined(self, part: list[Array | None]) -> Any:
+    def joined(self, part: list[Array | None]) -> Pytree:
         """The arguments of one part."""
         leaves = [whole if own is None else own for whole, own in zip(self.leaves, part, strict=True)]
         return jax.tree.unflatten(self.tree, leaves)
 
 
-def _in_parts(batch: Any, axes: list[int | None], number: int) -> _Parts:
+def _in_parts(batch: Pytree, axes: list[int | None], number: int) -> _Parts:
     named, tree = jax.tree_util.tree_flatten_with_path(batch)
     leaves = {f"{path[0].key}{jax.tree_util.keystr(path[1:])}": x for path, x in named}
     along = dict(zip(leaves, axes, strict=True))
@@ -278,7 +279,7 @@ def _in_parts(batch: Any, axes: list[int | None], number: int) -> _Parts:
     return _Parts(number, size, [*leaves.values()], cut, tree)
 
 
-def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
+def _cut(name: str, x: Pytree, axis: int | None, number: int) -> Array | None:
     """The parts of an array along a new leading axis, or None for what all parts share."""
     if axis is None or not hasattr(x, "dtype"):
         return None
@@ -293,7 +294,7 @@ def _cut(name: str, x: Any, axis: int | None, number: int) -> Array | None:
     return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
-def _hint_of_keys(arrays: Iterable[Any]) -> str:
+def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
     """What to do about a key of `jax.random.PRNGKey`, if there is what may be one."""
     if not any(x.dtype == jnp.uint32 and x.shape in ((2,), (4,)) for x in arrays):
         return ""
@@ -303,14 +304,14 @@ def _hint_of_keys(arrays: Iterable[Any]) -> str:
 # The sums.
 
 
-class _Sums(NamedTuple):
-    """Over parts and devices."""
+class _SumsOfMean(NamedTuple):
+    """The sums over parts and devices."""
 
     mean: MaskedMean
-    d_total: Any
-    d_count: Any  # None if the count does not depend on the parameters
+    d_total: Pytree
+    d_count: Pytree  # None if the count does not depend on the parameters
 
-    def gradients_of_mean(self) -> Any:
+    def gradients_of_mean(self) -> Pytree:
         value, count_in = self.mean.value, functools.cache(functools.partial(count_as_float, self.mean))
 
         def gradient(d_total: Array, d_count: Array | None = None) -> Array:
@@ -321,24 +322,24 @@ class _Sums(NamedTuple):
         return jax.tree.map(gradient, self.d_total, *([] if self.d_count is None else [self.d_count]))
 
 
-def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tuple[_Sums, Any]:
+def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts) -> tuple[_SumsOfMean, Pytree]:
     """The sums, and aux: along a new leading axis, but means in it added up."""
 
-    def of_part(cut: list[Array | None]) -> tuple[_Sums, Any]:
+    def of_part(cut: list[Array | None]) -> tuple[_SumsOfMean, Pytree]:
         return _sums_of_part(lambda params: fn(params, parts.joined(cut)), params)
 
     if parts.number == 1:
         sums, aux = of_part(parts.cut)
         return sums, _map_aux(lambda mean: mean, lambda x: jnp.asarray(x)[None], aux)
 
-    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_Sums, Any]:
+    def of_numbered_part(cut: list[Array | None], index: Array | None) -> tuple[_SumsOfMean, Pytree]:
         with label_checks.in_microbatch(index, parts.number, parts.size):
             return of_part(cut)
 
-    def step(sums: _Sums, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_Sums, Any]:
+    def step(sums: _SumsOfMean, numbered_part: tuple[list[Array | None], Array | None]) -> tuple[_SumsOfMean, Pytree]:
         added, aux = of_numbered_part(*numbered_part)
         gradients = jax.tree.map(jnp.add, sums[1:], added[1:])
-        return _Sums(sums.mean + added.mean, *gradients), aux
+        return _SumsOfMean(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
     shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
@@ -347,24 +348,16 @@ def _summed_over_parts(fn: Callable[..., Any], params: Any, parts: _Parts) -> tu
     return sums, _map_aux(added_up, lambda x: x, aux)
 
 
-def _summed_over_devices(devices: sharding.Devices, sums: _Sums, aux: Any) -> tuple[_Sums, Any]:
-    """The sums, and aux with the means in it, of all devices."""
-    leaves, tree = jax.tree.flatten(aux, is_leaf=lambda x: isinstance(x, MaskedMean))
-    means = {i: x for i, x in enumerate(leaves) if isinstance(x, MaskedMean)}
-    sums, means = lax.psum((sums, means), devices.axis_name)
-    return sums, jax.tree.unflatten(tree, [means.get(i, x) for i, x in enumerate(leaves)])
-
-
-def _map_aux(of_mean: Callable[[Any], Any], of_other: Callable[[Any], Any], aux: Any) -> Any:
+def _map_aux(of_mean: Callable[[Pytree], Pytree], of_other: Callable[[Pytree], Pytree], aux: Pytree) -> Pytree:
     """`aux` with its means and its other leaves replaced."""
     is_mean = lambda x: isinstance(x, MaskedMean)  # noqa: E731
     return jax.tree.map(lambda x: of_mean(x) if is_mean(x) else of_other(x), aux, is_leaf=is_mean)
 
 
-def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tuple[_Sums, Any]:
+def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Pytree]], params: Pytree) -> tuple[_SumsOfMean, Pytree]:
     is_dependent: list[bool] = []
 
-    def total_and_count(params: Any) -> Any:
+    def total_and_count(params: Pytree) -> Pytree:
         mean, aux = fn(params)
         total, count = mean.total, mean.count
         if jnp.issubdtype(count.dtype, jnp.floating):
@@ -378,7 +371,7 @@ def _sums_of_part(fn: Callable[..., tuple[MaskedMean, Any]], params: Any) -> tup
     if is_dependent:
         (d_count,) = pull_back((jnp.zeros_like(total), jnp.ones_like(float_count)))
     wide = functools.partial(jax.tree.map, precision.widened)
-    return _Sums(mean, wide(d_total), wide(d_count)), aux
+    return _SumsOfMean(mean, wide(d_total), wide(d_count)), aux
 
 
 def _noting_dependence(noted: list[bool], x: Array) -> Array:
@@ -388,7 +381,7 @@ def _noting_dependence(noted: list[bool], x: Array) -> Array:
     def identity(x: Array) -> Array:
         return x
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Pytree, tangents: Pytree) -> Pytree:
         if not isinstance(tangents[0], SymbolicZero):
             noted.append(True)
         return primals[0], tangents[0]

@@ -7,17 +7,19 @@ import functools
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core import masks, moments, scaling, sharding, unfolded
+from masksafe._core import masks, moments, sharding, unfolded
 from masksafe._core.precision import float_dtype, wide_dtype, widened
-from masksafe._core.typing import Array, ArrayLike, Axis, jitted
+from masksafe._core.typing import Array, ArrayLike, Axis, DType, Pytree, jitted
 from masksafe._reductions._arguments import Reduction, prepared
+
+_Sum: TypeAlias = Pytree  # of integers a _Long; else what was given: an array, or the spec of a shard_map
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -59,10 +61,10 @@ class MaskedMean:
       <https://github.com/huggingface/transformers/issues/34191>`_.
     """
 
-    _total: Any  # of integers a _Long; else what was given: an array, or the spec of a shard_map
-    _count: Any
+    _total: _Sum
+    _count: _Sum
 
-    def __init__(self, total: Any, count: Any):
+    def __init__(self, total: Pytree, count: Pytree):
         self.__dict__.update(_total=_as_sum(total), _count=_as_sum(count))
 
     @classmethod
@@ -111,11 +113,11 @@ class MaskedMean:
         return self if name is None else lax.psum(normal(self), name)
 
     @property
-    def total(self) -> Any:
+    def total(self) -> Pytree:
         return _as_one(self._total)
 
     @property
-    def count(self) -> Any:
+    def count(self) -> Pytree:
         return _as_one(self._count)
 
     @property
@@ -127,7 +129,7 @@ class MaskedMean:
         return f"MaskedMean(total={self.total}, count={self.count})"
 
 
-def _of_sums(total: Any, count: Any) -> MaskedMean:
+def _of_sums(total: _Sum, count: _Sum) -> MaskedMean:
     mean = object.__new__(MaskedMean)
     mean.__dict__.update(_total=total, _count=count)
     return mean
@@ -155,15 +157,15 @@ class _Long(NamedTuple):
     as `jax.tree.map(jnp.sum, means)` does.
     """
 
-    low: Any
-    high: Any
+    low: Pytree
+    high: Pytree
 
 
 _BITS = 16
 _BASE = 2**_BITS
 
 
-def _as_sum(x: Any) -> Any:
+def _as_sum(x: _Sum) -> _Sum:
     """Integers and booleans as a `_Long`; anything else as it is."""
     if isinstance(x, list | tuple) and x and all(isinstance(n, numbers.Number) for n in x):
         x = np.asarray(x)
@@ -178,16 +180,16 @@ def _as_sum(x: Any) -> Any:
     return _Long(low.astype(dtype), high.astype(dtype))
 
 
-def _in_two(x: Any) -> _Long:
+def _in_two(x: _Sum) -> _Long:
     """Integers, with a low part from 0 to 2**16, and a high one that is negative for negative integers."""
     return _Long(x & (_BASE - 1), x >> _BITS)
 
 
-def _is_integral(dtype: Any) -> bool:
+def _is_integral(dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_)
 
 
-def _summand_dtype(dtype: Any) -> Any:
+def _summand_dtype(dtype: DType) -> DType:
     """A dtype of at least 32 bits in which to add up; for booleans an integer."""
     if not _is_integral(dtype):
         return wide_dtype(dtype)
@@ -199,7 +201,7 @@ def normal(mean: MaskedMean) -> MaskedMean:
     return _of_sums(_normal(mean._total), _normal(mean._count))
 
 
-def _normal(x: Any) -> Any:
+def _normal(x: _Sum) -> _Sum:
     if not isinstance(x, _Long):
         x = jnp.asarray(x)
         return x.astype(_summand_dtype(x.dtype))
@@ -210,23 +212,23 @@ def _normal(x: Any) -> Any:
     return _Long(low, high + carry)
 
 
-def _as_float(x: Any, dtype: Any) -> Array:
+def _as_float(x: _Sum, dtype: DType) -> Array:
     whole = x.low if isinstance(x, _Long) else x
     number: Array = jnp.asarray(whole).astype(dtype)
     return number + _BASE * _as_float(x.high, dtype) if isinstance(x, _Long) else number
 
 
-def count_as_float(mean: MaskedMean, dtype: Any) -> Array:
+def count_as_float(mean: MaskedMean, dtype: DType) -> Array:
     """The count, to rounding."""
     return _as_float(mean._count, dtype)
 
 
 @jitted()
-def _added(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, ...]:
+def _added(a: tuple[Pytree, Pytree], b: tuple[Pytree, Pytree]) -> tuple[Pytree, ...]:
     return tuple(map(_plus, a, b))
 
 
-def _plus(a: Any, b: Any) -> Any:
+def _plus(a: _Sum, b: _Sum) -> _Sum:
     a, b = _normal(a), _normal(b)
     if isinstance(a, _Long) and isinstance(b, _Long):
         return _Long(a.low + b.low, a.high + b.high)
@@ -234,12 +236,12 @@ def _plus(a: Any, b: Any) -> Any:
     return _as_float(a, dtype) + _as_float(b, dtype)
 
 
-def _float_dtype(x: Any) -> Any:
+def _float_dtype(x: _Sum) -> DType:
     """The dtype of the sum, as a float."""
     return float_dtype(jnp.result_type(x.low if isinstance(x, _Long) else x))
 
 
-def _as_one(x: Any) -> Any:
+def _as_one(x: _Sum) -> _Sum:
     """The sum as a number, or what stands for it in a tree of something else, such as shapes or specs."""
     if not isinstance(x, _Long):
         return x
@@ -260,15 +262,15 @@ def _number(x: _Long) -> Array:
 
 
 @jitted()
-def _value(total: Any, count: Any) -> Array:
+def _value(total: _Sum, count: _Sum) -> Array:
     dtype = _float_dtype(total)
     wide = wide_dtype(dtype)
     dividend, divisor = _as_float(total, wide), _as_float(count, jnp.finfo(wide).dtype)
-    return jnp.where(divisor == 0, 0, scaling.quotient(dividend, moments.nonzero_divisor(divisor))).astype(dtype)
+    return jnp.where(divisor == 0, 0, dividend / moments.nonzero_divisor(divisor)).astype(dtype)
 
 
 @jitted(0)
-def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Any, Any]:
+def _total_and_count(how: Reduction, x: Array, where: Array | None, weights: Array | None) -> tuple[Pytree, Pytree]:
     rows, x, (where, weights) = how.read(x, where, weights)
     x = masks.selected(x, where)
     elements = x if x.dtype == jnp.bool_ and weights is None else moments.weighted(widened(x), weights)

@@ -7,7 +7,7 @@ import functools
 import jax.numpy as jnp
 
 from masksafe._core import arguments, row_blocks, sharding
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import rule
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
 from masksafe._core.precision import float_dtype
@@ -144,16 +144,12 @@ def _reduce(
     return how.shaped(rows, variance).astype(jnp.finfo(x.dtype).dtype), how.shaped(rows, of_rows.mean).astype(x.dtype)
 
 
-def _evaluate(rows: Rows, x: Array, weighting: Weighting) -> Moments:
-    in_one_pass = functools.partial(moments, rows)
-    if rows.are_one_kernel(x, weighting.where):
-        return in_one_pass(x, weighting)
-    return row_blocks.map_row_blocks(in_one_pass, x, weighting, leading=rows.leading(x.ndim))
-
-
 def _forward(rows: Rows, x: Array, weighting: Weighting) -> tuple[Moments, tuple[Array, Weighting, Moments]]:
-    of_rows = _evaluate(rows, x, weighting)
-    return of_rows, (x, weighting, of_rows)
+    of_rows = functools.partial(moments, rows)
+    if not rows.are_one_kernel(x, weighting.where):
+        of_rows = functools.partial(row_blocks.map_row_blocks, of_rows, leading=rows.leading(x.ndim))
+    found = of_rows(x, weighting)
+    return found, (x, weighting, found)
 
 
 def _reverse(rows: Rows, residuals: tuple[Array, Weighting, Moments], cotangents: Moments) -> tuple[Array, Weighting]:
@@ -165,4 +161,4 @@ def _reverse(rows: Rows, residuals: tuple[Array, Weighting, Moments], cotangents
     return selected(d_x, where).astype(x.dtype), Weighting(None, d_weights)
 
 
-_moments = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
+_moments = rule(_forward, _reverse)

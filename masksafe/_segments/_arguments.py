@@ -1,11 +1,8 @@
 """The arguments that all segment ops share, and how they are computed on several devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, switches, unfolded
 from masksafe._core.masks import Weighting
-from masksafe._core.typing import Array, jitted
+from masksafe._core.typing import Array, Pytree, jitted
 from masksafe._segments._moves import Segments
 
 Formula = Callable[..., Array]  # of its options, which are static, the segments, the data and their weighting
@@ -23,14 +20,14 @@ def compute(
     op: str,
     formula: Formula,
     data: Array,
-    segment_ids: Any,
-    num_segments: Any,
-    where: Any,
-    indices_are_sorted: Any,
-    axis_name: Any,
-    weights: Any = None,
+    segment_ids: object,
+    num_segments: object,
+    where: object,
+    indices_are_sorted: object,
+    axis_name: object,
+    weights: object = None,
     *,
-    options: tuple[Any, ...] = (),
+    options: tuple[Hashable, ...] = (),
     is_like_data: bool = False,
 ) -> Array:
     """The result of a formula, `[num_segments, ...]`, or of the shape of the data."""
@@ -78,7 +75,7 @@ def _at_rank(value: Array | None, data: Array) -> Array | None:
     return jnp.broadcast_to(value, (*data.shape[:1], *value.shape[1:]))
 
 
-def _as_number(op: str, num_segments: Any, ids: Array, where: Array | None) -> int:
+def _as_number(op: str, num_segments: object, ids: Array, where: Array | None) -> int:
     if num_segments is not None:
         return arguments.as_size(op, "num_segments", num_segments, 0)
     live = masks.selected(ids, _of_rows(where), -1)
@@ -105,7 +102,7 @@ def _of_rows(where: Array | None) -> Array | None:
 @jitted(0, 1, 2)
 def _on_devices(
     formula: Formula,
-    options: tuple[Any, ...],
+    options: tuple[Hashable, ...],
     is_like_data: bool,
     segments: Segments,
     data: Array,
@@ -114,7 +111,7 @@ def _on_devices(
 ) -> Array:
     """The formula, of all devices if explicit axes of a mesh split the data."""
 
-    def result(devices: sharding.Devices, data: Array, ids: Array, *weighting: Any) -> Array:
+    def result(devices: sharding.Devices, data: Array, ids: Array, *weighting: Pytree) -> Array:
         here = dataclasses.replace(segments, ids=ids, devices=devices)
         return formula(*options, *_read(here, data, *weighting))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,7 +12,7 @@ from masksafe._core.masks import Weighting
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType
 from masksafe._segments._arguments import compute
 from masksafe._segments._moves import Segments
 
@@ -125,7 +123,7 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
     return extremum(_reduce, False, segments, x, weighting.where)
 
 
-def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Any) -> Array:
+def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an element is."""
     scatter, of_devices = (lax.scatter_max, lax.pmax) if is_max else (lax.scatter_min, lax.pmin)
 
@@ -151,7 +149,7 @@ def _order(x: Array, nan_is_highest: bool) -> Array:
     return jnp.where(jnp.isnan(x), limits.max if nan_is_highest else limits.min, order)
 
 
-def _of_order(order: Array, dtype: Any) -> Array:
+def _of_order(order: Array, dtype: DType) -> Array:
     """The number; both the highest and the lowest integer are the bits of a NaN."""
     if not jnp.issubdtype(dtype, jnp.floating):
         return order.astype(dtype)

@@ -12,16 +12,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import masks, platforms, scaling, sharding, unfolded
+from masksafe._core import masks, platforms, sharding, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import nonzero_divisor, weighted
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 
 
 @functools.partial(
@@ -45,7 +44,7 @@ class Segments:
         in_range = ((self.ids >= 0) & (self.ids < self.number)).reshape(-1, *[1] * (x.ndim - 1))
         return in_range if where is None else in_range & where
 
-    def combined(self, scatter: Callable[..., Array], x: Array, start: Any) -> Array:
+    def combined(self, scatter: Callable[..., Array], x: Array, start: Array | float) -> Array:
         """The rows of `x` combined by their ids, `[segments, ...]`, on this device."""
         dimensions = lax.ScatterDimensionNumbers(
             update_window_dims=tuple(range(1, x.ndim)), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
@@ -102,7 +101,7 @@ class Segments:
         )
 
     def spread(self, values: Array) -> Array:
-        """Of each row the value of its segment; that of some other one, but as a constant, for an id out of range."""
+        """Each row gets the value of its segment; one out of range that of some other, but as a constant."""
         return _spread(self, values)
 
     def spread_once(self, values: Array) -> Array:
@@ -123,8 +122,7 @@ class Segments:
 
 def average(total: Array, weight: Array, weighting: Weighting) -> Array:
     """The weighted sum over the sum of the weights; 0 of nothing."""
-    divide = jnp.divide if weighting.weights is None else scaling.quotient
-    quotient = divide(total, nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype))
+    quotient = total / nonzero_divisor(weight).astype(jnp.finfo(total.dtype).dtype)
     # Of no weight: with a gradient of 0 by the weights.
     return quotient if weighting.weights is None else jnp.where(weight == 0, 0, quotient)
 
@@ -135,7 +133,7 @@ def _spread(segments: Segments, values: Array) -> Array:
 
 
 @_spread.defjvp
-def _derivative_of_spread(primals: tuple[Segments, Array], tangents: tuple[Any, Array]) -> tuple[Array, Array]:
+def _derivative_of_spread(primals: tuple[Segments, Array], tangents: tuple[Pytree, Array]) -> tuple[Array, Array]:
     return _spread(*primals), primals[0].spread_to_live(tangents[1])
 
 
@@ -154,6 +152,6 @@ def _with_live_derivatives(segments: Segments, x: Array, where: Array | None) ->
 
 
 @_with_live_derivatives.defjvp
-def _live_derivatives(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _live_derivatives(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, where = primals
     return _with_live_derivatives(*primals), masks.selected(tangents[1], segments.live(x, where))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +12,7 @@ from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Pytree
 from masksafe._segments._arguments import compute, to_rows
 from masksafe._segments._moves import Segments
 
@@ -207,7 +205,7 @@ def _logsumexp_with_terms(segments: Segments, x: Array, where: Array | None) -> 
 
 
 @_logsumexp.defjvp
-def _derivative_of_logsumexp(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative_of_logsumexp(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
     live, x = segments.live(x, where), segments.with_live_derivatives(x, where)
     result, exps, total = _logsumexp_with_terms(segments, x, where)
@@ -224,7 +222,7 @@ def _softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 @_softmax.defjvp
-def _derivative_of_softmax(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative_of_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
     live, probs = segments.live(x, where), _softmax(*primals)
     moved = widened(probs) * widened(selected(tangents[1], live))
@@ -242,7 +240,7 @@ def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 @_log_softmax.defjvp
-def _derivative_of_log_softmax(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative_of_log_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
     log_probs = platforms.unfused(_log_softmax(*primals))
     moved = widened(selected(tangents[1], segments.live(x, where)))

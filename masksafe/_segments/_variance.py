@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Pytree
 from masksafe._segments._arguments import compute, to_rows
 from masksafe._segments._moves import Segments, average
 
@@ -142,21 +142,21 @@ def segment_standardize(
 
 
 class _Mean(NamedTuple):
-    """Of each segment, in two parts: one of its elements, and the mean of the deviations from it."""
+    """The mean of each segment in two parts: one of its elements, and the mean of the deviations from it."""
 
     centre: Array
     remainder: Array
 
 
-class _Moments(NamedTuple):
-    """Of each segment."""
+class _SegmentMoments(NamedTuple):
+    """The moments of each segment."""
 
     mean: _Mean
     variance: Array
     weight: Array
 
 
-def _moments(segments: Segments, x: Array, weighting: Weighting) -> _Moments:
+def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
     centre = lax.stop_gradient(_unmasked_element(segments, x, weighting.where))
     weight = segments.weight(x, weighting)
     mean_of = lambda d: average(segments.weighted_sum(d, weighting), weight, weighting)  # noqa: E731
@@ -168,7 +168,7 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> _Moments:
     # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
-    return _Moments(platforms.unfused(mean), variance, weight)
+    return _SegmentMoments(platforms.unfused(mean), variance, weight)
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
@@ -203,7 +203,7 @@ def _var(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 
 @functools.partial(_var.defjvp, symbolic_zeros=True)
-def _derivative_of_variance(primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     """The mean moves as well, but the deviations from it have no sum."""
     (segments, x, weighting), (_, d_x, (_, d_weights)) = primals, tangents
     x = segments.with_live_derivatives(x, weighting.where)
@@ -240,7 +240,7 @@ def _root(variance: Array) -> Array:
 
 
 @_standardize.defjvp
-def _derivative_of_standard(epsilon: float, primals: Any, tangents: Any) -> tuple[Array, Array]:
+def _derivative_of_standard(epsilon: float, primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, weighting = primals
     where = weighting.where
     live, x = segments.live(x, where), segments.with_live_derivatives(x, where)

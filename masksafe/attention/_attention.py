@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import rule, with_derivatives_of
 from masksafe._core.own_shard_map import on_own_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
@@ -146,13 +146,15 @@ def _reverse(plan: Plan, residuals: tuple[Inputs, Partial], cotangents: _Result)
     return (Inputs(d.query, d.key, d.value, d_adjustments, None),)  # type: ignore[arg-type]
 
 
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _attention(plan: Plan, inputs: Inputs) -> _Result:
+def _value(plan: Plan, inputs: Inputs) -> _Result:
     """Output `[B, T, N, width of v]` and logsumexp `[B, T, N]`, wide, but the output if it is rounded.
 
     The bias of the inputs is `[B, N, T, S]` with size 1 where it broadcasts.
     """
     return _forward(plan._replace(is_differentiated=False), inputs)[0]
+
+
+_attention = rule(_forward, _reverse, _value)
 
 
 def _grouped(inputs: Inputs) -> Inputs:

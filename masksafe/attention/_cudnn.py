@@ -29,7 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from masksafe._core import platforms, sharding
-from masksafe._core.derivatives import with_derivatives_of, with_reverse_rule
+from masksafe._core.derivatives import rule, with_derivatives_of
 from masksafe._core.masks import both, selected
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
@@ -184,9 +184,7 @@ def _reverse(config: Config, residuals: Any, d_out: Array) -> tuple[Operands, No
     return _pull_back(config, *residuals, d_out), None
 
 
-@with_reverse_rule(_forward, _reverse, static_argnums=(0,))
-def _attention(config: Config, operands: Operands, masks: Masks) -> Array:
-    return _evaluate(config, operands, masks)[0]
+_attention = rule(_forward, _reverse)
 
 
 # Values and first derivatives in reverse mode come from cuDNN; every other derivative is that of the blockwise form.
@@ -302,7 +300,7 @@ def _over_vmap(fn: Callable[..., _T]) -> Callable[..., _T]:
     op = custom_vmap(fn)
 
     @op.def_vmap
-    def rule(number: int, is_batched: Any, *args: Any) -> Any:
+    def over_batch(number: int, is_batched: Any, *args: Any) -> Any:
         batch = args[0].query.shape[-4]
 
         def element(i: Array) -> Any:

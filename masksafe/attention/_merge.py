@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.arguments import as_float_array, message
-from masksafe._core.derivatives import with_reverse_rule
+from masksafe._core.derivatives import rule
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
@@ -188,10 +188,8 @@ def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
     return d_outs, tuple(d_lses)
 
 
-@with_reverse_rule(_forward, _reverse)
-def merge_parts(outs: Outs, lses: Arrays) -> _Result:
-    """The merged output and logsumexp, for wide arrays of one dtype; an output of None is 0 everywhere."""
-    return _forward(outs, lses)[0]
+# The merged output and logsumexp, for wide arrays of one dtype; an output of None is 0 everywhere.
+merge_parts = rule(_forward, _reverse, static_argnums=())
 
 
 def _softmax(lses: Arrays) -> tuple[Array, Arrays, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
+from masksafe._core.typing import Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
 from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives
 from masksafe.losses._rows import _reading
@@ -151,7 +151,7 @@ def sigmoid_contrastive_loss(
     return _loss(*_read_static(op, "softplus", False, reduction, axis_name, block_size), batch)
 
 
-def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any, ids: Any) -> _Batch:
+def _read(op: str, x: object, y: object, scale: Array, bias: Array | None, where: object, ids: object) -> _Batch:
     x, y = arguments.as_float_array(op, "x", x), arguments.as_float_array(op, "y", y)
     if x.ndim != 2:
         raise ValueError(arguments.message(op, "x", f"shape {x.shape}", "[N, D]"))
@@ -160,16 +160,14 @@ def _read(op: str, x: Any, y: Any, scale: Array, bias: Array | None, where: Any,
     ids = None if ids is None else _as_ids(op, ids)
     if ids is not None and ids.shape != x.shape[:1]:
         raise ValueError(arguments.message(op, "ids", f"shape {ids.shape}", f"{x.shape[:1]}, the rows of x"))
-    where = masks.as_mask_of(op, where, x.shape[:1], "the rows of x")
-    where = None if where is None else jnp.broadcast_to(where, x.shape[:1])
-    return _Batch(x, y, scale, bias, where, ids)
+    return _Batch(x, y, scale, bias, masks.as_whole_mask_of(op, where, x.shape[:1], "the rows of x"), ids)
 
 
-def _as_scalar(op: str, argument: str, value: Any) -> Array:
+def _as_scalar(op: str, argument: str, value: object) -> Array:
     return precision.widened(arguments.as_one_element(op, argument, arguments.as_real_array(op, argument, value)))
 
 
-def _as_ids(op: str, ids: Any) -> Array:
+def _as_ids(op: str, ids: object) -> Array:
     """Ids, of which nothing counts but which are equal: NumPy's that JAX would have to cut are numbered anew."""
     if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer) and ids.size:
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype))
@@ -179,7 +177,7 @@ def _as_ids(op: str, ids: Any) -> Array:
 
 
 def _read_static(
-    op: str, of_rows: Reduction, of_columns: bool, reduction: Any, axis_name: Any, block_size: Any
+    op: str, of_rows: Reduction, of_columns: bool, reduction: LossReduction, axis_name: object, block_size: object
 ) -> tuple[OfNegatives, LossReduction]:
     _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
@@ -201,7 +199,7 @@ def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array
     return devices.sum(jnp.sum(losses))
 
 
-def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Any) -> Array:
+def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) -> Array:
     """The losses `[N]`, 0 where masked."""
     # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
     # all rows.
@@ -225,7 +223,7 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Any) -> Ar
 
 
 def _in_one_dtype(batch: _Batch) -> _Batch:
-    """Both sides in one dtype, and the numbers in that of sums."""
+    """Converts both sides to one dtype, and the numbers to that of sums."""
     x, y, scale, bias, *others = batch
     wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
     x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))

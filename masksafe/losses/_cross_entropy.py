@@ -195,7 +195,8 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    return label_checks.nan_where_bad(target_loss_of_rows(OfTargets(axes), inputs, None).astype(dtype), bad_rows)
+    (loss,) = target_loss_of_rows(OfTargets(axes), inputs, None)
+    return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 
 def _has_classes(x: Array, axes: Axes, shape: tuple[int, ...]) -> bool:

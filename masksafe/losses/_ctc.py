@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,7 +12,7 @@ from masksafe._core import arguments, label_checks, precision
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import either, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe._softmax import log_softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
@@ -184,7 +182,7 @@ def _ctc_loss(
     return loss, jnp.concatenate([states.blank[:-1], last_blank[None]])[: log_probs.shape[0]], states.label
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@jitted(4)
 def _scan_frames(
     log_probs: Array, frames: Array, labels: Array, live_labels: Array, blank_id: int, log_epsilon: Array
 ) -> tuple[_State, _State]:

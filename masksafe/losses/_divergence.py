@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,7 @@ from masksafe._core import label_checks, row_blocks, unfolded
 from masksafe._core.arguments import as_float_array, broadcast_shapes, canonical_axes
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
 from masksafe.losses._elementwise import Check, broadcast_alike
 from masksafe.losses._layout import wide_selected
 
@@ -200,30 +198,23 @@ def _divergence(
     log_p, t = as_float_array(op, "log_predictions", log_predictions), as_float_array(op, name, targets)
     shape = broadcast_shapes(op, **{"log_predictions": log_p.shape, name: t.shape})
     mask = as_mask_of(op, where, shape, f"log_predictions and {name} together")
-    config = _Config(terms, canonical_axes(op, axis, len(shape)), shape)
     bad = label_checks.check_elements(op, t, shape, mask, check.is_valid, check.otherwise)
-    return cast(Array, _evaluate(config, log_p, t, mask, bad))
+    return _evaluate(terms, canonical_axes(op, axis, len(shape)), shape, log_p, t, mask, bad)
 
 
-class _Config(NamedTuple):
-    """The static arguments."""
-
-    terms: Terms
-    axes: Axes
-    shape: tuple[int, ...]  # that of both arguments, broadcast
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(config: _Config, log_p: Array, t: Array, mask: Array | None, bad: Array | None) -> Array:
-    dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(config.axes, len(config.shape))
+@jitted(0, 1, 2)
+def _evaluate(
+    terms_of: Terms, axes: Axes, shape: tuple[int, ...], log_p: Array, t: Array, mask: Array | None, bad: Array | None
+) -> Array:
+    dtype, row_axes = jnp.result_type(log_p, t), row_blocks.axes_of_row(axes, len(shape))
 
     def of_rows(log_p: Array, t: Array, mask: Array | None) -> Array:
-        terms = config.terms(wide_selected(log_p, mask), wide_selected(t, mask))
+        terms = terms_of(wide_selected(log_p, mask), wide_selected(t, mask))
         return jnp.sum(selected(terms, mask), row_axes)
 
-    log_p, t = broadcast_alike((log_p, t), config.shape)
-    loss = row_blocks.map_row_blocks(of_rows, log_p, t, mask, leading=row_blocks.leading_axes(config.axes))
-    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, config.axes))
+    log_p, t = broadcast_alike((log_p, t), shape)
+    loss = row_blocks.map_row_blocks(of_rows, log_p, t, mask, leading=row_blocks.leading_axes(axes))
+    return label_checks.nan_where_bad(loss.astype(dtype), None if bad is None else unfolded.any_of(bad, axes))
 
 
 def _kl_terms(log_p: Array, t: Array) -> Array:

@@ -8,8 +8,6 @@ elements stay hidden even from jax_debug_nans. The functions in it are static ar
 found again, so they must not be made anew in each call.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
@@ -24,7 +22,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType, jitted
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -58,12 +56,11 @@ def elementwise_loss(
     if check is not None:
         found.append(check_elements(op, arguments[check.argument], shape, mask, check.is_valid, check.otherwise))
     bad = functools.reduce(either, found, None)
-    config = _Config(loss, tuple(arguments), shape, types)
-    result: Array = _evaluate(config, tuple(arguments.values()), mask, bad)
-    return result
+    config = _Elementwise(loss, tuple(arguments), shape, types)
+    return _evaluate(config, tuple(arguments.values()), mask, bad)
 
 
-class _Config(NamedTuple):
+class _Elementwise(NamedTuple):
     """The static arguments."""
 
     loss: Callable[..., Array]
@@ -72,8 +69,8 @@ class _Config(NamedTuple):
     types: tuple[Any, ...]
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate(config: _Config, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
+@jitted(0)
+def _evaluate(config: _Elementwise, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
     named = dict(zip(config.names, arguments, strict=True))
@@ -100,7 +97,7 @@ def as_promoted(types: Sequence[Any], x: Array) -> Array:
     return weak
 
 
-def _is_weak(types: Sequence[Any], dtype: Any) -> bool:
+def _is_weak(types: Sequence[Any], dtype: DType) -> bool:
     """Whether `dtype`, the promoted dtype of `types`, is weak, so that a narrow dtype would take precedence over it."""
     numbers = [x for x in types if isinstance(x, (int, float, jax.Array))]
     if not any(jax.typeof(x).weak_type for x in numbers):

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, precision
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Pytree
 from masksafe.losses._elementwise import broadcast_alike
 from masksafe.losses._layout import as_mask_of_elements_or_rows, find_live_rows, wide_selected
 
 
-def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]:
+def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Array]:
     r"""Makes the Fenchel-Young loss of a maximum function.
 
     .. math:: \ell(s, t) = f(s) - \sum_j t_j s_j
@@ -54,7 +53,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Any]) -> Callable[..., Array]
 
     @public_op
     def fenchel_young_loss(
-        scores: ArrayLike, targets: ArrayLike, *args: Any, where: ArrayLike | None = None, **kwargs: Any
+        scores: ArrayLike, targets: ArrayLike, *args: Pytree, where: ArrayLike | None = None, **kwargs: Pytree
     ) -> Array:
         op = "fenchel_young_loss"
         scores, targets = arguments.as_real_array(op, "scores", scores), arguments.as_real_array(op, "targets", targets)

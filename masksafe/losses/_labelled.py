@@ -1,15 +1,14 @@
 """Logits and their labels, in the user's layout."""
 
-from __future__ import annotations
-
-from typing import Any, NamedTuple
+import functools
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import class_index
-from masksafe._core.masks import selected
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.labels import class_index, is_soft
+from masksafe._core.masks import masks_rows, selected
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree
 from masksafe.losses import _layout
 
 
@@ -17,12 +16,18 @@ class Labelled(NamedTuple):
     """Logits, and of each row the label or the distribution; or the cotangents of both."""
 
     logits: Array
-    labels: Any  # an array; None where it has no cotangent or is no longer needed
+    labels: Pytree  # an array; None where it has no cotangent or is no longer needed
     where: Array | None  # at the rank of the logits
 
     def rows(self, axes: Axes) -> tuple[Array, Array, Array | None]:
         """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
-        return _layout.as_rows(axes, *self)
+        logits, labels, where = self
+        last = functools.partial(_layout.move_classes_last, axes)
+        if where is not None and not masks_rows(where, axes):
+            rows = _layout.shape_without(axes, where.shape)
+            where = jnp.broadcast_to(where, _layout.shape_with_classes(axes, rows, logits.shape))
+        where = None if where is None else last(where)
+        return last(logits), last(labels) if is_soft(labels) else labels[..., None], where
 
 
 def read_integer_labels(
@@ -51,7 +56,7 @@ def read_integer_labels(
     return Labelled(_layout.broadcast_widened(logits, shape), labels, where), axes, bad_rows
 
 
-def at_label(x: Array, where: Array | None, label: Array) -> Array:
+def element_at(x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
     index = jnp.maximum(jnp.minimum(label, x.shape[-1] - 1), 0).astype(jnp.int32)
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.

@@ -3,15 +3,13 @@
 A mask is read as a mask of elements or of rows, and the axes of the classes become one axis, the last.
 """
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp
 
 from masksafe._core import arguments, precision, unfolded
 from masksafe._core.labels import is_soft
-from masksafe._core.masks import as_mask, masks_rows, selected
+from masksafe._core.masks import as_mask, selected
 from masksafe._core.typing import Array, ArrayLike, Axes
 
 
@@ -95,17 +93,7 @@ def broadcast_widened(x: Array, shape: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(wide, shape)
 
 
-def as_rows(axes: Axes, logits: Array, labels: Array, where: Array | None) -> tuple[Array, Array, Array | None]:
-    """Logits `[..., classes]`, labels `[..., classes]` or `[..., 1]`, where `[... or 1, classes or 1]`."""
-    labels = _move_classes_last(axes, labels) if is_soft(labels) else labels[..., None]
-    if where is not None:
-        if not masks_rows(where, axes):
-            where = jnp.broadcast_to(where, shape_with_classes(axes, shape_without(axes, where.shape), logits.shape))
-        where = _move_classes_last(axes, where)
-    return _move_classes_last(axes, logits), labels, where
-
-
-def _move_classes_last(axes: Axes, x: Array) -> Array:
+def move_classes_last(axes: Axes, x: Array) -> Array:
     """`x` with the axes of the classes as one axis, the last."""
     moved = jnp.moveaxis(x, axes, range(-len(axes), 0))
     rows, classes = moved.shape[: x.ndim - len(axes)], moved.shape[x.ndim - len(axes) :]

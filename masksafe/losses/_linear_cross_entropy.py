@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import arguments, label_checks, moments, precision, scaling, sharding, unfolded
+from masksafe._core import arguments, label_checks, moments, precision, sharding, unfolded
 from masksafe._core.labels import is_class
-from masksafe._core.masks import as_weights_of, both, selected
+from masksafe._core.masks import as_weights_of, as_whole_mask_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction, jitted
+from masksafe._core.typing import Array, ArrayLike, DType, LossReduction, jitted
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -148,7 +148,7 @@ def linear_softmax_cross_entropy(
     """
     layer = _reading.read_layer(_OP, features, kernel, bias)
     kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
-    where = _reading.read_where(_OP, where, labels)
+    where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     _reading.read_choice(_OP, "reduction", reduction, _reading.REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
     label_smoothing = _reading.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
@@ -160,7 +160,9 @@ def linear_softmax_cross_entropy(
         of_logsumexp=z_loss > 0,
     )
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
-    class_weights = _read_class_weights(class_weights, kernel)
+    if class_weights is not None:
+        class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
@@ -180,9 +182,13 @@ def linear_softmax_cross_entropy(
     else:
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
-        total = _total_weight(dtype, labels, where, of_labels)
-        divide = jnp.divide if of_labels is None else scaling.quotient  # a number of tokens has no derivative
-        results = tuple(divide(result, total) for result in results)
+        if of_labels is not None:
+            total = moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
+        else:
+            total = jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(
+                dtype
+            )
+        results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = unfolded.any_of(bad_rows)
     cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)
@@ -195,16 +201,9 @@ def linear_softmax_cross_entropy(
 
 @jitted(2)  # which hides the NaN of masked weights from jax_debug_nans
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
-    """Those of the tokens, 0 under the mask."""
+    """The weights of the tokens, 0 under the mask."""
     weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
     return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
-
-
-def _read_class_weights(class_weights: ArrayLike | None, kernel: Array) -> Array | None:
-    if class_weights is None:
-        return None
-    weights = _reading.read_per_class(_OP, "class_weights", class_weights, kernel)
-    return _not_negative(precision.widened(lax.stop_gradient(weights)))
 
 
 def _not_negative(weights: Array) -> Array:
@@ -232,7 +231,7 @@ def _of_labels(
     return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
 
 
-def _factor(dtype: Any, number: float, weights: Array | None) -> Array:
+def _factor(dtype: DType, number: float, weights: Array | None) -> Array:
     """What an output is multiplied by, for each token or for all."""
     return jnp.asarray(number, dtype) if weights is None else weights.astype(dtype) * number
 
@@ -256,10 +255,3 @@ def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array
         return cross_entropy, jnp.zeros_like(cross_entropy)
     *others, z_losses = losses
     return functools.reduce(jnp.add, others), z_losses
-
-
-def _total_weight(dtype: Any, labels: Array, where: Array | None, of_labels: Array | None) -> Array:
-    """What the mean divides by: 1 if nothing is left."""
-    if of_labels is not None:
-        return moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
-    return jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(dtype)

@@ -12,7 +12,7 @@ from jax import lax
 
 from masksafe._core import label_checks, labels
 from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
-from masksafe._core.masks import as_mask, as_mask_of, either, selected
+from masksafe._core.masks import as_mask, as_whole_mask_of, either, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
@@ -224,12 +224,12 @@ def _read_masks(
     op: str, student: Linear, where: ArrayLike | None, class_mask: ArrayLike | None
 ) -> tuple[Array | None, Array | None]:
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
-    where = as_mask_of(op, where, tokens, "the tokens")
+    where = as_whole_mask_of(op, where, tokens, "the tokens")
     if class_mask is not None:
         class_mask = as_mask(op, "class_mask", class_mask)
         if class_mask.shape != (classes,):
             raise ValueError(message(op, "class_mask", f"shape {class_mask.shape}", f"{(classes,)}, the classes"))
-    return None if where is None else jnp.broadcast_to(where, tokens), class_mask
+    return where, class_mask
 
 
 def _read_options(

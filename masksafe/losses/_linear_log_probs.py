@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, Unpack, overload
 
 from masksafe._core import arguments, label_checks, sharding
+from masksafe._core.masks import as_whole_mask_of
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows import _reading
@@ -116,7 +117,7 @@ def linear_log_probs(
     """
     layer = _reading.read_layer(_OP, features, kernel, bias)
     labels = _reading.read_labels(_OP, layer.features, labels)
-    where = _reading.read_where(_OP, where, labels)
+    where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from masksafe._core.arguments import as_float_array, as_label_array, as_real_arr
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, DType, Pytree, jitted
 from masksafe.losses._elementwise import Check, elementwise_loss
-from masksafe.losses._labelled import at_label
+from masksafe.losses._labelled import element_at
 from masksafe.losses._layout import as_mask_of_elements_or_rows, broadcast_widened, common_rows, wide_selected
 
 # Losses of binary targets, element by element.
@@ -293,12 +293,12 @@ def _multiclass_loss(
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)
     bad_rows = label_checks.check_integer_labels(op, labels, mask, axes, shape, None)
-    return cast(Array, _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows))
+    return _evaluate(losses_of, dtype, broadcast_widened(scores, shape), labels, mask, bad_rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _evaluate(
-    losses_of: Callable[..., Array], dtype: Any, scores: Array, labels: Array, mask: Array | None, bad: Array | None
+    losses_of: Callable[..., Array], dtype: DType, scores: Array, labels: Array, mask: Array | None, bad: Array | None
 ) -> Array:
     losses = losses_of(scores, labels[..., None], mask)
     return label_checks.nan_where_bad(losses.squeeze(-1).astype(dtype), bad)
@@ -312,7 +312,7 @@ def _perceptron_losses(scores: Array, labels: Array, mask: Array | None) -> Arra
     return _evaluate_rows(0, scores, labels, mask).loss
 
 
-class _Rows(NamedTuple):
+class _RowLosses(NamedTuple):
     """The hinge or perceptron loss of each row, and what its derivative needs; every array is `[..., 1]`."""
 
     loss: Array
@@ -321,12 +321,12 @@ class _Rows(NamedTuple):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+def _evaluate_rows(margin: int, scores: Array, labels: Array, mask: Array | None) -> _RowLosses:
     return row_blocks.map_row_blocks(functools.partial(_row_values, margin), scores, labels, mask)
 
 
 @_evaluate_rows.defjvp
-def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[_Rows, _Rows]:
+def _(margin: int, primals: tuple[Pytree, ...], tangents: tuple[Pytree, ...]) -> tuple[_RowLosses, _RowLosses]:
     scores, labels, mask = primals
     rows = _evaluate_rows(margin, scores, labels, mask)
     x, is_label = wide_selected(scores, mask), _is_label(scores, labels)
@@ -335,14 +335,14 @@ def _(margin: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple
     slope = jnp.where(rows.is_sound, share - (is_label & (x != -jnp.inf)).astype(x.dtype), jnp.nan)
     d_loss = _sum(slope * wide_selected(tangents[0], mask))
     zeros = (zero_from_primal(x, symbolic_zeros=False) for x in rows[1:])
-    return rows, _Rows(d_loss, *zeros)
+    return rows, _RowLosses(d_loss, *zeros)
 
 
-def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _Rows:
+def _row_values(margin: int, scores: Array, labels: Array, mask: Array | None) -> _RowLosses:
     x, is_label, is_sound = wide_selected(scores, mask), _is_label(scores, labels), _is_sound(scores, labels, mask)
     margins = _with_margin(margin, x, is_label, mask)
     largest = jnp.max(margins, -1, keepdims=True)
-    return _Rows(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
+    return _RowLosses(_less_label_score(largest, scores, labels, mask, is_sound), largest, is_sound)
 
 
 def _with_margin(margin: int, x: Array, is_label: Array, mask: Array | None) -> Array:
@@ -363,7 +363,7 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
-    score = precision.widened(at_label(scores, mask, labels))
+    score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
     losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)

@@ -14,21 +14,19 @@ the products of matrices. Over devices the columns go round in a ring, and what 
 returns to its own device at the end.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, precision, sharding
-from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.moments import nonzero_divisor
+from masksafe._core.derivatives import rule
+from masksafe._core.exponentials import Exponentials
 from masksafe._core.tiles import even_size
-from masksafe._core.typing import Array, Tree
+from masksafe._core.typing import Array, Pytree, Tree
 from masksafe.losses._rows._sources import matmul
 
 Reduction = Literal["logsumexp", "softplus"]
@@ -57,7 +55,7 @@ class Scaling(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """Of each row, and of each column."""
+    """The reductions of each row, and of each column."""
 
     rows: Array
     columns: Array | None
@@ -79,39 +77,17 @@ def _logits(scaling: Scaling, rows: Side, columns: Side) -> tuple[Array, Array]:
     return jnp.where(negative, z, -jnp.inf), negative
 
 
-class _Exponentials(NamedTuple):
-    """A sum of exponentials that may grow: of their differences from the largest logit, and that."""
-
-    largest: Array
-    total: Array
-
-    def plus(self, z: Array, axis: int) -> _Exponentials:
-        largest = jnp.maximum(self.largest, lax.stop_gradient(jnp.max(z, axis, initial=-jnp.inf)))
-        # Of an infinite logit the sum is infinite: the difference of infinities would be NaN.
-        shift = jnp.minimum(_finite(largest), float(jnp.finfo(largest.dtype).max))
-        total = jnp.sum(jnp.exp(z - jnp.expand_dims(shift, axis)), axis)
-        return _Exponentials(largest, self.total * jnp.exp(self.largest - shift) + total)
-
-    @property
-    def logarithm(self) -> Array:
-        return jnp.where(self.total == 0, -jnp.inf, _finite(self.largest) + jnp.log(nonzero_divisor(self.total)))
-
-
-def _finite(largest: Array) -> Array:
-    """A shift for exponentials, of nothing too: the difference of infinities would be NaN."""
-    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
-
-
-def _d_logits(config: OfNegatives, z: Array, negative: Array, rows: Any, columns: Any) -> Array:
+def _d_logits(config: OfNegatives, z: Array, negative: Array, rows: Pytree, columns: Pytree) -> Array:
     """The cotangents of a block's logits, from the sums and their cotangents."""
     sums, d_sums = rows
     if config.reduction == "softplus":
         return jnp.where(negative, jax.nn.sigmoid(z) * d_sums[:, None], 0)
-    d_z = jnp.exp(z - _finite(sums)[:, None]) * d_sums[:, None]
-    if config.of_columns:
-        sums, d_sums = columns
-        d_z += jnp.exp(z - _finite(sums)[None]) * d_sums[None]
-    return jnp.where(negative, d_z, 0)
+
+    def of(sums: Array, d_sums: Array) -> Array:  # the sum of nothing is -inf: the difference would be NaN
+        return jnp.exp(z - jnp.maximum(sums, float(jnp.finfo(sums.dtype).min))) * d_sums
+
+    d_z = of(sums[:, None], d_sums[:, None])
+    return jnp.where(negative, d_z + of(*(x[None] for x in columns)) if config.of_columns else d_z, 0)
 
 
 def _product(d_z: Array, vectors: Array, axis: int) -> Array:
@@ -127,13 +103,18 @@ def _product(d_z: Array, vectors: Array, axis: int) -> Array:
 
 
 def in_blocks(
-    size: int | None, fn: Callable[[Any, Any, Any], tuple[Any, Any]], rows: Side, columns: Any, carry: Any, of_rows: Any
-) -> tuple[Any, Any]:
+    size: int | None,
+    fn: Callable[[Pytree, Pytree, Pytree], tuple[Pytree, Pytree]],
+    rows: Side,
+    columns: Pytree,
+    carry: Pytree,
+    of_rows: Pytree,
+) -> tuple[Pytree, Pytree]:
     """`fn(columns, carry, (rows, of_rows))` for blocks of at most so many rows; its second results are of rows.
 
     Where JAX differentiates it, each of several blocks is computed again.
     """
-    of_block: Callable[[Any, Any], tuple[Any, Any]] = functools.partial(fn, columns)
+    of_block: Callable[[Pytree, Pytree], tuple[Pytree, Pytree]] = functools.partial(fn, columns)
     number = rows.keys.shape[0]
     if size is None or not isinstance(number, int) or size >= number:
         return of_block(carry, (rows, of_rows))
@@ -150,7 +131,7 @@ def in_blocks(
     return carry, jax.tree.map(lambda x: x.reshape(blocks * size, *x.shape[2:])[:number], results)
 
 
-def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args: Any) -> Tree:
+def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args: Pytree) -> Tree:
     """`fn(size, *args)` with the rows of a block, of as many pairs each, that the platform wants, unless one is given.
 
     A loop may not go through the rows everywhere: then all are one block.
@@ -168,12 +149,14 @@ def with_block_size(fn: Callable[..., Tree], size: int | None, pairs: int, *args
 # The columns of all devices.
 
 
-def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[Any, Any]], y: Any, sums: Any) -> Any:
+def _go_round(
+    devices: sharding.Devices, visit: Callable[[Pytree, Pytree, Pytree], tuple[Pytree, Pytree]], y: Pytree, sums: Pytree
+) -> Pytree:
     """The sums of this device's columns and rows, after `visit(y, of_columns, of_rows)` with the `y` of each device."""
     if not devices.are_many:
         return visit(y, *sums)
 
-    def step(carry: Any, _: Any) -> tuple[Any, None]:
+    def step(carry: Pytree, _: None) -> tuple[Pytree, None]:
         y, of_columns, of_rows = carry
         of_columns, of_rows = visit(y, of_columns, of_rows)
         return (*devices.from_before((y,)), devices.from_before(of_columns), of_rows), None
@@ -184,19 +167,21 @@ def _go_round(devices: sharding.Devices, visit: Callable[[Any, Any, Any], tuple[
 
 
 def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: Side) -> PairSums:
-    nothing = [jnp.zeros_like(side.keys, precision.wide_dtype(x.vectors.dtype)) for side in (y, x)]
-    start: Any = nothing
+    wide = precision.wide_dtype(x.vectors.dtype)
+    nothing: Pytree = [jnp.zeros_like(keys, wide) for keys in (y.keys, x.keys)]
     if config.reduction == "logsumexp":
-        start = [_Exponentials(jnp.full_like(n, -jnp.inf), n) for n in nothing]
-    of_columns, of_rows = sharding.vary_with(start, (scaling, x, y))
+        nothing = [Exponentials(jnp.full_like(n, jnp.finfo(wide).min), n) for n in nothing]
+    of_columns, of_rows = sharding.vary_with(nothing, (scaling, x, y))
     y = sharding.vary_with(y, (x, y)) if config.devices.are_many else y
 
-    def block(y: Side, columns: Any, part: tuple[Side, Any]) -> tuple[Any, Any]:
+    def block(y: Side, columns: Pytree, part: tuple[Side, Pytree]) -> tuple[Pytree, Pytree]:
         rows, of_rows = part
         z, _ = _logits(scaling, rows, y)
         if config.reduction == "softplus":
             return None, of_rows + jnp.sum(jax.nn.softplus(z), 1)
-        return columns.plus(z, 0) if config.of_columns else None, of_rows.plus(z, 1)
+        if config.of_columns:
+            columns = columns.plus(Exponentials(*map(jnp.ravel, Exponentials.of(z, 0))))
+        return columns, of_rows.plus(Exponentials(*map(jnp.ravel, Exponentials.of(z, 1))))
 
     visit = functools.partial(in_blocks, size, block, x)
     of_columns, of_rows = _go_round(config.devices, visit, y, (of_columns if config.of_columns else None, of_rows))
@@ -205,12 +190,12 @@ def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: S
     return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
 
 
-def _evaluate(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
+def _value(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
     return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
 
 
-def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Any]:
-    sums = _evaluate(config, scaling, x, y)
+def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Pytree]:
+    sums = _value(config, scaling, x, y)
     return sums, (scaling, x, y, sums)
 
 
@@ -228,14 +213,14 @@ def _cotangents(
         for s, d in zip(sums, d_sums, strict=True)
     )
 
-    def block(moving: Any, d_columns: Array, part: tuple[Side, Any]) -> tuple[Array, Any]:
+    def block(moving: Pytree, d_columns: Array, part: tuple[Side, Pytree]) -> tuple[Array, Pytree]:
         (y, of_columns), (rows, (of_rows, d_rows, d_bias)) = moving, part
         z, negative = _logits(scaling, rows, y)
         d_z = _d_logits(config, z, negative, of_rows, of_columns)
         d_columns += _product(d_z, rows.vectors, 0)
         return d_columns, (d_rows + _product(d_z, y.vectors, 1), d_bias + jnp.sum(d_z, 1))
 
-    def visit(moving: Any, d_columns: Array, d_rows: Any) -> tuple[Any, Any]:
+    def visit(moving: Pytree, d_columns: Array, d_rows: Pytree) -> tuple[Pytree, Pytree]:
         return in_blocks(size, block, x, moving, d_columns, (of_rows, *d_rows))
 
     d_columns, (d_rows, d_bias) = _go_round(config.devices, visit, (y, of_columns), start)
@@ -249,10 +234,10 @@ def _cotangents(
     return d_scaling, Side(d_x, None, None), Side(d_y, None, None)  # type: ignore[arg-type]
 
 
-def _reverse(config: OfNegatives, residuals: Any, d_sums: PairSums) -> tuple[Scaling, Side, Side]:
+def _reverse(config: OfNegatives, residuals: Pytree, d_sums: PairSums) -> tuple[Scaling, Side, Side]:
     columns = residuals[2].keys.shape[0]
     return with_block_size(functools.partial(_cotangents, config), config.block_size, columns, *residuals, d_sums)
 
 
 # The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`.
-over_negatives = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
+over_negatives = rule(_forward, _reverse, _value)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
-
-import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, precision
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, jitted
 from masksafe.losses import _layout
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._rows._dense import OfTargets, target_loss_of_rows
@@ -70,12 +66,12 @@ def poly_loss_cross_entropy(
     axes = arguments.canonical_axes(op, axis, len(shape))
     mask = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     bad_rows = label_checks.check_distributions(op, _layout.broadcast_widened(labels, shape), mask, axes)
-    return cast(Array, _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows))
+    return _evaluate(axes, dtype, logits, labels, epsilon, mask, bad_rows)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _evaluate(
-    axes: Axes, dtype: Any, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad_rows: Array | None
+    axes: Axes, dtype: DType, logits: Array, labels: Array, epsilon: Array, mask: Array | None, bad_rows: Array | None
 ) -> Array:
     shape = jnp.broadcast_shapes(logits.shape, labels.shape)
     rows = _layout.shape_without(axes, shape)
@@ -87,5 +83,5 @@ def _evaluate(
     mask = None if mask is None else jnp.expand_dims(mask, range(more))
     epsilon = epsilon.astype(precision.wide_dtype(jnp.promote_types(logits.dtype, labels.dtype)))
     epsilon = selected(jnp.broadcast_to(epsilon, rows), _layout.find_live_rows(mask, axes))
-    losses = target_loss_of_rows(OfTargets(axes), Labelled(logits, labels, mask), epsilon)
+    (losses,) = target_loss_of_rows(OfTargets(axes), Labelled(logits, labels, mask), epsilon)
     return label_checks.nan_where_bad(losses.astype(dtype), bad_rows)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -256,7 +254,7 @@ def _error_loss(
     **positive: ArrayLike,
 ) -> Array:
     """`loss` of each prediction, of its target if there are any, and of other arguments, which are to be positive."""
-    arrays: dict[str, Any] = {"predictions": arguments.as_float_array(op, "predictions", predictions)}
+    arrays: dict[str, Pytree] = {"predictions": arguments.as_float_array(op, "predictions", predictions)}
     shape = arrays["predictions"].shape
     if targets is not None:
         arrays["targets"] = arguments.as_real_array(op, "targets", targets)
@@ -300,28 +298,21 @@ def _cosine(
     shape = arguments.broadcast_shapes(op, predictions=a.shape, targets=b.shape)
     axes = arguments.canonical_axes(op, axis, len(shape))
     where = as_mask_of(op, where, shape, "predictions and targets together")
-    config = _CosineConfig(op == "cosine_distance", shape, axes, jnp.result_type(a.dtype, b.dtype, epsilon))
-    return cast(Array, _evaluate_cosine(config, a, b, epsilon, where))
+    return _evaluate_cosine(op == "cosine_distance", axes, a, b, epsilon, where)
 
 
-class _CosineConfig(NamedTuple):
-    """The static arguments."""
-
-    as_distance: bool
-    shape: tuple[int, ...]
-    axes: Axes
-    dtype: Any  # of the result
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLike, where: Array | None) -> Array:
-    axes, row_axes = config.axes, row_blocks.axes_of_row(config.axes, len(config.shape))
+@jitted(0, 1)
+def _evaluate_cosine(
+    as_distance: bool, axes: Axes, a: Array, b: Array, epsilon: ArrayLike, where: Array | None
+) -> Array:
+    shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype, epsilon)
+    row_axes = row_blocks.axes_of_row(axes, len(shape))
 
     def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
         a, b = (wide_selected(x, where) for x in (a, b))
         return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
 
-    of_rows, (a, b) = sums_of_rows, broadcast_alike((a, b), config.shape)
+    of_rows, (a, b) = sums_of_rows, broadcast_alike((a, b), shape)
     if where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4:  # else XLA fuses everything on a CPU as well
         of_rows = functools.partial(row_blocks.map_row_blocks, of_rows, leading=row_blocks.leading_axes(axes))
     product, square_a, square_b = platforms.unfused_on_cpu(of_rows(a, b, where))
@@ -329,8 +320,8 @@ def _evaluate_cosine(config: _CosineConfig, a: Array, b: Array, epsilon: ArrayLi
     # In a row with nothing left, epsilon must have no effect either.
     epsilon = selected(jnp.asarray(epsilon, product.dtype), live_rows, 1)
     similarity = _over_norm(_over_norm(product, square_a, epsilon), square_b, epsilon)
-    result = selected(1 - similarity, live_rows) if config.as_distance else similarity
-    return jnp.squeeze(result, axes).astype(config.dtype)
+    result = selected(1 - similarity, live_rows) if as_distance else similarity
+    return jnp.squeeze(result, axes).astype(dtype)
 
 
 def unit_vector(x: Array, axes: Axes) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ def _of_means(share: Array, probability: Array) -> Array:
     return share.shape[-1] * jnp.sum(share * probability, -1)
 
 
-def _read(op: str, router_probs: Any, expert_indices: Any, where: Any) -> tuple[Array, Array, Array | None]:
+def _read(op: str, router_probs: object, expert_indices: object, where: object) -> tuple[Array, Array, Array | None]:
     """Probabilities `[..., experts]`, indices `[..., k]`, and a mask that broadcasts to both."""
     probs = arguments.as_float_array(op, "router_probs", router_probs)
     indices = arguments.as_index_array(op, "expert_indices", expert_indices)
@@ -157,8 +157,8 @@ def _read(op: str, router_probs: Any, expert_indices: Any, where: Any) -> tuple[
     return probs, indices, where
 
 
-class _Sums(NamedTuple):
-    """Over the unmasked tokens."""
+class _TokenSums(NamedTuple):
+    """The sums over the unmasked tokens."""
 
     chosen: Array  # [experts]: how often each was
     choices: Array  # how many there are
@@ -175,13 +175,13 @@ def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, whe
 
 
 @jitted()
-def _sums(probs: Array, indices: Array, where: Array | None) -> _Sums:
+def _sums(probs: Array, indices: Array, where: Array | None) -> _TokenSums:
     number, indices = probs.shape[-1], masks.selected(indices, where, -1)
     is_valid = jnp.all((indices >= -1) & (indices < number))
     tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
     probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
     probability = probability * nan_unless(is_valid, probability.dtype)
-    return _Sums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
+    return _TokenSums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
 
 
 def _chosen(number: int, indices: Array) -> Array:

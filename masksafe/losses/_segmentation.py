@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +9,7 @@ from masksafe._core import label_checks, unfolded
 from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, LossReduction
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -93,7 +90,7 @@ def dice_loss(
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)
-    apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), _Weights(smooth, alpha, beta)
+    apply_softmax, weights = as_bool(op, "apply_softmax", apply_softmax), (smooth, alpha, beta)
     losses, live_rows = _class_losses(op, p, t, mask, axes, weights, apply_softmax)
 
     if class_weights is not None:
@@ -165,7 +162,7 @@ def multiclass_generalized_dice_loss(
     mask = as_mask_of_elements_or_rows(op, where, p.shape, tuple(range(p.ndim)))
     ignore_background = as_bool(op, "ignore_background", ignore_background)
     apply_softmax, axes = as_bool(op, "apply_softmax", apply_softmax), tuple(range(1, p.ndim - 1))
-    losses, live_rows = _class_losses(op, p, t, mask, axes, _Weights(smooth), apply_softmax)
+    losses, live_rows = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), apply_softmax)
 
     frequencies = unfolded.sum_of(wide_selected(t, mask), range(p.ndim - 1))
     is_present = unfolded.any_of(live_rows, range(live_rows.ndim - 1))
@@ -232,7 +229,7 @@ def binary_dice_loss(
     p, t = _read_operands(op, p, t)
     axes = tuple(range(1, p.ndim - 1))
     mask = as_mask_of_elements_or_rows(op, where, p.shape, (*axes, p.ndim - 1))
-    losses, _ = _class_losses(op, p, t, mask, axes, _Weights(smooth), as_bool(op, "apply_sigmoid", apply_sigmoid))
+    losses, _ = _class_losses(op, p, t, mask, axes, (smooth, 0.5, 0.5), as_bool(op, "apply_sigmoid", apply_sigmoid))
     return losses[..., 0].astype(jnp.result_type(p.dtype, _float_dtype(t, p.dtype), smooth))
 
 
@@ -248,17 +245,13 @@ def _read_operands(op: str, predictions: ArrayLike, targets: ArrayLike) -> tuple
     return p, t
 
 
-def _float_dtype(targets: Array, otherwise: Any) -> Any:
+def _float_dtype(targets: Array, otherwise: DType) -> DType:
     """The dtype of the targets for promotion, the other one for integers and booleans."""
     return targets.dtype if jnp.issubdtype(targets.dtype, jnp.floating) else otherwise
 
 
-class _Weights(NamedTuple):
-    """The numbers in the loss of a class."""
-
-    smooth: ArrayLike
-    of_false_positives: ArrayLike = 0.5
-    of_false_negatives: ArrayLike = 0.5
+# Of the loss of a class: the smooth number, and the weights of false positives and of false negatives.
+_Weights = tuple[ArrayLike, ArrayLike, ArrayLike]
 
 
 def _class_losses(
@@ -272,7 +265,7 @@ def _class_losses(
     return selected(label_checks.nan_where_bad(losses, bad), live_rows), live_rows
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@jitted(0, 1)
 def _evaluate(
     axes: Axes, apply_softmax: bool, p: Array, t: Array, mask: Array | None, weights: _Weights
 ) -> tuple[Array, Array]:
@@ -304,5 +297,5 @@ def _weight_losses(losses: Array, weights: Array, live_rows: Array) -> Array:
 
 
 def _drop_background(losses: Array, live_rows: Array) -> tuple[Array, Array]:
-    """Both without class 0, unless it is the only one."""
+    """Leaves class 0 out of both, unless it is the only one."""
     return (losses[..., 1:], live_rows[..., 1:]) if losses.shape[-1] > 1 else (losses, live_rows)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
-
 import jax
 import jax.numpy as jnp
 
@@ -12,7 +9,7 @@ from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes
+from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -112,7 +109,7 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
     return sums
 
 
-def _reshard_first_axis(x: Any, batch: Any) -> Any:
+def _reshard_first_axis(x: Array | None, batch: Pytree) -> Pytree:
     """`x`, an array or None, with its first axis split over the axes `batch` of an explicit mesh, and no other axis."""
     if x is None or (batch is None and not sharding.is_sharded(x)):
         return x
@@ -182,13 +179,13 @@ def triplet_margin_loss(
     dtype = jnp.result_type(*distances, norm_degree, margin, eps)
     known_degree = norm_degree if isinstance(norm_degree, int) else None  # powers of a known integer are products
     vectors, degree = broadcast_alike(arrays.values(), shape), jnp.asarray(norm_degree)
-    return cast(Array, _evaluate_triplets(axes, dtype, known_degree, vectors, mask, degree, margin, eps))
+    return _evaluate_triplets(axes, dtype, known_degree, vectors, mask, degree, margin, eps)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@jitted(0, 1, 2)
 def _evaluate_triplets(
     axes: Axes,
-    dtype: Any,
+    dtype: DType,
     known_degree: int | None,
     vectors: list[Array],
     mask: Array | None,
@@ -204,7 +201,7 @@ def _evaluate_triplets(
         known = degree if known_degree is None else known_degree
         return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
 
-    arrays: Any = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
+    arrays: Pytree = (*vectors, jnp.reshape(degree, (1,) * ndim), mask)
     if mask is None:  # nothing to select: XLA fuses everything on a CPU as well
         sums = sums_of_rows(*arrays)
     else:

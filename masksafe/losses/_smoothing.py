@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -14,7 +11,7 @@ from masksafe._core import arguments, label_checks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.precision import widened, with_wide_numbers
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis
+from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import as_promoted
 from masksafe.losses._layout import wide_selected
 
@@ -63,14 +60,14 @@ def smooth_labels(
     mask = as_mask_of(op, where, labels.shape, "labels")
     shape = arguments.broadcast_shapes(op, labels=labels.shape, alpha=np.shape(alpha))
     bad = label_checks.check_numbers(op, "alpha", alpha, _PART, shape, mask)
-    return cast(Array, _smooth(axes, labels, alpha, mask, bad))
+    return _smooth(axes, labels, alpha, mask, bad)
 
 
 _PART = label_checks.Range(lambda x: (x >= 0) & (x <= 1), "in [0, 1]")
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _smooth(axes: Axes, labels: Array, alpha: Array, mask: Array | None, bad: Array | None) -> Array:
+@jitted(0)
+def _smooth(axes: Axes, labels: Array, alpha: Pytree, mask: Array | None, bad: Array | None) -> Array:
     if mask is None:
         number: Array | int = math.prod(labels.shape[a] for a in axes)
     else:

@@ -1,7 +1,5 @@
 """The arguments that norms share."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +21,7 @@ class Given(NamedTuple):
     epsilon: Any  # None where the program knows it
 
 
-class Inputs(NamedTuple):
+class NormInputs(NamedTuple):
     """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat."""
 
     x: Array
@@ -31,13 +29,15 @@ class Inputs(NamedTuple):
     weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
-    epsilon: Any = None  # an array; None where the program knows it
+    epsilon: Any = None  # None where the program knows it
 
 
-def given(op: str, x: Any, scale: Any, bias: Any, where: Any, weights: Any, epsilon: Any) -> tuple[float | None, Given]:
+def given(
+    op: str, x: object, scale: object, bias: object, where: object, weights: object, epsilon: object
+) -> tuple[float | None, Given]:
     """The epsilon, if the program has to know it, and the arrays."""
 
-    def as_array(argument: str, value: Any) -> Any:
+    def as_array(argument: str, value: object) -> Array | None:
         return None if value is None else arguments.as_array(op, argument, value)
 
     x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)
@@ -46,7 +46,7 @@ def given(op: str, x: Any, scale: Any, bias: Any, where: Any, weights: Any, epsi
     return static, Given(x, *parameters, as_array("where", where), as_array("weights", weights), array)
 
 
-def read(op: str, given: Given, axes: Axes) -> Inputs:
+def read(op: str, given: Given, axes: Axes) -> NormInputs:
     """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes."""
     x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
 
@@ -57,7 +57,7 @@ def read(op: str, given: Given, axes: Axes) -> Inputs:
     weighting = masks.weighting_of(x, where, weights)
     parameters = parameter("scale", given.scale), parameter("bias", given.bias)
     epsilon = None if given.epsilon is None else jnp.reshape(given.epsilon, (1,) * x.ndim)
-    return Inputs(x, weighting.where, weighting.weights, *parameters, epsilon)
+    return NormInputs(x, weighting.where, weighting.weights, *parameters, epsilon)
 
 
 def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:

@@ -7,7 +7,7 @@ works on any axes without transposing.
 from __future__ import annotations
 
 import numbers
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -211,7 +211,9 @@ class Call(NamedTuple):
     by: By
 
     @classmethod
-    def of(cls, op: str, x: Array, axis: Any, axis_name: Any, epsilon: float | None, by: By = "deviation") -> Call:
+    def of(
+        cls, op: str, x: Array, axis: Axis | None, axis_name: AxisName, epsilon: float | None, by: By = "deviation"
+    ) -> Call:
         axis = axis if type(axis) is int else arguments.canonical_axes(op, axis, x.ndim)  # which can be hashed
         return cls(op, axis, Devices(as_axis_name(op, axis_name)), epsilon, by)
 

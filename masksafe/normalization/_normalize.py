@@ -15,19 +15,19 @@ where a bar is the average over a row. The first of the averages comes from :mat
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, row_blocks, sharding, unfolded
-from masksafe._core.derivatives import with_reverse_rule
-from masksafe._core.masks import Weighting, both, selected
+from masksafe._core.derivatives import rule
+from masksafe._core.masks import Weighting, both, masks_rows, selected
 from masksafe._core.moments import Moments, Rows, moments, pull_back
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array
-from masksafe.normalization._arguments import TINIEST, Inputs
+from masksafe._core.typing import Array, Pytree
+from masksafe.normalization._arguments import TINIEST, NormInputs
 
 By = Literal["deviation", "mean square", "length"]
 
@@ -36,14 +36,14 @@ class Norm(NamedTuple):
     """What rows are divided by, and over what they extend."""
 
     rows: Rows
-    epsilon: float | None  # None where it is an array, in the `Inputs`
+    epsilon: float | None  # None where it is an array, in the `NormInputs`
     by: By = "deviation"
 
-    def moments(self, inputs: Inputs) -> Moments:
+    def moments(self, inputs: NormInputs) -> Moments:
         weighting = Weighting(inputs.where, inputs.weights)
         return moments(self.rows, inputs.x, weighting, about_zero=self.by != "deviation")
 
-    def factor(self, inputs: Inputs, of_rows: Moments, variance: Array) -> Array:
+    def factor(self, inputs: NormInputs, of_rows: Moments, variance: Array) -> Array:
         """The reciprocal of what rows are divided by; a constant 0 where that is 0."""
         is_zero = variance == 0
         if self.by == "length":
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
         return jnp.where(is_zero, 0, lax.rsqrt(jnp.where(is_zero, 1, variance)))
 
 
-def normalized(norm: Norm, inputs: Inputs, of_rows: Moments | None = None) -> tuple[Array, Moments]:
+def normalized(norm: Norm, inputs: NormInputs, of_rows: Moments | None = None) -> tuple[Array, Moments]:
     """The result, and the moments of rows if they are not given; JAX's own rules may differentiate both."""
     inputs, live_rows = _without_mask_of_rows(norm.rows, inputs)
     of_rows = norm.moments(inputs) if of_rows is None else of_rows
@@ -70,27 +70,28 @@ def normalized(norm: Norm, inputs: Inputs, of_rows: Moments | None = None) -> tu
     return selected(selected(y, where), live_rows).astype(inputs.x.dtype), of_rows
 
 
-def _without_mask_of_rows(rows: Rows, inputs: Inputs) -> tuple[Inputs, Array | None]:
+def _without_mask_of_rows(rows: Rows, inputs: NormInputs) -> tuple[NormInputs, Array | None]:
     """The inputs with zeros in masked rows, and which rows are not masked: within a row there is no mask then."""
-    if inputs.weights is not None or not rows.are_masked_as_wholes(inputs.where):
+    if inputs.weights is not None or rows.devices.are_many or not masks_rows(inputs.where, rows.all_axes):
         return inputs, None
     return inputs._replace(x=selected(inputs.x, inputs.where), where=None), inputs.where
 
 
-def _live(inputs: Inputs, of_rows: Moments) -> Array | None:
+def _live(inputs: NormInputs, of_rows: Moments) -> Array | None:
     """Which elements have a result: those of rows with weights of 0 alone have none."""
     if inputs.weights is None or of_rows.weight is None:
         return inputs.where
     return both(inputs.where, of_rows.weight != 0)
 
 
-def _evaluate(norm: Norm, inputs: Inputs, of_rows: Moments | None) -> Array:
-    if norm.rows.are_one_kernel(inputs.x, inputs.where):
-        return normalized(norm, inputs, of_rows)[0]
-    return _forward(norm, inputs, of_rows)[0]
+def _evaluate(norm: Norm, inputs: NormInputs, of_rows: Moments | None) -> Array:
+    compute = functools.partial(normalized, norm)
+    if not norm.rows.are_one_kernel(inputs.x, inputs.where):
+        compute = functools.partial(row_blocks.map_row_blocks, compute, leading=norm.rows.leading(inputs.x.ndim))
+    return compute(inputs, of_rows)[0]
 
 
-def _forward(norm: Norm, inputs: Inputs, of_rows: Moments | None) -> tuple[Array, tuple[Inputs, Moments]]:
+def _forward(norm: Norm, inputs: NormInputs, of_rows: Moments | None) -> tuple[Array, tuple[NormInputs, Moments]]:
     leading = norm.rows.leading(inputs.x.ndim)
     if of_rows is None and norm.rows.are_one_kernel(inputs.x, inputs.where):
         of_rows = row_blocks.map_row_blocks(norm.moments, platforms.unfused_on_cpu(inputs), leading=leading)
@@ -99,7 +100,7 @@ def _forward(norm: Norm, inputs: Inputs, of_rows: Moments | None) -> tuple[Array
     return y, (inputs, of_rows)
 
 
-def _reverse(norm: Norm, residuals: tuple[Inputs, Moments], d_y: Array) -> tuple[Inputs, None]:
+def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> tuple[NormInputs, None]:
     inputs, of_rows = residuals
     parameters = inputs.scale, inputs.bias
     leading = norm.rows.leading(d_y.ndim)
@@ -110,10 +111,10 @@ def _reverse(norm: Norm, residuals: tuple[Inputs, Moments], d_y: Array) -> tuple
     d_scale, d_bias = (
         None if p is None else d.reshape(p.shape).astype(p.dtype) for p, d in zip(parameters, totals, strict=True)
     )
-    return Inputs(d_x, weights=d_weights, scale=d_scale, bias=d_bias), None
+    return NormInputs(d_x, weights=d_weights, scale=d_scale, bias=d_bias), None
 
 
-def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) -> tuple[Any, Any]:
+def _slopes(norm: Norm, own: int, inputs: NormInputs, of_rows: Moments, d_y: Array) -> tuple[Pytree, Pytree]:
     """The cotangents of the elements and of their weights, and those of scale and bias, with the last `own` axes."""
     inputs, live_rows = _without_mask_of_rows(norm.rows, inputs)
     x, where, weights, scale, bias, _ = inputs
@@ -144,7 +145,7 @@ def _slopes(norm: Norm, own: int, inputs: Inputs, of_rows: Moments, d_y: Array) 
     return (d_x, None if d_weights is None else selected(d_weights, where)), tuple(totals)
 
 
-normalize = with_reverse_rule(_forward, _reverse, static_argnums=(0,))(_evaluate)
+normalize = rule(_forward, _reverse, _evaluate)
 
 
 def _scaled(d_y: Array, scale: Array | None, where: Array | None) -> Array:

@@ -3,24 +3,22 @@
 On a CPU a block stays in the cache, or passes through it once; of its rows the sums are taken in tiles of the classes.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from masksafe._core.masks import selected
 from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Index, Pytree
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, add_to_kernel, matmul
 from masksafe.losses._rows._tokens import Packed, TokenBlock
 
-_State = tuple[Any, tuple[Linear, ...]]
+_State = tuple[Pytree, tuple[Linear, ...]]
 
 
 def sums_and_gradients(
-    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Any, d_outputs: tuple[Array, ...] | None
+    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Pytree, d_outputs: tuple[Array, ...] | None
 ) -> _State:
     """The sums of each row `[N, 1]`, of use where unmasked, and the gradients; both in the dtype of sums.
 
@@ -31,7 +29,7 @@ def sums_and_gradients(
     (number,) = inputs.tokens
     packed = Packed.of(number, live, sizes.token_block)
 
-    def one_block(i: Any, state: _State) -> _State:
+    def one_block(i: Index, state: _State) -> _State:
         all_sums, gradients = state
         block = packed.block(i)
         *features, known, d_rows, of_block = block.take((*(layer.features for layer in layers), data, d_outputs, sums))

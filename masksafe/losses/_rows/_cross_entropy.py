@@ -33,14 +33,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import sharding, unfolded
+from masksafe._core.exponentials import finite_largest, over
 from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
-from masksafe._core.typing import Array
-from masksafe.losses._labelled import at_label
-from masksafe.losses._rows._formula import Classes, Formula, largest_logit, nan_if_bad
+from masksafe._core.typing import Array, Pytree
+from masksafe.losses._labelled import element_at
+from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
@@ -56,7 +57,7 @@ class LogitPart(NamedTuple):
 
 
 class LabelSums(NamedTuple):
-    """LabelSums over the classes of each row `[..., 1]`; None where a formula does not need one."""
+    """The sums over the classes of each row `[..., 1]`; None where a formula does not need one."""
 
     largest: Array  # m, finite
     total: Array  # s
@@ -107,7 +108,7 @@ class CrossEntropy(Formula):
 
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
-            return x if self.temperature == 1 else x * (1 / self.temperature)
+            return over(x, self.temperature)
         divided: Array = x / self.temperature.astype(x.dtype)
         return divided
 
@@ -120,7 +121,7 @@ class CrossEntropy(Formula):
     def sums(self, part: LogitPart) -> LabelSums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
-        largest = largest_logit(x)
+        largest = finite_largest(x)
         # Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
@@ -130,10 +131,10 @@ class CrossEntropy(Formula):
     def _at_label(self, x: Array, part: LogitPart) -> Array:
         if part.label is None:
             return jnp.sum(jnp.where(part.is_label, x, 0), -1, keepdims=True)
-        return self.x(at_label(part.logits, part.live, part.label))
+        return self.x(element_at(part.logits, part.live, part.label))
 
     def sums_of_each(self, part: LogitPart) -> LabelSums:
-        """For every logit the sums over it alone."""
+        """The sums over each logit alone."""
         x = self.x(part.logits)
         most = float(jnp.finfo(x.dtype).max)
         largest = jnp.clip(x, -most, most)
@@ -156,7 +157,7 @@ class CrossEntropy(Formula):
         total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
         return total._replace(largest=largest)
 
-    def add_devices(self, axis_name: Any, sums: LabelSums) -> LabelSums:
+    def add_devices(self, axis_name: sharding.AxisName, sums: LabelSums) -> LabelSums:
         """The sums over the classes of all devices."""
         if axis_name is None:
             return sums
@@ -236,28 +237,28 @@ class CrossEntropy(Formula):
 
     # For linear layers.
 
-    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Any:
+    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
         if tiles.number == 1:
-            sums = self.sums(_part(x, data, classes, tiles.tile(0)))
+            sums = self.sums(logit_part(x, data, classes, tiles.tile(0)))
         else:
             nothing = self.nothing(jnp.zeros_like(x[..., :1]))
-            of_tile = lambda j: self.sums(_part(x, data, classes, tiles.tile(j)))  # noqa: E731
+            of_tile = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
             sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
         return self.add_devices(classes.axis_name, sums)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         slopes = self.slopes(sums, data, classes.number, d_outputs)
-        return (self.logit_cotangents(_part(logits[0], data, classes), slopes),)
+        return (self.logit_cotangents(logit_part(logits[0], data, classes), slopes),)
 
     def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
-        sums = self.add_devices(classes.axis_name, self.sums(_part(logits[0], data, classes)))
+        sums = self.add_devices(classes.axis_name, self.sums(logit_part(logits[0], data, classes)))
         return self.outputs(sums, data, classes.number)
 
 
-def is_sound(sums: Any) -> Array:
+def is_sound(sums: "LabelSums | TargetSums") -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     sound: Array = (sums.total > 0) & (sums.total < jnp.inf)
@@ -269,8 +270,8 @@ def _spread(z: Array) -> Array:
     return jnp.exp(z) * jnp.maximum(z, _FAR)
 
 
-def _part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
-    """A tile of the classes of this device, or all of them."""
+def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None = None) -> LogitPart:
+    """The logits at a tile of the classes of this device, or at all of them."""
     labels = classes.local(as_classes(labels, classes.number))
     if tile is None or tile.size == classes.here:
         return LogitPart(logits, class_index(logits.shape) == labels, None, classes.weights)
@@ -295,7 +296,7 @@ def _weighted(x: Array, weights: Array | None) -> Array:
 
 
 class TargetSums(NamedTuple):
-    """LabelSums over the classes of each row `[..., 1]`."""
+    """The sums over the classes of each row `[..., 1]`."""
 
     largest: Array  # m, finite
     total: Array  # s
@@ -305,7 +306,7 @@ class TargetSums(NamedTuple):
 
 
 def target_sums(x: Array, t: Array, where: Array | None, epsilon: Array | None) -> TargetSums:
-    largest = largest_logit(selected(x, where, -jnp.inf))
+    largest = finite_largest(selected(x, where, -jnp.inf))
     z, t = _relative(x, t, where, largest)
     exps = jnp.exp(z)
     total, weight = jnp.sum(exps, -1, keepdims=True), unfolded.sum_of(t, -1, keepdims=True)

@@ -4,51 +4,50 @@ The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from masksafe._core import row_blocks, sharding, unfolded
-from masksafe._core.derivatives import computed_once, rule
-from masksafe._core.labels import as_classes, class_index
+from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.masks import both, selected
-from masksafe._core.typing import Array, Axes
+from masksafe._core.typing import Array, Axes, Pytree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
-    LabelSums,
     LogitPart,
-    TargetSums,
     is_sound,
+    logit_part,
     target_loss,
     target_slopes,
     target_sums,
 )
+from masksafe.losses._rows._formula import Classes
 
 Outputs = tuple[Array, ...]
 
 
 class OfLabels(NamedTuple):
-    """Which outputs rows have of their labels, and where their classes are."""
+    """The outputs of rows with labels, and the axes of their classes."""
 
     formula: CrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
     looks_up: bool = True  # the logit of the label; JAX's derivative of that is a scatter, which checkify cannot check
 
-    def number(self, x: Array) -> int:
-        """How many classes all devices have."""
-        return x.shape[-1] * sharding.Devices(self.axis_name).size
-
-    def part(self, x: Array, labels: Array, where: Array | None = None) -> LogitPart:
-        local = sharding.Devices(self.axis_name).local(as_classes(labels, self.number(x)), x.shape[-1])
-        return LogitPart(
-            x, class_index(x.shape) == local, where, label=labels if self.looks_up and self.axis_name is None else None
-        )
+    def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
+        part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
+        return part._replace(live=where, label=labels if self.looks_up and self.axis_name is None else None)
 
 
-Kept = tuple[LabelSums, Array | None]  # with which rows have a class left; None: all
+class OfTargets(NamedTuple):
+    """Where the classes of rows with targets are."""
+
+    axes: Axes
+
+
+Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
 
 
 def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Kept]:
@@ -63,20 +62,16 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
         sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
     # The logarithm has no derivative at 0.
     sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
-    outputs = formula.outputs(sums, labels, config.number(x))
+    outputs = formula.outputs(sums, labels, Classes(x.shape[-1], config.axis_name).number)
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
 
 
 def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
-    """Which rows have a class left."""
+    """Finds the rows that have a class left."""
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
-
-
-def _plain_label_outputs(config: OfLabels, inputs: Labelled, temperature: Array | None) -> Outputs:
-    return _label_forward(config._replace(looks_up=False), inputs, temperature)[0]
 
 
 def _label_reverse(
@@ -87,74 +82,56 @@ def _label_reverse(
     labels = selected(labels, live)
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
-    slopes = formula.slopes(sums, labels, config.number(x), d_rows)
+    slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
     # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
     d_x = selected(formula.logit_cotangents(config.part(x, labels, where), slopes), where)
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
-def _labels_in_reverse(
-    config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
+def _in_reverse(
+    config: OfLabels | OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
-    inputs, temperature = args
-    return _without_replaced(config.axes, inputs, kept[0], d_outputs), temperature
-
-
-def _without_replaced(axes: Axes, inputs: Labelled, sums: Any, d_outputs: Outputs) -> Labelled:
-    """Without rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
-    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(sums).squeeze(-1))
-    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes)))
+    """Masks rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
+    inputs, other = args
+    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, config.axes))), other
 
 
 # Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
-label_outputs = rule(_plain_label_outputs, _label_forward, _label_reverse, _labels_in_reverse)
+label_outputs = rule_of_kernels(
+    _label_forward,
+    _label_reverse,
+    _in_reverse,
+    plain=lambda config, *args: _label_forward(config._replace(looks_up=False), *args)[0],
+)
 
 
 # The loss of targets.
 
 
-class OfTargets(NamedTuple):
-    """Where the classes of rows with targets are."""
-
-    axes: Axes
-
-
-def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Array, TargetSums]:
+def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Outputs, Kept]:
     x, t, where = inputs.rows(config.axes)
     epsilon = None if epsilon is None else epsilon[..., None]
-    sums = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon)
-    live = _live_rows(x, where)
+    sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
     sums = sums._replace(total=selected(sums.total, live, 1))
-    return selected(target_loss(sums, epsilon), live).squeeze(-1), sums
-
-
-def _plain_target_loss(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Array:
-    return _target_forward(config, inputs, epsilon)[0]
+    return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
 
 
 def _target_reverse(
-    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
+    config: OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
-    (inputs, epsilon), axes = args, config.axes
-    x, t, where = inputs.rows(axes)
+    (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
+    x, t, where = inputs.rows(config.axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
     slopes, costs = target_slopes(x, t, where, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
-    d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
-    d_labels = from_rows(axes, inputs.labels, selected(d_t, where))
-    d_epsilon = None
+    d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
+    d_labels, d_epsilon = from_rows(config.axes, inputs.labels, selected(d_t, where)), None
     if epsilon is not None:
-        d_epsilon = selected((sums.weight - sums.caught) * d, _live_rows(x, where)).squeeze(-1)
+        d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
     return Labelled(d_logits, d_labels, None), d_epsilon
 
 
-def _targets_in_reverse(
-    config: OfTargets, args: tuple[Labelled, Array | None], sums: TargetSums, d_loss: Array
-) -> tuple[Labelled, Array | None]:
-    inputs, epsilon = args
-    return _without_replaced(config.axes, inputs, sums, (d_loss,)), epsilon
-
-
 # The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
-target_loss_of_rows = rule(_plain_target_loss, _target_forward, _target_reverse, _targets_in_reverse)
+target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse)

@@ -19,7 +19,7 @@ With student logits :math:`x` and teacher logits :math:`t`
 and the derivatives by :math:`t` are the same with both exchanged, and :math:`1 - \beta` for :math:`\beta`. A class of
 probability 0 adds nothing, since :math:`0 \log 0 = 0`; a divergence is infinite where its other distribution is 0.
 
-Of a teacher that is known by its k most probable classes, the student's logits at these classes remain, and maybe one
+The teacher may give its k most probable classes alone. Then the student's logits at these classes remain, and maybe one
 more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 """
 
@@ -29,10 +29,11 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax.numpy as jnp
 
+from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
-from masksafe._core.typing import Array
-from masksafe.losses._rows._formula import Classes, Formula, largest_logit
+from masksafe._core.typing import Array, Pytree
+from masksafe.losses._rows._formula import Classes, Formula
 
 Direction = Literal["forward", "reverse", "jensen_shannon"]
 FORWARD, REVERSE, JENSEN_SHANNON = DIRECTIONS = get_args(Direction)
@@ -45,29 +46,19 @@ class TopK(NamedTuple):
     classes: Array
 
 
-class Normalizer(NamedTuple):
-    """The logsumexp of each row `[..., 1]` in two parts: the largest logit, and the sum of exp((x - largest) / tau).
-
-    Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
-    """
-
-    largest: Array  # finite
-    total: Array
-
-
 class DivergenceSums(NamedTuple):
-    """DivergenceSums over the classes of each row `[..., 1]`."""
+    """The sums over the classes of each row `[..., 1]`."""
 
-    teacher: Normalizer
-    student: Normalizer
+    teacher: Exponentials
+    student: Exponentials
     divergences: tuple[Array, ...]  # KL(p || q), KL(q || p), or both of which JS consists
-    rest: Normalizer | None = None  # of the student's classes that are not among the teacher's k, if they are a class
+    rest: Exponentials | None = None  # of the student's classes that are not among the teacher's k, if they are a class
     valid: Any = None  # NaN if the teacher's k classes are not
 
 
 @dataclasses.dataclass(frozen=True)
 class Divergence(Formula):
-    """That of the student, the first source, from a teacher: the second source, or its top k classes."""
+    """The divergence of the student, the first source, from a teacher: the second source, or its top k classes."""
 
     of_labels = (False,)
     direction: str
@@ -87,22 +78,23 @@ class Divergence(Formula):
         return min(max(10 + 2 * round(math.log2(self.temperature)), -60), 60)
 
     def nothing(self, zero: Array) -> DivergenceSums:
-        none = Normalizer(zero, zero)
+        none = Exponentials(zero, zero)
         divergences = (zero,) * (2 if self.direction == JENSEN_SHANNON else 1)
         return DivergenceSums(
             none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
         )
 
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> DivergenceSums:
+    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.of_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = None
             if self.with_rest:
-                rest = _normalizer(_with_classes(x, targets.classes, -jnp.inf), self.temperature)
+                rest = Exponentials.of(_with_classes(x, targets.classes, -jnp.inf), temperature=self.temperature)
             student, teacher = self._few_classes(x, targets, rest)
         else:
             (student, teacher), rest, valid = logits, None, None
-        of_teacher, of_student = _normalizer(teacher, self._of_teacher), _normalizer(student, self.temperature)
+        of_teacher = Exponentials.of(teacher, temperature=self._of_teacher)
+        of_student = Exponentials.of(student, temperature=self.temperature)
         log_p, log_q = self._log_softmaxes(teacher, student, of_teacher, of_student)
         if self.direction == FORWARD:
             divergences = [_kl(log_p, log_q)]
@@ -113,16 +105,21 @@ class Divergence(Formula):
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
         return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: DivergenceSums, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> tuple[Array, ...]:
         divergence, *of_student = sums.divergences
         if of_student:
             divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: DivergenceSums, d_outputs: tuple[Array, ...]
+        self,
+        logits: tuple[Array, ...],
+        data: Pytree,
+        classes: Classes,
+        sums: DivergenceSums,
+        d_outputs: tuple[Array, ...],
     ) -> tuple[Array, ...]:
-        d = _over(d_outputs[0], self.temperature)
+        d = over(d_outputs[0], self.temperature)
         if not self.of_top_k:
             student, teacher = logits
             slopes = self._slopes(student, teacher, sums)
@@ -133,7 +130,7 @@ class Divergence(Formula):
             return (_with_classes(jnp.zeros_like(x), targets.classes, d_student),)
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
         total = jnp.where(sums.rest.total > 0, sums.rest.total, 1)
-        d_x = jnp.exp(_over(x - sums.rest.largest, self.temperature)) * (d_rest / total)
+        d_x = jnp.exp(over(x - sums.rest.largest, self.temperature)) * (d_rest / total)
         return (_with_classes(d_x, targets.classes, d_student),)
 
     def _slopes(self, student: Array, teacher: Array, sums: DivergenceSums) -> tuple[Array, Array]:
@@ -148,7 +145,7 @@ class Divergence(Formula):
         of_teacher, of_student = divergences
         return (1 - self.beta) * _kl_slope(log_q, log_m, of_student), self.beta * _kl_slope(log_p, log_m, of_teacher)
 
-    def plain_outputs(self, logits: tuple[Array, ...], data: Any, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
         return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)
 
     def _log_mixture(self, log_p: Array, log_q: Array) -> Array:
@@ -163,10 +160,10 @@ class Divergence(Formula):
         return 1.0 if self.of_top_k else self.temperature
 
     def _log_softmaxes(
-        self, teacher: Array, student: Array, of_teacher: Normalizer, of_student: Normalizer
+        self, teacher: Array, student: Array, of_teacher: Exponentials, of_student: Exponentials
     ) -> tuple[Array, Array]:
-        log_p = _over(teacher - of_teacher.largest, self._of_teacher) - jnp.log(of_teacher.total)
-        return log_p, _over(student - of_student.largest, self.temperature) - jnp.log(of_student.total)
+        log_p = over(teacher - of_teacher.largest, self._of_teacher) - jnp.log(of_teacher.total)
+        return log_p, over(student - of_student.largest, self.temperature) - jnp.log(of_student.total)
 
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
         """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated."""
@@ -176,7 +173,7 @@ class Divergence(Formula):
         targets = TopK(targets.log_probs.astype(x.dtype), classes)
         return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
 
-    def _few_classes(self, x: Array, targets: TopK, rest: Normalizer | None) -> tuple[Array, Array]:
+    def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
         """The logits of the student and the teacher at the targets, and of all others if their normalizer is given."""
         student, teacher = _at_classes(x, targets.classes), targets.log_probs
         if rest is None:
@@ -189,15 +186,6 @@ class Divergence(Formula):
         missing = jnp.maximum(1 - jnp.sum(jnp.exp(teacher), -1, keepdims=True), least)
         of_missing = jnp.where(is_any, jnp.log(missing), -jnp.inf)
         return jnp.concatenate([student, of_others], -1), jnp.concatenate([teacher, of_missing], -1)
-
-
-def _normalizer(x: Array, temperature: float) -> Normalizer:
-    largest = largest_logit(x)
-    return Normalizer(largest, jnp.sum(jnp.exp(_over(x - largest, temperature)), -1, keepdims=True))
-
-
-def _over(x: Array, temperature: float) -> Array:
-    return x if temperature == 1 else x * (1 / temperature)  # a temperature may be so small that a CPU takes it for 0
 
 
 def _kl(log_p: Array, log_q: Array) -> Array:

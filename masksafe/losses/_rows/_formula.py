@@ -5,13 +5,12 @@ cotangents of the outputs those of its logits.
 """
 
 import abc
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 
-from masksafe._core import precision, sharding
-from masksafe._core.typing import Array
+from masksafe._core import sharding
+from masksafe._core.typing import Array, Pytree
 
 
 class Classes(NamedTuple):
@@ -19,7 +18,7 @@ class Classes(NamedTuple):
 
     here: int  # how many this device has
     axis_name: sharding.AxisName  # the mesh axis over which they are split
-    weights: Array | None  # of those of this device
+    weights: Array | None = None  # of those of this device
 
     @property
     def number(self) -> int:
@@ -46,43 +45,36 @@ class Formula(abc.ABC):
     @property
     @abc.abstractmethod
     def of_labels(self) -> tuple[bool, ...]:
-        """For each output of a row whether it depends on a label, and is NaN if that is out of range."""
+        """Whether each output of a row depends on a label, and is NaN if that is out of range."""
 
     @property
     def cotangent_exponent(self) -> int:
-        """That of the power of two that brings the cotangents of the logits into the range of float16."""
+        """The power of two that brings the cotangents of the logits into the range of float16."""
         return 10
 
     @abc.abstractmethod
-    def nothing(self, zero: Array) -> Any:
+    def nothing(self, zero: Array) -> Pytree:
         """The sums over no classes, a NamedTuple of arrays like the zero `[..., 1]`."""
 
     @abc.abstractmethod
-    def sums_of(self, logits: tuple[Array, ...], data: Any, classes: Classes, tile_size: int) -> Any:
+    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> Pytree:
         """The sums over all classes, `[..., 1]` each, computed in tiles of the classes."""
 
     @abc.abstractmethod
-    def outputs(self, sums: Any, data: Any, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: Pytree, data: Pytree, classes: int) -> tuple[Array, ...]:
         """The outputs `[..., 1]`."""
 
     @abc.abstractmethod
     def cotangents(
-        self, logits: tuple[Array, ...], data: Any, classes: Classes, sums: Any, d_outputs: tuple[Array, ...]
+        self, logits: tuple[Array, ...], data: Pytree, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
     ) -> tuple[Array, ...]:
         """The cotangents of the logits of the sources that have gradients."""
 
     @abc.abstractmethod
-    def plain_outputs(self, logits: tuple[Array, ...], data: Any, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
         """The outputs in a form that JAX differentiates to any order."""
 
 
 def nan_if_bad(d_output: Array, valid: Array) -> Array:
     """The cotangent of an output that is NaN where not valid; one of 0 stays, since the user has replaced the NaN."""
     return jnp.where(valid | (d_output == 0), d_output, jnp.nan)
-
-
-def largest_logit(x: Array) -> Array:
-    """The largest `x` of each row `[..., 1]`, wide and finite, so that differences from it exist; or NaN."""
-    largest = precision.widened(jnp.max(lax.stop_gradient(x), -1, keepdims=True, initial=-jnp.inf))
-    most = float(jnp.finfo(largest.dtype).max)
-    return jnp.clip(largest, -most, most)

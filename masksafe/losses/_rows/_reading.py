@@ -1,13 +1,12 @@
 """The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
 
 import numbers
-from typing import Any, TypedDict, get_args
+from typing import TypedDict, get_args
 
 import jax.numpy as jnp
 
 from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_integer_labels
-from masksafe._core.masks import as_mask_of
 from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe.losses._rows._sources import Linear
 
@@ -56,12 +55,6 @@ def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:
     return labels
 
 
-def read_where(op: str, where: ArrayLike | None, labels: Array) -> Array | None:
-    """Booleans of the shape of the tokens, or None."""
-    where = as_mask_of(op, where, labels.shape, "labels")
-    return None if where is None else jnp.broadcast_to(where, labels.shape)
-
-
 def check_labels(op: str, labels: Array, live: Array | None, kernel: Array, axis_name: str | None) -> Array | None:
     """Reports bad labels of live tokens, and returns them, if label checks are on."""
     where = None if live is None else live[..., None]
@@ -94,7 +87,7 @@ def read_temperature(op: str, temperature: float) -> float:
     return read_number(op, "temperature", temperature, _TEMPERATURE)
 
 
-def read_block_size(op: str, block_size: Any) -> int | None:
+def read_block_size(op: str, block_size: object) -> int | None:
     if block_size is None:
         return None
     check_is_known(op, "block_size", block_size, "an int")

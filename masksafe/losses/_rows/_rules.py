@@ -10,7 +10,7 @@ first layers, as many as the formula says, have gradients.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import own_shard_map, platforms, sharding, unfolded
-from masksafe._core.derivatives import rule
+from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree, jitted
 from masksafe.losses._rows import _blocks, _tiles
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
@@ -29,8 +29,8 @@ from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 Outputs = tuple[Array, ...]  # of a formula, for each token
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = None) -> Any:
+@jitted(0)
+def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = None) -> Pytree:
     """The outputs of each token `[...]`, 0 where masked; with weights the sum over the tokens of `output * weight`.
 
     The weights, one for each output, are arrays over the tokens `[...]`, 0 where masked, or scalars. An array has a
@@ -45,7 +45,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = N
     of_tokens = PartitionSpec(*names[0].layers[0].features[:-1])
     over_tokens = sharding.Devices(split.axes(*of_tokens) or None)
 
-    def on_device(*args: Any) -> Any:
+    def on_device(*args: Pytree) -> Pytree:
         results = evaluate(options._replace(axis_name=split.axes("classes") or None), *args)
         return results if weights is None else over_tokens.sum(results)
 
@@ -53,10 +53,10 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = N
     return split.map(on_device, args, names, of_results)
 
 
-def _dimensions(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Any:
+def _dimensions(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
-    tokens: Any = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
-    classes: Any = PartitionSpec("classes" if options.formula.by_parts else None)
+    tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
+    classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
     layer = Linear(PartitionSpec(*tokens, None), PartitionSpec(None, *classes), classes)  # type: ignore[arg-type]
     names = LinearInputs((layer,) * len(inputs.layers), tokens, classes, tokens, tokens)
     of_weights = None if weights is None else tuple(tokens if w.ndim else PartitionSpec() for w in weights)
@@ -66,15 +66,15 @@ def _dimensions(options: Options, inputs: LinearInputs, weights: Outputs | None)
 class _Kept(NamedTuple):
     """What the forward pass keeps."""
 
-    results: Any
+    results: Pytree
     outputs: tuple[Array | None, ...]  # those whose weights have gradients
-    sums: Any  # None in one pass
+    sums: Pytree  # None in one pass
     gradients: tuple[Linear, ...]  # of the weighted sum, of tokens on one axis; none without weights, 0 in tiles
 
 
 def _forward(
     options: Options, inputs: LinearInputs, weights: Outputs | None, *, with_gradients: bool = True
-) -> tuple[Any, _Kept]:
+) -> tuple[Pytree, _Kept]:
     d_outputs = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
     if _needs_one_pass(inputs):
         outputs, gradients, sums = *_in_one_pass(options, inputs, d_outputs), None
@@ -118,8 +118,8 @@ def _needs_one_pass(inputs: LinearInputs) -> bool:
 
 
 def _schedules(
-    options: Options, inputs: LinearInputs, in_blocks: Callable[..., Any], in_tiles: Callable[..., Any]
-) -> list[Callable[..., Any]]:
+    options: Options, inputs: LinearInputs, in_blocks: Callable[..., Pytree], in_tiles: Callable[..., Pytree]
+) -> list[Callable[..., Pytree]]:
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
     of_cpu, of_others = (options.sizes(inputs, on_cpu, is_masked=inputs.live is not None) for on_cpu in (True, False))
     elsewhere = in_tiles if options.formula.by_parts else in_blocks
@@ -141,7 +141,7 @@ def _scaled_weights(options: Options, inputs: LinearInputs, weights: Outputs) ->
 
 
 def _rows(d_outputs: Outputs) -> Outputs:
-    """Of tokens on one axis `[N, 1]`."""
+    """The cotangents of tokens on one axis `[N, 1]`."""
     return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
@@ -160,7 +160,7 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Outputs) -
     return scale / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
 
-def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Any:
+def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Pytree:
     """The results in a form that JAX differentiates to any order; if possible in a fixed number of blocks."""
     formula, kept = options.formula, inputs.kept
     if kept is not None:
@@ -170,7 +170,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> A
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
-    def of_tokens(rows: tuple[list[Array], Any, Array | None]) -> Outputs:
+    def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Outputs:
         features, data, live = rows
         clean = functools.partial(selected, where=None if live is None else live[..., None])
         layers = [x._replace(features=clean(of_x)) for x, of_x in zip(flat.layers, features, strict=True)]
@@ -191,9 +191,9 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> A
 
 
 def _in_reverse(
-    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Any
+    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Pytree
 ) -> tuple[LinearInputs, Outputs | None]:
-    """Without results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
+    """Drops results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
 
     Others stay, since the gradients have derivatives with respect to the cotangents even there.
     """
@@ -205,8 +205,8 @@ def _in_reverse(
 
 
 def _reverse(
-    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Any
-) -> tuple[LinearInputs, Any]:
+    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Pytree
+) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
     # Each device returns a part of the cotangents of the weights: they are the same on all devices.
     d_weights = None if weights is None else tuple(None if x is None else _times(d_results, x) for x in kept.outputs)
@@ -223,9 +223,9 @@ def _reverse(
 
 
 def _gradients(
-    options: Options, inputs: LinearInputs, weights: Outputs | None, kept: _Kept, d_results: Any
+    options: Options, inputs: LinearInputs, weights: Outputs | None, kept: _Kept, d_results: Pytree
 ) -> tuple[Linear, ...]:
-    """Those of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
+    """The gradients of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
     dtypes = jax.tree.map(lambda x: x.dtype, inputs.layers[: options.formula.gradients])
     if weights is None:
@@ -243,7 +243,9 @@ def _gradients(
         live, of_classes = flat.live[:, None], functools.partial(selected, where=unfolded.any_of(flat.live))
         return tuple(Linear(selected(d.features, live), *jax.tree.map(of_classes, d[1:])) for d in gradients)
 
-    def in_blocks(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
+    def in_blocks(
+        _: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array
+    ) -> Pytree:
         if weights is None:
             wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
             gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
@@ -251,7 +253,9 @@ def _gradients(
             gradients = multiplied(flat, kept, factor)
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
 
-    def in_tiles(_: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array) -> Any:
+    def in_tiles(
+        _: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array
+    ) -> Pytree:
         wanted = _is_wanted(d_outputs) if weights is None else None
         d_rows = d_outputs if weights is None else _rows(_scaled_weights(options, inputs, d_outputs))
         return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
@@ -265,7 +269,7 @@ def _gradients(
 
 
 def _is_wanted(d_rows: Outputs) -> Array:
-    """Which tokens have a cotangent `[N]`."""
+    """Finds the tokens that have a cotangent, `[N]`."""
     return functools.reduce(jnp.logical_or, [d[:, 0] != 0 for d in d_rows])
 
 
@@ -278,5 +282,6 @@ def _times(d_total: Array, x: Array) -> Array:
     return jnp.where((d_total != 0) | jnp.isfinite(x), x * d_total.astype(x.dtype), 0.0)
 
 
-_value = functools.partial(_forward, with_gradients=False)
-_outputs_or_sum = rule(_plain, _forward, _reverse, _in_reverse, _value)
+_outputs_or_sum = rule_of_kernels(
+    _forward, _reverse, _in_reverse, lambda *args: _forward(*args, with_gradients=False)[0], _plain
+)

@@ -10,7 +10,7 @@ from jax import lax
 
 from masksafe._core import precision, sharding
 from masksafe._core.tiles import add_to_part, divide, loop, take
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, DType, Index, Pytree
 from masksafe.losses._rows._formula import Classes
 
 
@@ -22,12 +22,12 @@ class Linear(NamedTuple):
     bias: Array | None
 
     @property
-    def dtype(self) -> Any:
-        """That of the matrix products."""
+    def dtype(self) -> DType:
+        """The dtype of the matrix products."""
         return jnp.promote_types(self.features.dtype, self.kernel.dtype)
 
-    def logits(self, dtype: Any) -> Array:
-        """Of features and a kernel of the same dtype."""
+    def logits(self, dtype: DType) -> Array:
+        """The logits of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
         if self.bias is None:
             return logits
@@ -44,7 +44,7 @@ class LinearInputs(NamedTuple):
     """What the rows are computed from. In the user's layout the N tokens are on any number of axes `[...]`."""
 
     layers: tuple[Linear, ...]
-    data: Any  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
+    data: Pytree  # what else is known of each token: labels `[N, 1]`, or `[...]`; targets `[N, k]`, or `[..., k]`
     class_weights: Array | None  # [V]
     live: Array | None  # which tokens are unmasked `[N]`, or `[...]`; None means all
     kept: Array | None = None  # which outputs `[outputs, ...]`, or sum `[1]`, the user has not replaced afterwards
@@ -60,14 +60,14 @@ class LinearInputs(NamedTuple):
 
     @property
     def sum_dtype(self) -> Any:
-        """That of the sums: of all floats but the weights, at least float32."""
+        """The dtype of the sums: that of all floats but the weights, at least float32."""
         floats = [x.dtype for x in jax.tree.leaves(self.data) if jnp.issubdtype(x.dtype, jnp.floating)]
         # Widened first, since only one side may be, and strict promotion refuses float32 with float16.
         return functools.reduce(jnp.promote_types, map(precision.wide_dtype, [x.dtype for x in self.layers] + floats))
 
     @property
     def flat(self) -> "LinearInputs":
-        """With the tokens on one axis, and features and kernel of a layer in one dtype."""
+        """The same with the tokens on one axis, and features and kernel of a layer in one dtype."""
         rows, live = functools.partial(as_rows, leading=len(self.tokens)), self.live
         layers = [Linear(rows(x.features).astype(x.dtype), x.kernel.astype(x.dtype), x.bias) for x in self.layers]
         live = None if live is None else live.reshape(-1)
@@ -88,7 +88,7 @@ def add_to_kernel(d_kernel: Array, features: Array, d_logits: Array, class_tile:
     # Contracting the first axes of both takes a third longer. The barrier prevents XLA from undoing the transposition.
     features_by_column = lax.optimization_barrier(features.T)
 
-    def add(j: Any, d_kernel: Array) -> Array:
+    def add(j: Index, d_kernel: Array) -> Array:
         tile = classes.tile(j)
         part = take(d_logits, 1, tile)
         if tile.is_ragged:

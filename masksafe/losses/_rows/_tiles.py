@@ -14,7 +14,7 @@ outside of the loop over the others: most calls have no other, and for the first
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, DType, Index, Pytree
 from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
@@ -33,15 +33,15 @@ from masksafe.losses._rows._tokens import Packed
 State = TypeVar("State")
 
 
-class _Tile(NamedTuple):
+class _ClassTile(NamedTuple):
     """A layer at a tile of the classes, which start at `start`."""
 
-    start: Any
+    start: Index
     kernel: Array
     bias: Array | None
     class_weights: Array | None
 
-    def part(self, features: Array, dtype: Any, labels: Array, is_label: Array | None = None) -> LogitPart:
+    def part(self, features: Array, dtype: DType, labels: Array, is_label: Array | None = None) -> LogitPart:
         """The logits of some tokens, and which of them are at their labels, if that is not known."""
         logits = Linear(features, self.kernel, self.bias).logits(dtype)
         is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
@@ -50,7 +50,7 @@ class _Tile(NamedTuple):
 
 def sums(
     options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: tuple[Array, ...] | None
-) -> tuple[Any, tuple[Linear, ...]]:
+) -> tuple[Pytree, tuple[Linear, ...]]:
     """The sums of each row `[N, 1]`, of use where unmasked; and gradients of 0 if there are cotangents of the outputs.
 
     Every logit is a sum of its own, and one reduction adds these.
@@ -60,8 +60,8 @@ def sums(
     packed = Packed.of(number, inputs.live, sizes.token_block)
     features, labels = packed.packed((inputs.layers[0].features, classes.local(inputs.data)))
 
-    def of_tile(tile: _Tile, rows: Any, _: None = None) -> Any:
-        def of_block(i: Any, rows: Any) -> Any:
+    def of_tile(tile: _ClassTile, rows: Pytree, _: None = None) -> Pytree:
+        def of_block(i: Index, rows: Pytree) -> Pytree:
             block = packed.block(i)
             terms = formula.sums_of_each(tile.part(block.cut(features), dtype, block.cut(labels)))
             new = lax.reduce(terms, formula.nothing(jnp.zeros((), dtype)), formula.add, (1,))
@@ -81,7 +81,7 @@ def gradients(
     options: Options,
     sizes: Sizes,
     inputs: LinearInputs,
-    rows: Any,
+    rows: Pytree,
     d_outputs: tuple[Array, ...],
     factor: Array,
     dtypes: Linear,
@@ -108,8 +108,8 @@ def gradients(
     first = packed.block(0).cut(operands)  # outside of the loop over the tiles, since they are the same for each
     any_live = factor != 0 if live is None else (factor != 0) & unfolded.any_of(live)
 
-    def of_tile(tile: _Tile, state: Linear, is_label: Array | None = None) -> Linear:
-        def of_block(i: Any, sums: Linear) -> Linear:
+    def of_tile(tile: _ClassTile, state: Linear, is_label: Array | None = None) -> Linear:
+        def of_block(i: Index, sums: Linear) -> Linear:
             is_first = sums.kernel is None
             block = packed.block(i)
             features, labels, rows = first if is_first else block.cut(operands)
@@ -131,7 +131,7 @@ def gradients(
         d_features, *of_classes = sums if packed.is_one_block else loop(1, packed.blocks, of_block, sums)
         return Linear(d_features, *jax.tree.map(put, list(state[1:]), of_classes))
 
-    def labels_of_first_block(start: Any) -> Array:
+    def labels_of_first_block(start: Index) -> Array:
         return _is_label((packed.size, sizes.class_tile), first[1], start)
 
     state = layer.zeros(packed.length, dtypes._replace(features=dtype))  # features in packed order
@@ -146,7 +146,7 @@ def _added(a: Array | None, b: Array) -> Array:
     return b if a is None else a + b
 
 
-def _is_label(shape: tuple[int, ...], labels: Array, start: Any) -> Array:
+def _is_label(shape: tuple[int, ...], labels: Array, start: Index) -> Array:
     return jnp.equal((jnp.asarray(start, jnp.int32) + class_index(shape)).astype(labels.dtype), labels)
 
 
@@ -155,7 +155,7 @@ def _over_tiles(
     size: int,
     body: Callable[..., State],
     state: State,
-    prepare: Callable[[Any], Any] = lambda _: None,
+    prepare: Callable[[Index], Pytree] = lambda _: None,
 ) -> State:
     """`body(tile, state)` for each tile of the classes, the last of which may be smaller.
 
@@ -165,10 +165,12 @@ def _over_tiles(
     of_classes = inputs.layers[0].kernel, inputs.layers[0].bias, inputs.class_weights
     whole, rest = divmod(inputs.layers[0].kernel.shape[1], size)
 
-    def tile(start: Any, size: int) -> _Tile:
-        return _Tile(start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes))
+    def tile(start: Index, size: int) -> _ClassTile:
+        return _ClassTile(
+            start, *jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1), of_classes)
+        )
 
-    def step(j: Any, carry: tuple[State, Any]) -> tuple[State, Any]:
+    def step(j: Index, carry: tuple[State, Pytree]) -> tuple[State, Pytree]:
         state, prepared = carry
         start = j * size
         return body(tile(start, size), state, prepared), prepare(start + size)

@@ -1,22 +1,20 @@
 """Tokens in blocks: unmasked ones are moved to the front, and only blocks that contain any are computed."""
 
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.tiles import divisor_near, even_size, part, with_part
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Index, Tree
 from masksafe._core.unfolded import unknown
-
-Tree = TypeVar("Tree")
 
 
 class TokenBlock(NamedTuple):
     """Some places in a row, from `start` on."""
 
-    start: Any
+    start: Index
     size: int
     tokens: Array | None  # those at the places; None: those of the same numbers
     live: Array | None  # which of the places are no repetition, [size, 1]; None: all
@@ -27,7 +25,7 @@ class TokenBlock(NamedTuple):
 
     def cut(self, tree: Tree) -> Tree:
         """The rows of arrays over places."""
-        return cast(Tree, jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree))
+        return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)  # type: ignore[no-any-return]
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
@@ -49,7 +47,7 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, number: int, live: Array | None, size: int) -> "Packed":
-        """Of so many tokens, those that are `live` first; None takes all of them."""
+        """Puts those of so many tokens first that are `live`; None takes all of them."""
         size = divisor_near(number, size) if live is None else even_size(number, size)
         length = -(-number // size) * size
         if length == number and live is None:
@@ -77,7 +75,7 @@ class Packed(NamedTuple):
     def is_one_block(self) -> bool:
         return self.size == self.length
 
-    def block(self, i: Any) -> TokenBlock:
+    def block(self, i: Index) -> TokenBlock:
         places = TokenBlock(i * self.size, self.size, None, None)
         return places._replace(tokens=places.cut(self.order), live=places.cut(self.live))
 
@@ -93,5 +91,5 @@ class Packed(NamedTuple):
 
 
 def _rows(tree: Tree, index: Array) -> Tree:
-    how: Any = {"mode": "promise_in_bounds", "wrap_negative_indices": False}
-    return cast(Tree, jax.tree.map(lambda x: x.at[index].get(**how), tree))
+    at_index = lambda x: x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
+    return jax.tree.map(at_index, tree)  # type: ignore[no-any-return]

@@ -1,0 +1,53 @@
+"""Sums of exponentials, which neither overflow nor vanish: those of the differences from the largest exponent."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core.precision import widened
+from masksafe._core.typing import Array, Axis
+
+
+def largest_or_lowest(x: Array, axis: Axis = -1) -> Array:
+    """The largest of each row, wide, and no less than the lowest finite number: -inf - -inf would be NaN."""
+    largest = widened(jnp.max(lax.stop_gradient(x), axis, keepdims=True, initial=-jnp.inf))
+    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
+
+
+def finite_largest(x: Array, axis: Axis = -1) -> Array:
+    """The largest of each row, wide and finite, so that differences from it exist; or NaN."""
+    largest = largest_or_lowest(x, axis)
+    return jnp.minimum(largest, float(jnp.finfo(largest.dtype).max))
+
+
+class Exponentials(NamedTuple):
+    """The sum of exp(x / temperature) over each row in two parts, whose axes stay with size 1.
+
+    Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
+    """
+
+    largest: Array  # x, finite; or NaN
+    total: Array  # of the exponentials of differences from it
+
+    @classmethod
+    def of(cls, x: Array, axis: Axis = -1, temperature: float = 1.0) -> "Exponentials":
+        largest = finite_largest(x, axis)
+        return cls(largest, jnp.sum(jnp.exp(over(widened(x) - largest, temperature)), axis, keepdims=True))
+
+    def plus(self, other: "Exponentials") -> "Exponentials":
+        """The sum over both rows, at temperature 1."""
+        largest = jnp.maximum(self.largest, other.largest)
+        total = self.total * jnp.exp(self.largest - largest) + other.total * jnp.exp(other.largest - largest)
+        return Exponentials(largest, total)
+
+    @property
+    def logarithm(self) -> Array:
+        """The logarithm of the sum at temperature 1; -inf of nothing, with a derivative of 0."""
+        is_nothing = self.total == 0
+        return jnp.where(is_nothing, -jnp.inf, self.largest + jnp.log(jnp.where(is_nothing, 1, self.total)))
+
+
+def over(x: Array, temperature: float) -> Array:
+    """The quotient; a temperature may be so small that a CPU takes it for 0."""
+    return x if temperature == 1 else x * (1 / temperature)
