@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from masksafe.testing import _primitives
 from masksafe.testing._decisions import NOTHING, Masks, find_decided
-from masksafe.testing._influence import any_ahead, behind, behind_decision, is_selection
 from masksafe.testing._replay import Replay, Step, Value
+from masksafe.testing._rules import SELECTIONS, Way, any_ahead
 
 
 class Blame(NamedTuple):
@@ -103,11 +102,11 @@ class _Walk:
         made = unexplained & ~any_ahead(step, k, bads)
         ends = [_is_end(step, k, v) for v in inputs]
         nan_taken = bad & _ahead_of(ends, step, k, nans)
-        if step.operation.name in _primitives.ELEMENTWISE:  # in a sum, another element may be at fault as well
+        if step.operation.kind == "elementwise":  # in a sum, another element may be at fault as well
             nan_taken = nan_taken & ~_ahead_of([not is_end for is_end in ends], step, k, nans)
         infinity_taken = unexplained & _ahead_of(ends, step, k, bads) & ~nan_taken
         # A NaN that the program wrote and selected counts as chosen if a bad value chose it.
-        written_nans = [v.is_written_nan and is_selection(step.operation) for v in inputs]
+        written_nans = [v.is_written_nan and step.operation.kind in SELECTIONS for v in inputs]
         nan_chosen = bad & decided & _ahead_of(written_nans, step, k, nans)
         self._follow_bad(step, k, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
 
@@ -151,12 +150,17 @@ class _Walk:
             deciding = self._decided(v) if v.is_written_nan else v.bad | self._decided(v)
             if v.is_constant or not (mask.any() and deciding.any()):
                 continue
-            deciding = deciding & behind_decision(step, k, i, mask)
+            deciding = deciding & Way(step, k, i, is_ahead=False).spread_decision(mask)
             if v.is_captured:
                 from_captured = from_captured | (mask & deciding.any())
             else:
                 self._reach(v, deciding)
         return from_captured
+
+
+def behind(step: Step, k: int, i: int, mask: np.ndarray) -> np.ndarray:
+    """The elements of operand i that take part in the masked elements of output k."""
+    return Way(step, k, i, is_ahead=False).spread(mask)
 
 
 def _is_end(step: Step, k: int, operand: Value) -> bool:

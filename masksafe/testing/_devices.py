@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe.testing import _primitives
+from masksafe.testing._rules import names
+
+SUMS = names("psum psum_invariant")
+# Here each element that a device receives comes from elements at the same index.
+ELEMENTWISE = SUMS | names("pmax pmin ppermute")
+EXCHANGES = ELEMENTWISE | names("""
+    all_gather all_gather_invariant all_gather_reduced all_to_all axis_index reduce_scatter unreduced_psum
+    unreduced_reduce_scatter
+""")
 
 
 class Device:
@@ -23,8 +31,8 @@ class Device:
     def part(self, shape: tuple[int, ...], spec: Sequence[Any]) -> tuple[slice, ...]:
         """The slices of the device's part of an array of `shape` that is split according to `spec`."""
         slices = []
-        for size, names in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
-            axes = [a for a in ((names,) if isinstance(names, str) else names or ()) if a in self._sizes]
+        for size, entry in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
+            axes = [a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in self._sizes]
             number = functools.reduce(lambda n, a: n * self._sizes[a] + int(self._place[a]), axes, 0)
             length = size // math.prod(self._sizes[a] for a in axes)
             slices.append(slice(number * length, (number + 1) * length))
@@ -39,6 +47,8 @@ def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
 
 class Exchange:
     """An equation with names of mesh axes: takes an operand from each device, and gives each device a result."""
+
+    kind = "exchange"
 
     def __init__(self, equation: Any, sizes: dict[str, int]) -> None:
         self.name: str = equation.primitive.name
@@ -61,7 +71,7 @@ class Exchange:
 
     @property
     def is_elementwise(self) -> bool:
-        return self.name in _primitives.ELEMENTWISE_EXCHANGES
+        return self.name in ELEMENTWISE
 
     @functools.cached_property
     def _connections(self) -> np.ndarray:
@@ -81,9 +91,7 @@ class Exchange:
         return fn
 
     def _exchange_one(self, *operand: Any) -> Any:
-        if (
-            self.name in _primitives.SUMS_OVER_DEVICES
-        ):  # the primitive requires types that only arrays in a shard_map have
+        if self.name in SUMS:  # the primitive requires types that only arrays in a shard_map have
             groups = self._params.get("axis_index_groups")
             return lax.psum(operand[0], self._params["axes"], axis_index_groups=groups)
         results = self._primitive.bind(*operand, **self._params)

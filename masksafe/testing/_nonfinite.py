@@ -19,7 +19,6 @@ import numpy as np
 import masksafe
 from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
-from masksafe.testing import _primitives
 from masksafe.testing._blame import Blame, blame
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
@@ -213,7 +212,7 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
 def _describe_source(found: Blame) -> NonfiniteSource:
     step, result = found.step, np.asarray(found.step.outputs[found.k].array)
     index, op = first_index(found.mask), _op_of(step)
-    is_elementwise = step.operation.name in _primitives.ELEMENTWISE
+    is_elementwise = step.operation.kind == "elementwise"
     return NonfiniteSource(
         primitive=step.operation.name,
         place=place_of(step.callers),

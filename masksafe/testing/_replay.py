@@ -17,10 +17,20 @@ from jax.extend import core
 from masksafe._core import programs
 from masksafe._core.call_site import is_of_user
 from masksafe._core.sharding import is_random_key
-from masksafe.testing import _primitives
-from masksafe.testing._devices import Device, Exchange, mesh_axes
+from masksafe.testing._devices import EXCHANGES, Device, Exchange, mesh_axes
+from masksafe.testing._rules import KINDS, names
 
-UNKNOWN_PLACE = "an unknown line"
+# Primitives that only run the program in one of their parameters, and the names of that parameter.
+CALLS = names("call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2")
+_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+# Those whose program only combines two numbers: beginnings of names.
+_COMBINING = ("reduce", "scatter", "select_and_")
+# Those that only change the mesh axes over which an array in a shard_map is said to vary.
+RETYPINGS = names("pbroadcast pvary reduced_vary_cast vary_unreduced_cast")
+# Those that move an array between devices.
+PLACEMENTS = names("device_put reshard sharding_constraint")
+# They pass on a NaN that the program wrote as one that it wrote.
+ARITHMETIC = names("add div mul sub")
 
 
 class Value:
@@ -48,6 +58,7 @@ class Operation:
 
     def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
+        self.kind = KINDS.get(self.name, "other")
         # The types of arrays in a shard_map name a mesh that a replay does not have.
         left_out = (jax.sharding.Sharding,) if in_shard_map else ()
         self.params = {name: None if isinstance(p, left_out) else p for name, p in equation.params.items()}
@@ -61,7 +72,7 @@ class Operation:
     @property
     def hides_a_program(self) -> bool:
         """Whether the equation runs a program that is not replayed."""
-        return _primitives.has_program(self.params) and not self.name.startswith(_primitives.COMBINING)
+        return any(True for _ in core.jaxprs_in_params(self.params)) and not self.name.startswith(_COMBINING)
 
     def derivative(self, k: int, i: int, *, is_ahead: bool) -> Callable[..., Any]:
         """The function from a tangent of operand i to that of output k, at `arrays`; back, of a cotangent."""
@@ -78,49 +89,28 @@ class Operation:
         return self._derivatives.setdefault((k, i, is_ahead), jax.jit(derivative))
 
 
-class Part(NamedTuple):
-    """Taking a part of an array: a slice, as a scan does with its inputs, or what a device of a shard_map holds."""
+class Structure(NamedTuple):
+    """What a replay does beside equations, with whole arrays or parts of them, by kind.
+
+    "part": taking the part `at` of an array, such as the slice of a step of a scan, or what a device of a shard_map
+    holds; "gathered": putting parts together, each at one of the places `at`; "choice": choosing a value because of the
+    first operand, as a cond chooses a branch, and a while its end.
+    """
 
     name: str
-    at: Any
-
-    def __call__(self, array: Any) -> list[Any]:
-        if self.name == "scan":
-            return [array[self.at]]
-        if is_random_key(array):  # NumPy does not know them
-            return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
-        return [jnp.asarray(np.asarray(array)[self.at])]
-
-
-class Gathered(NamedTuple):
-    """Gathering an array of parts at `places`: the slices of a scan's output, or the parts that devices hold."""
-
-    name: str
-    array: Any
-    places: Sequence[Any]
-
-    def __call__(self, *parts: Any) -> list[Any]:
-        return [self.array]
-
-
-class Choice(NamedTuple):
-    """Choosing a value because of the first operand: the branch of a cond, or the end of a while."""
-
-    name: str
-
-    def __call__(self, predicate: Any, array: Any) -> list[Any]:
-        return [array]
+    kind: str
+    at: Any = None
 
 
 class Step:
     """One run of an operation; `callers` are its equation and those that called it, the innermost first."""
 
-    def __init__(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> None:
+    def __init__(self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: tuple[Any, ...]) -> None:
         self.operation = operation
         self.inputs = inputs
         self.callers = callers
-        self.outputs = [Value(array) for array in operation(*(value.array for value in inputs))]
-        is_constant = not isinstance(operation, Exchange) and all(v.is_constant for v in inputs)
+        self.outputs = [Value(array) for array in results]
+        is_constant = operation.kind != "exchange" and all(v.is_constant for v in inputs)
         is_discrete = all(v.is_discrete for v in inputs)
         for value in self.outputs:
             value.is_constant = is_constant and not self._makes_bad(value)
@@ -133,7 +123,7 @@ class Step:
         return value.is_bad and not any(v.is_bad for v in self.inputs)
 
     def _is_written_nan(self, value: Value) -> bool:
-        if len(self.inputs) > 1 and self.operation.name in _primitives.ARITHMETIC:
+        if len(self.inputs) > 1 and self.operation.name in ARITHMETIC:
             return any(v.is_written_nan for v in self.inputs)
         return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
 
@@ -150,7 +140,7 @@ def place_of(callers: tuple[Any, ...]) -> str:
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
-    return UNKNOWN_PLACE
+    return "an unknown line"
 
 
 def _is_in_shard_map(callers: tuple[Any, ...]) -> bool:
@@ -192,12 +182,12 @@ class Replay:
         name, params = equation.primitive.name, equation.params
         if name in _STRUCTURES:
             return (yield from _STRUCTURES[name](self, equation, inputs, callers))
-        if name in _primitives.CALLS:
-            program = next(params[key] for key in _primitives.PROGRAMS if key in params)
+        if name in CALLS:
+            program = next(params[key] for key in _PROGRAMS if key in params)
             return (yield from self._replay_program(program, inputs, callers))
-        if name in _primitives.RETYPINGS or (name in _primitives.PLACEMENTS and _is_in_shard_map(callers)):
+        if name in RETYPINGS or (name in PLACEMENTS and _is_in_shard_map(callers)):
             return inputs
-        if name in _primitives.EXCHANGES:
+        if name in EXCHANGES:
             return (yield equation, callers, inputs)
         return self._run(self._operation(equation, callers), inputs, callers)
 
@@ -213,7 +203,12 @@ class Replay:
         return self._operations[id(equation)]
 
     def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
-        self.steps.append(Step(operation, inputs, callers))
+        return self._note(operation, inputs, operation(*(value.array for value in inputs)), callers)
+
+    def _note(
+        self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: tuple[Any, ...]
+    ) -> list[Value]:
+        self.steps.append(Step(operation, inputs, results, callers))
         return self.steps[-1].outputs
 
     def _cond(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
@@ -222,7 +217,8 @@ class Replay:
         return self._run_choices("cond", index, outputs, callers)
 
     def _run_choices(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
-        return [self._run(Choice(name), [index, value], callers)[0] for value in values]
+        choice = Structure(name, "choice")
+        return [self._note(choice, [index, value], [value.array], callers)[0] for value in values]
 
     def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
         params = equation.params
@@ -248,7 +244,8 @@ class Replay:
         consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
         ys: list[list[Value]] = []
         for at in reversed(range(length)) if is_reversed else range(length):
-            slices = [self._run(Part("scan", at), [x], callers)[0] for x in xs]
+            part = Structure("scan", "part", at)
+            slices = [self._note(part, [x], [x.array[at]], callers)[0] for x in xs]
             results = yield from self._replay_program(program, [*consts, *carry, *slices], callers)
             carry = results[:num_carry]
             ys.append(results[num_carry:])
@@ -257,7 +254,7 @@ class Replay:
             column = [y[n] for y in (reversed(ys) if is_reversed else ys)]
             if column:
                 array = jnp.stack([value.array for value in column])
-                stacked += self._run(Gathered("scan", array, range(length)), column, callers)
+                stacked += self._note(Structure("scan", "gathered", range(length)), column, [array], callers)
             else:
                 stacked.append(Value(jnp.zeros(var.aval.shape, var.aval.dtype)))
         return [*carry, *stacked]
@@ -284,19 +281,19 @@ class Replay:
         gathered = []
         for array, spec, parts in zip(arrays, equation.params["out_specs"], zip(*outputs, strict=True), strict=True):
             places = [device.part(array.shape, spec) for device in devices]
-            gathered += self._run(Gathered("shard_map", array, places), list(parts), callers)
+            gathered += self._note(Structure("shard_map", "gathered", places), list(parts), [array], callers)
         return gathered
 
     def _run_devices(
         self, equation: Any, devices: Sequence[Device], inputs: list[Value], callers: tuple[Any, ...]
     ) -> list[list[Value]]:
         """The outputs of each device, all of which are replayed in step from exchange to exchange."""
-        in_specs, running = equation.params["in_specs"], []
+        running = []
         for device in devices:
-            parts = [
-                Part("shard_map", device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)
-            ]
-            operands = [self._run(part, [v], callers)[0] for part, v in zip(parts, inputs, strict=True)]
+            operands: list[Value] = []
+            for value, spec in zip(inputs, equation.params["in_specs"], strict=True):
+                at = device.part(value.array.shape, spec)
+                operands += self._note(Structure("shard_map", "part", at), [value], [_part(value.array, at)], callers)
             running.append(self._replay_program(equation.params["jaxpr"], operands, callers))
         outputs: list[list[Value]] = []
         received: list[Any] = [None] * len(devices)
@@ -341,6 +338,13 @@ def _run_to_end(program: _Exchanging) -> list[Value]:
         outputs: list[Value] = finished.value
         return outputs
     raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
+
+
+def _part(array: Any, at: tuple[slice, ...]) -> Any:
+    """A part of an array, on one device."""
+    if is_random_key(array):  # NumPy does not know them
+        return jax.device_put(array, min(array.devices(), key=lambda device: device.id))[at]
+    return jnp.asarray(np.asarray(array)[at])
 
 
 def _count_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:
