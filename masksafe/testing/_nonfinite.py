@@ -21,6 +21,7 @@ from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
 from masksafe.testing._blame import Blame, blame
 from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
+from masksafe.testing._rules import names
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
 _MASKSAFE = f"{Path(masksafe.__file__).parent}{os.sep}"
@@ -167,8 +168,9 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
       primitive.
     """
     check_addressable("nonfinite_report", args=args)
-    names = iter(_names(args))
-    args = jax.tree.map(lambda leaf: as_array("nonfinite_report", f"args{next(names)}", leaf), args)
+    args = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: as_array("nonfinite_report", f"args{jax.tree_util.keystr(path)}", leaf), args
+    )
     if grad:
         fn, args = _gradient(fn, args), (only_floats(args),)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -239,19 +241,10 @@ def _note(found: Blame, op: Callable[..., Any] | None) -> str:
 
 
 # The losses whose labels are numbers of classes.
-OF_LABELS = frozenset(
-    [
-        "ctc_loss",
-        "ctc_loss_with_forward_probs",
-        "linear_log_probs",
-        "linear_softmax_cross_entropy",
-        "log_probs",
-        "multiclass_hinge_loss",
-        "multiclass_perceptron_loss",
-        "multiclass_sparsemax_loss",
-        "softmax_cross_entropy_with_integer_labels",
-    ]
-)
+OF_LABELS = names("""
+    ctc_loss ctc_loss_with_forward_probs linear_log_probs linear_softmax_cross_entropy log_probs multiclass_hinge_loss
+    multiclass_perceptron_loss multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels
+""")
 
 
 def _op_of(step: Step) -> Callable[..., Any] | None:

@@ -6,7 +6,7 @@ scan or a while, the solver of a custom_linear_solve, every device of a shard_ma
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +89,9 @@ class Operation:
         return self._derivatives.setdefault((k, i, is_ahead), jax.jit(derivative))
 
 
+Callers = tuple[Any, ...]  # an equation and those that called it, the innermost first
+
+
 class Structure(NamedTuple):
     """What a replay does beside equations, with whole arrays or parts of them, by kind.
 
@@ -103,9 +106,9 @@ class Structure(NamedTuple):
 
 
 class Step:
-    """One run of an operation; `callers` are its equation and those that called it, the innermost first."""
+    """One run of an operation, on a device."""
 
-    def __init__(self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: tuple[Any, ...]) -> None:
+    def __init__(self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: Callers) -> None:
         self.operation = operation
         self.inputs = inputs
         self.callers = callers
@@ -128,14 +131,14 @@ class Step:
         return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
 
 
-def frames_of(callers: tuple[Any, ...]) -> Iterator[Any]:
+def frames_of(callers: Callers) -> Iterator[Any]:
     """The lines of code that led to an equation and its callers, the innermost first."""
     for equation in callers:
         traceback = equation.source_info.traceback
         yield from () if traceback is None else traceback.frames
 
 
-def place_of(callers: tuple[Any, ...]) -> str:
+def place_of(callers: Callers) -> str:
     """The innermost of these lines that is neither masksafe's nor JAX's."""
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
@@ -143,55 +146,58 @@ def place_of(callers: tuple[Any, ...]) -> str:
     return "an unknown line"
 
 
-def _is_in_shard_map(callers: tuple[Any, ...]) -> bool:
-    return any(caller.primitive.name == "shard_map" for caller in callers[1:])
+def _shard_map_of(callers: Callers) -> Any:
+    """The equation of the shard_map in which the innermost caller is, or None."""
+    return next((caller for caller in callers[1:] if caller.primitive.name == "shard_map"), None)
 
 
-# The replay of a program yields what its device sends to others (the equation, its callers and its operands), and gets
-# what the device receives.
-_Sent = tuple[Any, tuple[Any, ...], list[Value]]
-_Exchanging = Generator[_Sent, list[Value], list[Value]]
+Values = list[Value]
 
 
 class Replay:
-    """The steps of a program with their values, and its outputs."""
+    """The steps of a program with their values, and its outputs.
+
+    An equation is run for several devices at once, those of a shard_map; elsewhere for one. Inputs and outputs are
+    lists, with the values of each device.
+    """
 
     def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
         self.steps: list[Step] = []
-        self._operations: dict[int, Operation] = {}
-        self._exchanges: dict[int, Exchange] = {}
-        self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
+        self._operations: dict[int, Any] = {}
+        (self.outputs,) = self._program(program, [[*arguments]], ())
 
-    def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _program(self, program: Any, arguments: list[Values], callers: Callers) -> list[Values]:
         jaxpr, consts = programs.open_program(program)
         captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
-        values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        known = [dict(zip(variables, [*captured, *of_device], strict=True)) for of_device in arguments]
 
-        def read(atom: Any) -> Value:
+        def read(values: dict[Any, Value], atom: Any) -> Value:
             if isinstance(atom, core.Literal):
                 return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
             return values[atom]
 
         for equation in jaxpr.eqns:
-            inputs = [read(atom) for atom in equation.invars]
-            outputs = yield from self._replay_equation(equation, inputs, (equation, *callers))
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            inputs = [[read(values, atom) for atom in equation.invars] for values in known]
+            outputs = self._equation(equation, inputs, (equation, *callers))
+            for values, results in zip(known, outputs, strict=True):
+                values |= dict(zip(equation.outvars, results, strict=True))
+        return [[read(values, atom) for atom in jaxpr.outvars] for values in known]
 
-    def _replay_equation(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _equation(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         name, params = equation.primitive.name, equation.params
         if name in _STRUCTURES:
-            return (yield from _STRUCTURES[name](self, equation, inputs, callers))
+            return _STRUCTURES[name](self, equation, inputs, callers)
         if name in CALLS:
-            program = next(params[key] for key in _PROGRAMS if key in params)
-            return (yield from self._replay_program(program, inputs, callers))
-        if name in RETYPINGS or (name in PLACEMENTS and _is_in_shard_map(callers)):
+            return self._program(next(params[key] for key in _PROGRAMS if key in params), inputs, callers)
+        if name in RETYPINGS or (name in PLACEMENTS and _shard_map_of(callers)):
             return inputs
         if name in EXCHANGES:
-            return (yield equation, callers, inputs)
-        return self._run(self._operation(equation, callers), inputs, callers)
+            return self._exchange(equation, inputs, callers)
+        operation = self._operation(equation, callers)
+        return [self._run(operation, values, callers) for values in inputs]
 
-    def _operation(self, equation: Any, callers: tuple[Any, ...]) -> Operation:
+    def _operation(self, equation: Any, callers: Callers) -> Operation:
         if id(equation) not in self._operations:
             if any("Ref" in type(atom.aval).__name__ for atom in [*equation.invars, *equation.outvars]):
                 name, place = equation.primitive.name, place_of(callers)
@@ -199,152 +205,137 @@ class Replay:
                     f"nonfinite_report: fn uses a mutable reference ({name}, at {place}); "
                     "expected a function without them, which can be replayed."
                 )
-            self._operations[id(equation)] = Operation(equation, _is_in_shard_map(callers))
-        return self._operations[id(equation)]
+            self._operations[id(equation)] = Operation(equation, _shard_map_of(callers) is not None)
+        operation: Operation = self._operations[id(equation)]
+        return operation
 
-    def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
+    def _run(self, operation: Any, inputs: Values, callers: Callers) -> Values:
         return self._note(operation, inputs, operation(*(value.array for value in inputs)), callers)
 
-    def _note(
-        self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: tuple[Any, ...]
-    ) -> list[Value]:
+    def _note(self, operation: Any, inputs: Values, results: Sequence[Any], callers: Callers) -> Values:
         self.steps.append(Step(operation, inputs, results, callers))
         return self.steps[-1].outputs
 
-    def _cond(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        index, *operands = inputs
-        outputs = yield from self._replay_program(equation.params["branches"][int(index.array)], operands, callers)
-        return self._run_choices("cond", index, outputs, callers)
-
-    def _run_choices(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
+    def _choices(self, name: str, predicate: Value, values: Values, callers: Callers) -> Values:
         choice = Structure(name, "choice")
-        return [self._note(choice, [index, value], [value.array], callers)[0] for value in values]
+        return [self._note(choice, [predicate, value], [value.array], callers)[0] for value in values]
 
-    def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _cond(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        outputs: dict[int, Values] = {}
+        for number, branch in enumerate(equation.params["branches"]):
+            there = [n for n, (index, *_) in enumerate(inputs) if int(index.array) == number]
+            results = self._program(branch, [inputs[n][1:] for n in there], callers) if there else []
+            outputs |= dict(zip(there, results, strict=True))
+        return [self._choices("cond", index, outputs[n], callers) for n, (index, *_) in enumerate(inputs)]
+
+    def _while(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         params = equation.params
         first_body_const = params["cond_nconsts"]
         first_carry = first_body_const + params["body_nconsts"]
-        condition_consts, body_consts = inputs[:first_body_const], inputs[first_body_const:first_carry]
-        carry = inputs[first_carry:]
-        while True:
-            (goes_on,) = yield from self._replay_program(params["cond_jaxpr"], condition_consts + carry, callers)
-            if not bool(goes_on.array):
-                return self._run_choices("while", goes_on, carry, callers)
-            carry = yield from self._replay_program(params["body_jaxpr"], [*body_consts, *carry], callers)
+        carries = {n: values[first_carry:] for n, values in enumerate(inputs)}
+        outputs: dict[int, Values] = {}
+        while carries:
+            arguments = [inputs[n][:first_body_const] + carry for n, carry in carries.items()]
+            conditions = self._program(params["cond_jaxpr"], arguments, callers)
+            for n, (goes_on,) in zip([*carries], conditions, strict=True):
+                if not bool(goes_on.array):
+                    outputs[n] = self._choices("while", goes_on, carries.pop(n), callers)
+            if carries:
+                arguments = [inputs[n][first_body_const:first_carry] + carry for n, carry in carries.items()]
+                carries = dict(zip(carries, self._program(params["body_jaxpr"], arguments, callers), strict=True))
+        return [outputs[n] for n in range(len(inputs))]
 
-    def _scan(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _scan(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
         # The last inputs and outputs are stacked over the steps. They are counted by their ranks, one more outside than
         # inside, since the names of the parameters that count them differ between versions of JAX.
         step, _ = programs.open_program(program)
-        num_xs = _count_stacked(equation.invars, step.invars)
-        num_ys = _count_stacked(equation.outvars, step.outvars)
-        num_carry = len(equation.outvars) - num_ys
-        first_carry = len(inputs) - num_xs - num_carry
-        consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
-        ys: list[list[Value]] = []
+        num_carry = len(equation.outvars) - _count_stacked(equation.outvars, step.outvars)
+        first_x = len(equation.invars) - _count_stacked(equation.invars, step.invars)
+        consts = [values[: first_x - num_carry] for values in inputs]
+        carries = [values[first_x - num_carry : first_x] for values in inputs]
+        ys: list[list[Values]] = []  # by step and device
         for at in reversed(range(length)) if is_reversed else range(length):
             part = Structure("scan", "part", at)
-            slices = [self._note(part, [x], [x.array[at]], callers)[0] for x in xs]
-            results = yield from self._replay_program(program, [*consts, *carry, *slices], callers)
-            carry = results[:num_carry]
-            ys.append(results[num_carry:])
-        stacked = []
-        for n, var in enumerate(equation.outvars[num_carry:]):
-            column = [y[n] for y in (reversed(ys) if is_reversed else ys)]
-            if column:
+            xs = [[self._note(part, [x], [x.array[at]], callers)[0] for x in values[first_x:]] for values in inputs]
+            arguments = [[*c, *carry, *x] for c, carry, x in zip(consts, carries, xs, strict=True)]
+            results = self._program(program, arguments, callers)
+            carries = [of_device[:num_carry] for of_device in results]
+            ys.append([of_device[num_carry:] for of_device in results])
+        ys, gathered = ys[::-1] if is_reversed else ys, Structure("scan", "gathered", range(length))
+        outputs = []
+        for n, carry in enumerate(carries):
+            stacked = [Value(jnp.zeros(var.aval.shape, var.aval.dtype)) for var in equation.outvars[num_carry:]]
+            for y, column in enumerate(zip(*(of_step[n] for of_step in ys), strict=True)):
                 array = jnp.stack([value.array for value in column])
-                stacked += self._note(Structure("scan", "gathered", range(length)), column, [array], callers)
-            else:
-                stacked.append(Value(jnp.zeros(var.aval.shape, var.aval.dtype)))
-        return [*carry, *stacked]
+                (stacked[y],) = self._note(gathered, [*column], [array], callers)
+            outputs.append(carry + stacked)
+        return outputs
 
-    def _linear_solve(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _linear_solve(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         lengths = equation.params["const_lengths"]
         first = lengths.matvec + lengths.vecmat
-        solver_consts, rest = inputs[first : first + lengths.solve], inputs[first + lengths.solve :]
-        operands = [*solver_consts, *rest[lengths.transpose_solve :]]
-        return (yield from self._replay_program(equation.params["jaxprs"].solve, operands, callers))
+        last = first + lengths.solve
+        operands = [values[first:last] + values[last + lengths.transpose_solve :] for values in inputs]
+        return self._program(equation.params["jaxprs"].solve, operands, callers)
 
-    def _shard_map(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        """Replays the program of each device, or runs the equation whole if an exchange is not supported."""
-        yield from ()
-        operation, before = self._operation(equation, callers), len(self.steps)
+    def _shard_map(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        return [self._devices(equation, values, callers) for values in inputs]
+
+    def _devices(self, equation: Any, inputs: Values, callers: Callers) -> Values:
+        """Replays the program on all devices, or runs the equation whole if an exchange is not supported."""
+        params, operation, before = equation.params, self._operation(equation, callers), len(self.steps)
         arrays = operation(*(value.array for value in inputs))
-        sizes = mesh_axes(equation.params)
+        sizes = mesh_axes(params)
         devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
         try:
-            outputs = self._run_devices(equation, devices, inputs, callers)
+            operands = [
+                [
+                    self._part(value, device, spec, callers)
+                    for value, spec in zip(inputs, params["in_specs"], strict=True)
+                ]
+                for device in devices
+            ]
+            outputs = self._program(params["jaxpr"], operands, callers)
         except (NameError, NotImplementedError, TypeError, ValueError):
             del self.steps[before:]
             return self._run(operation, inputs, callers)
         gathered = []
-        for array, spec, parts in zip(arrays, equation.params["out_specs"], zip(*outputs, strict=True), strict=True):
+        for array, spec, parts in zip(arrays, params["out_specs"], zip(*outputs, strict=True), strict=True):
             places = [device.part(array.shape, spec) for device in devices]
-            gathered += self._note(Structure("shard_map", "gathered", places), list(parts), [array], callers)
+            gathered += self._note(Structure("shard_map", "gathered", places), [*parts], [array], callers)
         return gathered
 
-    def _run_devices(
-        self, equation: Any, devices: Sequence[Device], inputs: list[Value], callers: tuple[Any, ...]
-    ) -> list[list[Value]]:
-        """The outputs of each device, all of which are replayed in step from exchange to exchange."""
-        running = []
-        for device in devices:
-            operands: list[Value] = []
-            for value, spec in zip(inputs, equation.params["in_specs"], strict=True):
-                at = device.part(value.array.shape, spec)
-                operands += self._note(Structure("shard_map", "part", at), [value], [_part(value.array, at)], callers)
-            running.append(self._replay_program(equation.params["jaxpr"], operands, callers))
-        outputs: list[list[Value]] = []
-        received: list[Any] = [None] * len(devices)
-        while not outputs:
-            sent = []
-            for program, values in zip(running, received, strict=True):
-                try:
-                    sent.append(program.send(values))
-                except StopIteration as finished:
-                    outputs.append(finished.value)
-            if not outputs:
-                received = self._exchange(sent, mesh_axes(equation.params))
-        if len(outputs) < len(devices):
-            raise NotImplementedError("Some devices wait for others that are at the end.")
-        return outputs
+    def _part(self, value: Value, device: Device, spec: Any, callers: Callers) -> Value:
+        """The part of a value that a device of a shard_map holds."""
+        array, at = value.array, device.part(value.array.shape, spec)
+        if is_random_key(array):  # NumPy does not know them
+            part = jax.device_put(array, min(array.devices(), key=lambda device: device.id))[at]
+        else:
+            part = jnp.asarray(np.asarray(array)[at])
+        return self._note(Structure("shard_map", "part", at), [value], [part], callers)[0]
 
-    def _exchange(self, sent: Sequence[_Sent], sizes: dict[str, int]) -> list[list[Value]]:
-        """What each device receives after each has sent something."""
-        equation, callers, _ = sent[0]
-        if any(other is not equation for other, _, _ in sent):
-            raise NotImplementedError("Devices are at different places of the program.")
-        operation = self._exchanges.setdefault(id(equation), Exchange(equation, sizes))
-        operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
-        received = [self._run(operation, list(values), callers) for values in operands]
-        return [list(by_device) for by_device in zip(*received, strict=True)]
+    def _exchange(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        """What each device receives."""
+        shard_map = _shard_map_of(callers)
+        if shard_map is None:
+            raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
+        exchange = self._operations.setdefault(id(equation), Exchange(equation, mesh_axes(shard_map.params)))
+        if len(inputs) < exchange.num_devices:
+            raise NotImplementedError("Some devices are at another place of the program.")
+        operands = [[*values] for values in zip(*inputs, strict=True)] if equation.invars else [[]]
+        received = [self._run(exchange, values, callers) for values in operands]
+        return [[*of_device] for of_device in zip(*received, strict=True)]
 
 
 # Primitives whose programs need more than a call.
-_STRUCTURES: dict[str, Callable[..., _Exchanging]] = {
+_STRUCTURES: dict[str, Callable[..., list[Values]]] = {
     "cond": Replay._cond,
     "custom_linear_solve": Replay._linear_solve,
     "scan": Replay._scan,
     "shard_map": Replay._shard_map,
     "while": Replay._while,
 }
-
-
-def _run_to_end(program: _Exchanging) -> list[Value]:
-    try:
-        next(program)
-    except StopIteration as finished:
-        outputs: list[Value] = finished.value
-        return outputs
-    raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
-
-
-def _part(array: Any, at: tuple[slice, ...]) -> Any:
-    """A part of an array, on one device."""
-    if is_random_key(array):  # NumPy does not know them
-        return jax.device_put(array, min(array.devices(), key=lambda device: device.id))[at]
-    return jnp.asarray(np.asarray(array)[at])
 
 
 def _count_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:

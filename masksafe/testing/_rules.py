@@ -184,9 +184,9 @@ def _along_axes(way: Way, mask: Mask) -> Mask:
     return np.broadcast_to(mask.any(axes, keepdims=True), way.shape)
 
 
-def _exchanged(way: Way, mask: Mask) -> Mask:
-    is_elementwise = way.operation.is_elementwise
-    return mask & way.operation.connects(way.i, way.k) if is_elementwise else np.full(way.shape, True)
+def _exchanged(way: Way, mask: Mask) -> Any:
+    exchange = way.operation
+    return mask & exchange.connections[way.i, way.k] if exchange.is_elementwise else np.full(way.shape, True)
 
 
 def _placed(mask: Mask, at: Any, shape: tuple[int, ...]) -> Mask:
