@@ -8,9 +8,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from masksafe.testing._decisions import NOTHING, Masks, find_decided
+from masksafe.testing._decisions import NOTHING
 from masksafe.testing._replay import Replay, Step, Value
 from masksafe.testing._rules import SELECTIONS, Way, any_ahead
+
+Masks = dict[Value, np.ndarray]
 
 
 class Blame(NamedTuple):
@@ -33,10 +35,9 @@ class Blamed(NamedTuple):
 
 def blame(replay: Replay) -> Blamed:
     """Finds the steps that made the outputs bad."""
-    decisions = find_decided(replay)
-    first = _Walk(replay, decisions)
+    first = _Walk(replay)
     # An infinity that meets a NaN may be a second mistake, or just a mask: a second walk follows it.
-    walks = [first, _Walk(replay, decisions, first.reached)] if first.has_left_infinities else [first]
+    walks = [first, _Walk(replay, first.reached)] if first.has_left_infinities else [first]
     sources, from_infinities = (_join(getattr(walk, part) for walk in walks) for part in ("sources", "from_infinities"))
     reached = {value: mask for walk in reversed(walks) for value, mask in walk.reached.items()}
     # An infinity that the program writes is more often a mask than a mistake.
@@ -68,10 +69,9 @@ class _Walk:
     second one, which gets what the first has reached, does.
     """
 
-    def __init__(self, replay: Replay, decisions: Masks, reached_before: Masks | None = None) -> None:
+    def __init__(self, replay: Replay, reached_before: Masks | None = None) -> None:
         self.reached: Masks = {}
         self.has_left_infinities = False
-        self._decisions = decisions
         self._reached_before = reached_before
         self.sources: list[Blame] = []
         self.from_infinities: list[Blame] = []
@@ -85,9 +85,6 @@ class _Walk:
         for part in (self.sources, self.from_infinities, self.written):
             part.reverse()
 
-    def _decided(self, value: Value) -> np.ndarray:
-        return self._decisions.get(value, NOTHING)
-
     def _reach(self, value: Value, mask: np.ndarray) -> None:
         if mask.any():
             self.reached[value] = self.reached.get(value, NOTHING) | mask
@@ -95,7 +92,7 @@ class _Walk:
     def _trace_back(self, step: Step, k: int, mask: np.ndarray) -> None:
         """Goes from elements of output k to the elements that they came from."""
         value, inputs = step.outputs[k], step.inputs
-        bad, decided = mask & value.bad, self._decided(value)
+        bad, decided = mask & value.bad, value.decided
         nans = [v.nan & behind(step, k, i, bad & value.nan) if v.is_bad else v.bad for i, v in enumerate(inputs)]
         unexplained = bad & ~any_ahead(step, k, nans)
         bads = [v.bad & behind(step, k, i, unexplained) if v.is_bad else v.bad for i, v in enumerate(inputs)]
@@ -114,7 +111,7 @@ class _Walk:
         by_decision = (mask & ~value.bad | made | taken) & decided
         from_captured = self._follow_decisions(step, k, by_decision)
 
-        undecided = any_ahead(step, k, [m & ~self._decided(v) for m, v in zip(bads, inputs, strict=True)])
+        undecided = any_ahead(step, k, [m & ~v.decided for m, v in zip(bads, inputs, strict=True)])
         for part, elements, is_constant in (
             (self.sources, made & ~by_decision | from_captured, False),
             (self.sources, nan_taken & ~by_decision, True),
@@ -147,7 +144,7 @@ class _Walk:
         """Follows decisions, and returns the elements that an array from the function's closure decided."""
         from_captured = np.zeros(mask.shape, bool)
         for i, v in enumerate(step.inputs):
-            deciding = self._decided(v) if v.is_written_nan else v.bad | self._decided(v)
+            deciding = v.decided if v.is_written_nan else v.bad | v.decided
             if v.is_constant or not (mask.any() and deciding.any()):
                 continue
             deciding = deciding & Way(step, k, i, is_ahead=False).spread_decision(mask)

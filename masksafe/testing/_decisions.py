@@ -6,36 +6,25 @@ finite.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from masksafe.testing._replay import Replay, Step, Value
 from masksafe.testing._rules import MOVES, SELECTIONS, Mask, Way, any_ahead
-
-Masks = dict[Value, Mask]
 
 NOTHING = np.asarray(False)
 
 _union = functools.partial(any_ahead, spread=Way.spread_decision)
 
 
-def find_decided(replay: Replay) -> Masks:
-    """The elements of values, finite or not, that have their value because others are bad."""
-    found: Masks = {}
-    for step in replay.steps:
-        before = [found.get(v, NOTHING) for v in step.inputs]
-        # A constant of the program decides nothing.
-        deciding = [NOTHING if v.is_constant else v.bad | mask for v, mask in zip(step.inputs, before, strict=True)]
-        if any(mask.any() for mask in deciding):
-            for k, value in enumerate(step.outputs):
-                mask = _decided_in_output(step, k, deciding, before)
-                if mask.any():
-                    found[value] = mask
-    return found
-
-
-def _decided_in_output(step: Step, k: int, deciding: Sequence[Mask], before: Sequence[Mask]) -> Mask:
+def find_decided(step: Any, k: int) -> Mask:
+    """The elements of output k, finite or not, that have their value because others are bad."""
     value, kind = step.outputs[k], step.operation.kind
+    before = [v.decided for v in step.inputs]
+    # A constant of the program decides nothing.
+    deciding = [NOTHING if v.is_constant else v.bad | v.decided for v in step.inputs]
+    if not any(mask.any() for mask in deciding):
+        return NOTHING
     if value.is_discrete and not value.is_bad:
         return _union(step, k, deciding)
     if kind in SELECTIONS:
@@ -47,12 +36,10 @@ def _decided_in_output(step: Step, k: int, deciding: Sequence[Mask], before: Seq
         return np.where(value.bad, _union(step, k, before), _union(step, k, deciding))
     if kind in MOVES:
         return _union(step, k, before)
-    if kind == "elementwise":
-        return _decided_elementwise(step, k, before)
-    return np.zeros(value.bad.shape, bool)
+    return _decided_elementwise(step, k, before) if kind == "elementwise" else NOTHING
 
 
-def _decided_elementwise(step: Step, k: int, before: Sequence[Mask]) -> Mask:
+def _decided_elementwise(step: Any, k: int, before: Sequence[Mask]) -> Mask:
     """The elements whose operands are all decided or discrete; a division by 0 is decided by its divisor alone."""
     in_full = np.full(step.outputs[k].bad.shape, True)
     for i, (value, mask) in enumerate(zip(step.inputs, before, strict=True)):

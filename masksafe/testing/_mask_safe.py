@@ -163,10 +163,7 @@ def _probe(
 
 def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
     """Where each output is to be compared."""
-    if output_mask is None:
-        output_mask = np.False_
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(output_mask)):
-        output_mask = jax.tree.map(lambda _: output_mask, outputs)
+    output_mask = jax.tree.broadcast(np.False_ if output_mask is None else output_mask, outputs)
     kept = jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
     if all(mask.size and not mask.any() for mask in jax.tree.leaves(kept)):
         raise ValueError(message(_OP, "output_mask", "nothing that is False", "False where the output is compared"))
@@ -175,16 +172,12 @@ def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
 
 def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
     """`probe` as a function of a tuple of arguments, run under a transform of JAX; it returns NumPy arrays."""
-
-    def run_twice(*args: Any) -> Quantities:
-        return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
-
-    def run_by_operation(*args: Any) -> Quantities:
-        with jax.disable_jit():
-            return probe(*args)
-
-    ways: dict[str, Callable[..., Quantities]]
-    ways = {"eager": probe, "jit": jax.jit(probe), "vmap": jax.jit(run_twice), "disable_jit": run_by_operation}
+    ways: dict[str, Callable[..., Quantities]] = {
+        "eager": probe,
+        "jit": jax.jit(probe),
+        "vmap": jax.jit(lambda *args: jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))),
+        "disable_jit": jax.disable_jit()(probe),
+    }
     as_jax = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
     return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
@@ -230,21 +223,20 @@ class _Call(NamedTuple):
     def worst_filling(self) -> _Filling:
         """All masks filled with the first garbage of each dtype."""
         names = dict.fromkeys(kind for leaf in self.masked_leaves() for kind in [*self.kinds(leaf)][:1])
-        return self._filling([*self.masks], ", ".join(names), lambda kinds: next(iter(kinds.values()), None))
+        return self._filling([*self.masks], ", ".join(names), lambda kinds: next(iter(kinds.values())))
 
     def _filling(self, arguments: Sequence[int], name: str, choose: Callable[[Kinds], np.ndarray | None]) -> _Filling:
         def fill(leaf: np.ndarray, mask: np.ndarray) -> np.ndarray:
-            chosen = choose(self.kinds(leaf))
-            return leaf if chosen is None else np.where(mask, chosen, leaf)  # a dtype may have no such garbage
+            kinds = self.kinds(leaf)
+            chosen = choose(kinds) if kinds else None  # a dtype may have no such garbage
+            return leaf if chosen is None else np.where(mask, chosen, leaf)
 
         return _Filling(arguments, name, self.replaced(arguments, fill))
 
-    def _mixture(self, kinds: Kinds) -> np.ndarray | None:
-        if not kinds:
-            return None
+    def _mixture(self, kinds: Kinds) -> np.ndarray:
         arrays = np.stack([*kinds.values()])
-        drawn = self.rng.integers(len(arrays), size=(1, *arrays.shape[1:]))
-        return np.squeeze(np.take_along_axis(arrays, drawn, 0), 0)
+        drawn = self.rng.integers(len(arrays), size=arrays.shape[1:])
+        return np.asarray(arrays[(drawn, *np.indices(drawn.shape))])
 
     def kinds(self, leaf: Any) -> Kinds:
         """The garbage that an array of this dtype can hold."""

@@ -17,6 +17,7 @@ from jax.extend import core
 from masksafe._core import programs
 from masksafe._core.call_site import is_of_user
 from masksafe._core.sharding import is_random_key
+from masksafe.testing._decisions import NOTHING, find_decided
 from masksafe.testing._devices import EXCHANGES, Device, Exchange, mesh_axes
 from masksafe.testing._rules import KINDS, names
 
@@ -45,6 +46,7 @@ class Value:
         self.is_discrete = not inexact or self.is_constant  # or computed only from discrete values
         self.bad = ~np.asarray(jnp.isfinite(array)) if inexact else np.zeros(array.shape, bool)
         self.is_bad = bool(inexact and self.bad.any())
+        self.decided = NOTHING  # which elements have their value because others are bad
         # Whether the program writes a NaN in place of the whole value, or computes it from such a NaN.
         self.is_written_nan = self.is_constant and self.is_bad and bool(self.nan)
 
@@ -115,10 +117,11 @@ class Step:
         self.outputs = [Value(array) for array in results]
         is_constant = operation.kind != "exchange" and all(v.is_constant for v in inputs)
         is_discrete = all(v.is_discrete for v in inputs)
-        for value in self.outputs:
+        for k, value in enumerate(self.outputs):
             value.is_constant = is_constant and not self._makes_bad(value)
             value.is_discrete = value.is_discrete or is_discrete
             value.is_written_nan = value.is_bad and self._is_written_nan(value)
+            value.decided = find_decided(self, k)
 
     def _makes_bad(self, value: Value) -> bool:
         if value.nan.any():
