@@ -230,7 +230,7 @@ def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterato
 
 
 class _Text(NamedTuple):
-    """What an error says of a finding but for the numbers. It is static."""
+    """What an error says about a finding, without the numbers."""
 
     op: str
     what: str

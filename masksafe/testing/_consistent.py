@@ -187,54 +187,48 @@ def _run_modes(fn: Function, arrays: list[Any], derivative: Transform, modes: Se
 def _report(run: _Run, arrays: list[Any], derivative: str, rtol: float | None, atol: float | None) -> list[str]:
     texts = {mode: f"{type(error).__name__}: {error}".splitlines()[:3] for mode, error in run.errors.items()}
     lines = [f"  {derivative}: {mode} raises " + "\n      ".join(text) for mode, text in texts.items()]
-    tolerance = _tolerance(arrays, run, rtol, atol)
+    allowed = _allowed_error(arrays, run, rtol, atol)
     title = "gradient with respect to" if derivative == "gradient" else derivative
     for output, results in run.results.items():
-        pairs = itertools.combinations(_group_by_bits(results, run.ways), 2)
-        differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, tolerance))]
+        pairs = itertools.combinations(_different(results, run.ways).items(), 2)
+        differing = [f"    {line}" for one, other in pairs if (line := _difference(*one, *other, allowed))]
         if differing:
             result = next(iter(results.values()))
             lines += [f"  {f'{title} {output}'.strip()}, {result.dtype}{list(result.shape)}:", *differing]
     return lines
 
 
-class _Group(NamedTuple):
-    """The ways that gave the same bits."""
-
-    ways: list[str]  # the name of a mode stands for all of its ways
-    result: np.ndarray
-
-    def __str__(self) -> str:
-        return ", ".join(self.ways)
-
-
-def _group_by_bits(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> list[_Group]:
-    ways: dict[Any, list[str]] = {}
+def _different(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    """The results that differ in bits, by the names of the ways that gave them; a mode stands for all of its ways."""
+    groups: dict[Any, list[str]] = {}
     for way, result in results.items():
-        ways.setdefault((result.dtype, result.shape, _trees.bits(result).tobytes()), []).append(way)
-    return [_Group(_name_ways(group, modes), results[group[0]]) for group in ways.values()]
+        groups.setdefault((result.dtype, result.shape, _trees.bits(result).tobytes()), []).append(way)
+    different: dict[str, np.ndarray] = {}
+    for group in groups.values():
+        names: list[str] = []
+        for mode, ways in modes.items():
+            names += [mode] if set(ways) <= set(group) else [way for way in ways if way in group]
+        different[", ".join(names)] = results[group[0]]
+    return different
 
 
-def _name_ways(group: list[str], modes: dict[str, list[str]]) -> list[str]:
-    names: list[str] = []
-    for mode, ways in modes.items():
-        names += [mode] if set(ways) <= set(group) else [way for way in ways if way in group]
-    return names
+_Allowed = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 
 
-class _Tolerance(NamedTuple):
-    relative: float
-    absolute: float | None  # None means relative to the largest element of the result
-    noise: float  # allowed on top
-
-
-def _tolerance(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
+def _allowed_error(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Allowed:
+    """The error that is allowed of two results, from these and the sizes of their elements."""
     arrays = [np.asarray(a) for a in arrays] + [r for results in run.results.values() for r in results.values()]
     dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
     widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
-    relative = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
+    default = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
+    relative = default if rtol is None else rtol
     noise = 16 * widest_rounding * max((_largest(a) for a in arrays), default=0.0)
-    return _Tolerance(relative if rtol is None else rtol, atol, noise if atol is None else 0.0)
+
+    def allowed(a: np.ndarray, b: np.ndarray, sizes: np.ndarray) -> Any:
+        absolute = relative * max(map(_largest, (a, b))) + noise if atol is None else atol
+        return absolute + relative * sizes
+
+    return allowed
 
 
 def _largest(array: np.ndarray) -> float:
@@ -243,18 +237,14 @@ def _largest(array: np.ndarray) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0))
 
 
-def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None:
+def _difference(one: str, a: np.ndarray, other: str, b: np.ndarray, allowed: _Allowed) -> str | None:
     """A line about the difference of two results, or None if they agree."""
-    a, b = one.result, other.result
     if a.shape != b.shape:
         return f"{one} against {other}: shape {a.shape} against {b.shape}"
-    if a.dtype != b.dtype and ["float64"] not in (one.ways, other.ways):
+    if a.dtype != b.dtype and "float64" not in (one, other):
         return f"{one} against {other}: dtype {a.dtype} against {b.dtype}"
     error, size = _distance_and_size(a, b)
-    wrong = a != b
-    if jnp.issubdtype(a.dtype, jnp.inexact):
-        absolute = tolerance.relative * max(map(_largest, (a, b))) if tolerance.absolute is None else tolerance.absolute
-        wrong = error > absolute + tolerance.noise + tolerance.relative * size
+    wrong = error > allowed(a, b, size) if jnp.issubdtype(a.dtype, jnp.inexact) else a != b
     if not wrong.any():
         return None
     index = tuple(int(i) for i in np.unravel_index(np.argmax(np.where(wrong, error, -1)), error.shape))

@@ -332,7 +332,7 @@ def _describe(i: int, arg: Tree, mask: Tree) -> str:
 
 
 def _assert_nothing_is_left(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:
-    """Of `empty`, where every element is masked of those arrays that have masked elements in the call."""
+    """Asserts that `empty` gives finite results, and that its arrays which the call masks influence nothing there."""
     __tracebackhide__ = True
     run = _transformed(probe, "jit")
     expected = run(empty)

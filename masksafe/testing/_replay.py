@@ -65,11 +65,9 @@ class Operation:
         left_out = (jax.sharding.Sharding,) if in_shard_map else ()
         self.params = {name: None if isinstance(p, left_out) else p for name, p in equation.params.items()}
         self._primitive = equation.primitive
-        self._derivatives: dict[tuple[int, int, bool], Callable[..., Any]] = {}
 
-    def __call__(self, *arrays: Any, **params: Any) -> list[Any]:
-        results = self._primitive.bind(*arrays, **self._primitive.get_bind_params(self.params | params))
-        return list(results) if self._primitive.multiple_results else [results]
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return _bound(self._primitive, arrays, self.params)
 
     @property
     def hides_a_program(self) -> bool:
@@ -78,17 +76,28 @@ class Operation:
 
     def derivative(self, k: int, i: int, *, is_ahead: bool) -> Callable[..., Any]:
         """The function from a tangent of operand i to that of output k, at `arrays`; back, of a cotangent."""
-        # The operands may be floats instead of integers.
-        of_integers = not jnp.issubdtype(self.params.get("preferred_element_type") or jnp.float32, jnp.inexact)
-        params = {"preferred_element_type": None} if of_integers else {}
+        params = self.params
+        if not jnp.issubdtype(params.get("preferred_element_type") or jnp.float32, jnp.inexact):
+            params = params | {"preferred_element_type": None}  # for operands that are floats instead of integers
+        return _derivative(self._primitive, tuple(params.items()), k, i, is_ahead)
 
-        def derivative(along: Any, *arrays: Any) -> Any:
-            fn = lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]  # noqa: E731
-            if is_ahead:
-                return jax.jvp(fn, (arrays[i],), (along,))[1]
-            return jax.vjp(fn, arrays[i])[1](along)[0]
 
-        return self._derivatives.setdefault((k, i, is_ahead), jax.jit(derivative))
+@functools.lru_cache(maxsize=1024)  # the same operation in each layer is compiled once
+def _derivative(
+    primitive: Any, params: tuple[tuple[str, Any], ...], k: int, i: int, is_ahead: bool
+) -> Callable[..., Any]:
+    def derivative(along: Any, *arrays: Any) -> Any:
+        fn = lambda x: _bound(primitive, [*arrays[:i], x, *arrays[i + 1 :]], dict(params))[k]  # noqa: E731
+        if is_ahead:
+            return jax.jvp(fn, (arrays[i],), (along,))[1]
+        return jax.vjp(fn, arrays[i])[1](along)[0]
+
+    return jax.jit(derivative)
+
+
+def _bound(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
 
 
 Callers = tuple[Any, ...]  # an equation and those that called it, the innermost first

@@ -36,10 +36,10 @@ _NAMES = {
     """,
     "selection": "select_n",
     # Each element of the result is an element of an operand.
-    "reshape": "reshape squeeze",
-    "transpose": "transpose",
-    "broadcast": "broadcast_in_dim",
-    "move": "concatenate dynamic_slice dynamic_update_slice gather pad rev scatter slice split stack tile",
+    "move": """
+        broadcast_in_dim concatenate dynamic_slice dynamic_update_slice gather pad reshape rev scatter slice split
+        squeeze stack tile transpose
+    """,
     # Each element of the result is a sum of elements of the operands, or of their products.
     "sum": "conv_general_dilated dot_general ragged_dot_general reduce_window_sum scatter-add",
     "reduction": "argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor",
@@ -48,7 +48,7 @@ _NAMES = {
     "along axes": "fft sort top_k",
 }
 KINDS = {name: kind for kind, text in _NAMES.items() for name in names(text)}
-MOVES = frozenset({"reshape", "transpose", "broadcast", "move", "part", "gathered"})
+MOVES = frozenset({"move", "part", "gathered"})
 SELECTIONS = frozenset({"selection", "choice"})
 # Where among the operands the indices start.
 FIRST_INDEX = {"gather": 1, "scatter": 1, "scatter-add": 1, "dynamic_slice": 1}
@@ -145,17 +145,6 @@ def _selected(way: Way, mask: Mask) -> Mask:
     return way.broadcast(mask & (predicate == way.i - 1)) if way.i else np.zeros(way.shape, bool)
 
 
-def _transposed(way: Way, mask: Mask) -> Mask:
-    permutation = way.operation.params["permutation"]
-    return mask.transpose(permutation if way.is_ahead else np.argsort(permutation))
-
-
-def _broadcast(way: Way, mask: Mask) -> Mask:
-    params = way.operation.params
-    added = tuple(a for a in range(len(params["shape"])) if a not in params["broadcast_dimensions"])
-    return way.broadcast(np.expand_dims(mask, added) if way.is_ahead else np.asarray(mask.any(added)))
-
-
 def _reduced(way: Way, mask: Mask) -> Mask:
     if way.is_ahead:
         return np.broadcast_to(mask.any(_axes(way)) if mask.ndim else mask, way.shape)
@@ -235,9 +224,6 @@ def _in_sum(way: Way, mask: Mask, changed: Callable[[Any], Any] = _as_ones) -> M
 _RULES: dict[str, Callable[[Way, Mask], Any]] = {
     "elementwise": Way.broadcast,
     "selection": _selected,
-    "reshape": lambda way, mask: mask.reshape(way.shape),
-    "transpose": _transposed,
-    "broadcast": _broadcast,
     "move": _in_sum,
     "sum": _in_sum,
     "reduction": _reduced,

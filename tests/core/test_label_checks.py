@@ -170,12 +170,6 @@ def test_gradient_of_a_scan_whose_body_hands_its_error_on():
         assert "labels are outside [0, 5)" in jax.jit(gradient)(LOGITS, LABELS)[1].get()
 
 
-@pytest.mark.forms
-def test_gradient_of_a_scan_fails_in_mode_raise():
-    with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match=r"outside \[0, 5\)"):
-        jax.block_until_ready(jax.jit(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS))
-
-
 def test_function_that_checkify_has_not_been_through_fails_loudly():
     with masksafe.label_checks("checkify"):
         with pytest.raises(Exception, match=r"labels are outside \[0, 5\)"):
@@ -289,38 +283,34 @@ def test_raise_reports_once_for_all_elements_of_a_vmap():
             by_row(jnp.zeros((1000, 3, CLASSES)), labels).block_until_ready()
 
 
-@pytest.mark.forms
-def test_raise_reports_once_for_labels_that_a_vmap_shares():
-    shared = jax.jit(jax.vmap(integer_loss, (0, None)))
-    with (
-        masksafe.label_checks("raise"),
-        pytest.raises(jax.errors.JaxRuntimeError, match=r"1 of 2 labels .* first at \(1,\): 9"),
-    ):
-        shared(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])).block_until_ready()
+def shared_mask(logits, labels):
+    return soft_losses[0](logits, labels, where=jnp.arange(3)[:, None] < 2)
+
+
+HALF = SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5)
+FAILING = {
+    "gradient of a scan": (lambda: jax.jit(jax.grad(in_scan(mean_loss)))(LOGITS, LABELS), r"outside \[0, 5\)"),
+    "labels that a vmap shares": (
+        lambda: jax.jit(jax.vmap(integer_loss, (0, None)))(jnp.zeros((3, 2, CLASSES)), jnp.array([0, 9])),
+        r"1 of 2 labels .* first at \(1,\): 9",
+    ),
+    "a shard_map that is not jitted": (lambda: in_shard_map(integer_loss)(LOGITS, LABELS), "labels are outside"),
+    "eager vmap": (lambda: jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS), r"3 of 12 labels .* first at \(1, 1\): 5"),
+    "eager vmap with a shared mask": (
+        lambda: jax.vmap(shared_mask)(LOGITS[:2], HALF),
+        r"1 of 4 rows of labels .* first at \(1, 0\): 0.5",
+    ),
+}
 
 
 @pytest.mark.forms
-def test_a_shard_map_that_is_not_jitted_waits_for_its_check():
-    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    with masksafe.label_checks("raise"), pytest.raises(jax.errors.JaxRuntimeError, match="labels are outside") as error:
-        jax.block_until_ready(over_rows(mesh, integer_loss)(LOGITS, LABELS))
-    assert str(error.value).count("labels are outside") == 1
-
-
-@pytest.mark.forms
-def test_raise_is_a_value_error_at_once_in_an_eager_vmap():
-    with masksafe.label_checks("raise"), pytest.raises(ValueError, match=r"3 of 12 labels .* first at \(1, 1\): 5"):
-        jax.vmap(jax.grad(mean_loss))(LOGITS, LABELS)
-
-
-@pytest.mark.forms
-def test_raise_is_a_value_error_at_once_in_an_eager_vmap_with_a_shared_mask():
-    loss = jax.vmap(lambda *args: soft_losses[0](*args, where=jnp.arange(3)[:, None] < 2))
-    with (
-        masksafe.label_checks("raise"),
-        pytest.raises(ValueError, match=r"1 of 4 rows of labels .* first at \(1, 0\): 0.5"),
-    ):
-        loss(LOGITS[:2], SOFT[:2].at[1, 0].set(0).at[1, 0, 0].set(0.5))
+@pytest.mark.parametrize("name", FAILING)
+def test_raise_tells_once_in_unusual_programs(name):
+    run, text = FAILING[name]
+    expected = ValueError if name.startswith("eager") else jax.errors.JaxRuntimeError
+    with masksafe.label_checks("raise"), pytest.raises(expected, match=text) as error:
+        jax.block_until_ready(run())
+    assert str(error.value).count("; first at ") == 1
 
 
 def test_gradient_of_labels_is_checked():
