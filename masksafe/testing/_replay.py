@@ -34,25 +34,55 @@ PLACEMENTS = names("device_put reshard sharding_constraint")
 ARITHMETIC = names("add div mul sub")
 
 
-class Value:
-    """An array that the program computes, compared by identity."""
+Callers = tuple[Any, ...]  # an equation and those that called it, the innermost first
 
-    def __init__(self, array: Any, is_written: bool = False) -> None:
-        self.array = array
-        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
+
+class Value:
+    """An array that the program has, compared by identity: result `k` of an operation, unless it was there before."""
+
+    is_constant: bool  # a number in the program, or computed only from such
+    is_discrete: bool  # not of floats, or computed only from discrete values
+
+    def __init__(
+        self,
+        array: Any,
+        operation: Any = None,
+        inputs: Any = (),
+        callers: Any = (),
+        k: int = 0,
+        is_written: bool = False,
+    ) -> None:
+        self.array, self.operation, self.callers, self.k = array, operation, callers, k
+        self.inputs: Sequence[Value] = inputs
         self.is_written = is_written
-        self.is_constant = is_written and array.ndim == 0  # or computed only from constants
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-        self.is_discrete = not inexact or self.is_constant  # or computed only from discrete values
-        self.bad = ~np.asarray(jnp.isfinite(array)) if inexact else np.zeros(array.shape, bool)
-        self.is_bad = bool(inexact and self.bad.any())
-        self.decided = NOTHING  # which elements have their value because others are bad
-        # Whether the program writes a NaN in place of the whole value, or computes it from such a NaN.
-        self.is_written_nan = self.is_constant and self.is_bad and bool(self.nan)
+        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
+        is_inexact, is_number = jnp.issubdtype(array.dtype, jnp.inexact), is_written and array.ndim == 0
+        self.bad = ~np.asarray(jnp.isfinite(array)) if is_inexact else np.zeros(array.shape, bool)
+        self.is_bad = bool(is_inexact and self.bad.any())
+        of_constants = operation is not None and operation.kind != "exchange" and all(v.is_constant for v in inputs)
+        of_discrete = operation is not None and all(v.is_discrete for v in inputs)
+        self.is_constant = is_number or (of_constants and not self._is_made_bad())
+        self.is_discrete = not is_inexact or is_number or of_discrete
+        self.is_written_nan = self.is_bad and self._is_written_nan()
+        # Which elements have their value because others are bad.
+        self.decided = NOTHING if operation is None else find_decided(self)
 
     @functools.cached_property
     def nan(self) -> np.ndarray:
         return np.asarray(jnp.isnan(self.array)) if self.is_bad else self.bad
+
+    def _is_made_bad(self) -> bool:
+        if self.nan.any():
+            return not any(v.nan.any() for v in self.inputs)
+        return self.is_bad and not any(v.is_bad for v in self.inputs)
+
+    def _is_written_nan(self) -> bool:
+        """Whether the program writes a NaN in place of the whole value, or computes it from such a NaN."""
+        if self.operation is None:
+            return self.is_constant and bool(self.nan.all())
+        if len(self.inputs) > 1 and self.operation.name in ARITHMETIC:
+            return any(v.is_written_nan for v in self.inputs)
+        return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(self.nan.all())
 
 
 class Operation:
@@ -100,9 +130,6 @@ def _bound(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> l
     return list(results) if primitive.multiple_results else [results]
 
 
-Callers = tuple[Any, ...]  # an equation and those that called it, the innermost first
-
-
 class Structure(NamedTuple):
     """What a replay does beside equations, with whole arrays or parts of them, by kind.
 
@@ -114,33 +141,6 @@ class Structure(NamedTuple):
     name: str
     kind: str
     at: Any = None
-
-
-class Step:
-    """One run of an operation, on a device."""
-
-    def __init__(self, operation: Any, inputs: list[Value], results: Sequence[Any], callers: Callers) -> None:
-        self.operation = operation
-        self.inputs = inputs
-        self.callers = callers
-        self.outputs = [Value(array) for array in results]
-        is_constant = operation.kind != "exchange" and all(v.is_constant for v in inputs)
-        is_discrete = all(v.is_discrete for v in inputs)
-        for k, value in enumerate(self.outputs):
-            value.is_constant = is_constant and not self._makes_bad(value)
-            value.is_discrete = value.is_discrete or is_discrete
-            value.is_written_nan = value.is_bad and self._is_written_nan(value)
-            value.decided = find_decided(self, k)
-
-    def _makes_bad(self, value: Value) -> bool:
-        if value.nan.any():
-            return not any(v.nan.any() for v in self.inputs)
-        return value.is_bad and not any(v.is_bad for v in self.inputs)
-
-    def _is_written_nan(self, value: Value) -> bool:
-        if len(self.inputs) > 1 and self.operation.name in ARITHMETIC:
-            return any(v.is_written_nan for v in self.inputs)
-        return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
 
 
 def frames_of(callers: Callers) -> Iterator[Any]:
@@ -167,14 +167,14 @@ Values = list[Value]
 
 
 class Replay:
-    """The steps of a program with their values, and its outputs.
+    """The values of a program in the order in which they are computed, and its outputs.
 
     An equation is run for several devices at once, those of a shard_map; elsewhere for one. Inputs and outputs are
     lists, with the values of each device.
     """
 
     def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
-        self.steps: list[Step] = []
+        self.values: list[Value] = []
         self._operations: dict[int, Any] = {}
         (self.outputs,) = self._program(program, [[*arguments]], ())
 
@@ -225,8 +225,9 @@ class Replay:
         return self._note(operation, inputs, operation(*(value.array for value in inputs)), callers)
 
     def _note(self, operation: Any, inputs: Values, results: Sequence[Any], callers: Callers) -> Values:
-        self.steps.append(Step(operation, inputs, results, callers))
-        return self.steps[-1].outputs
+        outputs = [Value(array, operation, inputs, callers, k) for k, array in enumerate(results)]
+        self.values += outputs
+        return outputs
 
     def _choices(self, name: str, predicate: Value, values: Values, callers: Callers) -> Values:
         choice = Structure(name, "choice")
@@ -296,21 +297,18 @@ class Replay:
 
     def _devices(self, equation: Any, inputs: Values, callers: Callers) -> Values:
         """Replays the program on all devices, or runs the equation whole if an exchange is not supported."""
-        params, operation, before = equation.params, self._operation(equation, callers), len(self.steps)
+        params, operation, before = equation.params, self._operation(equation, callers), len(self.values)
         arrays = operation(*(value.array for value in inputs))
         sizes = mesh_axes(params)
         devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
         try:
+            specs = params["in_specs"]
             operands = [
-                [
-                    self._part(value, device, spec, callers)
-                    for value, spec in zip(inputs, params["in_specs"], strict=True)
-                ]
-                for device in devices
+                [self._part(v, d, spec, callers) for v, spec in zip(inputs, specs, strict=True)] for d in devices
             ]
             outputs = self._program(params["jaxpr"], operands, callers)
         except (NameError, NotImplementedError, TypeError, ValueError):
-            del self.steps[before:]
+            del self.values[before:]
             return self._run(operation, inputs, callers)
         gathered = []
         for array, spec, parts in zip(arrays, params["out_specs"], zip(*outputs, strict=True), strict=True):

@@ -69,29 +69,24 @@ DECIDING: dict[str, Callable[[Any, Any], Any]] = {
 
 
 class Way(NamedTuple):
-    """From operand i of a step ahead to its output k, or from the output back."""
+    """The way from operand i of an operation ahead to its result, or back; both are values of a replay."""
 
-    step: Any
-    k: int
+    result: Any
     i: int
     is_ahead: bool
 
     @property
     def operation(self) -> Any:
-        return self.step.operation
+        return self.result.operation
 
     @property
     def operand(self) -> Any:
-        return self.step.inputs[self.i].array
-
-    @property
-    def result(self) -> Any:
-        return self.step.outputs[self.k].array
+        return self.result.inputs[self.i]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the end."""
-        shape: tuple[int, ...] = np.shape(self.result if self.is_ahead else self.operand)
+        shape: tuple[int, ...] = (self.result if self.is_ahead else self.operand).bad.shape
         return shape
 
     def broadcast(self, mask: Mask) -> Mask:
@@ -114,34 +109,39 @@ class Way(NamedTuple):
             return self.broadcast(mask)
         if kind == "sum":
             # All elements decide a sum that is 0, and those other than 0 one that is not.
-            counts: Mask = np.asarray(self.operand) != 0
-            is_other: Mask = np.asarray(self.result) != 0
+            counts: Mask = np.asarray(self.operand.array) != 0
+            is_other: Mask = np.asarray(self.result.array) != 0
             if self.is_ahead:
                 return (_in_sum(self, mask & counts, _as_floats) & is_other) | (self.spread(mask) & ~is_other)
             return (_in_sum(self, mask & is_other, _as_floats) & counts) | self.spread(mask & ~is_other)
         if name not in DECIDING:
             return self.spread(mask)
-        result = np.asarray(self.result)
+        result = np.asarray(self.result.array)
         result = np.expand_dims(result, _axes(self)) if kind == "reduction" else result
-        decides: Mask = DECIDING[name](np.asarray(self.operand), result)
+        decides: Mask = DECIDING[name](np.asarray(self.operand.array), result)
         if (kind == "reduction") == self.is_ahead:  # the way begins where the rank is the larger one
             return self.spread(mask & decides)
         return self.spread(mask) & decides
 
 
-def any_ahead(step: Any, k: int, masks: Sequence[Mask], spread: Callable[[Way, Mask], Mask] = Way.spread) -> Mask:
-    """The elements of output k that are ahead of a masked element of any of the first operands."""
-    found = np.zeros(step.outputs[k].bad.shape, bool)
+def any_ahead(value: Any, masks: Sequence[Mask], spread: Callable[[Way, Mask], Mask] = Way.spread) -> Mask:
+    """The elements of a value that are ahead of a masked element of any of its first operands."""
+    found = np.zeros(value.bad.shape, bool)
     for i, mask in enumerate(masks):
-        found = found | spread(Way(step, k, i, is_ahead=True), mask)
+        found = found | spread(Way(value, i, is_ahead=True), mask)
     return found
+
+
+def behind(value: Any, i: int, mask: Mask) -> Mask:
+    """The elements of operand i that take part in the masked elements of a value."""
+    return Way(value, i, is_ahead=False).spread(mask)
 
 
 # The rules.
 
 
 def _selected(way: Way, mask: Mask) -> Mask:
-    predicate = np.asarray(way.step.inputs[0].array).astype(int)
+    predicate = np.asarray(way.result.inputs[0].array).astype(int)
     return way.broadcast(mask & (predicate == way.i - 1)) if way.i else np.zeros(way.shape, bool)
 
 
@@ -175,7 +175,7 @@ def _along_axes(way: Way, mask: Mask) -> Mask:
 
 def _exchanged(way: Way, mask: Mask) -> Any:
     exchange = way.operation
-    return mask & exchange.connections[way.i, way.k] if exchange.is_elementwise else np.full(way.shape, True)
+    return mask & exchange.connections[way.i, way.result.k] if exchange.is_elementwise else np.full(way.shape, True)
 
 
 def _placed(mask: Mask, at: Any, shape: tuple[int, ...]) -> Mask:
@@ -208,16 +208,15 @@ def _as_ones(x: Any) -> Any:
 
 def _in_sum(way: Way, mask: Mask, changed: Callable[[Any], Any] = _as_ones) -> Mask:
     """Where the derivative of a linear operation of the changed operands is not 0."""
-    step, k, i, is_ahead = way
-    first_index = FIRST_INDEX.get(way.operation.name, len(step.inputs))
     if not mask.any():
         return np.zeros(way.shape, bool)
-    if i >= first_index or is_random_key(way.operand):
+    operands = [value.array for value in way.result.inputs]
+    first_index = FIRST_INDEX.get(way.operation.name, len(operands))
+    if way.i >= first_index or is_random_key(way.operand.array):
         return np.full(way.shape, True)
-    operands = [value.array for value in step.inputs]
     operands = [x if n >= first_index or is_random_key(x) else changed(x) for n, x in enumerate(operands)]
-    start = _as_floats(way.operand if is_ahead else way.result)
-    derivative = way.operation.derivative(k, i, is_ahead=is_ahead)
+    start = _as_floats((way.operand if way.is_ahead else way.result).array)
+    derivative = way.operation.derivative(way.result.k, way.i, is_ahead=way.is_ahead)
     return np.asarray(np.asarray(derivative(mask.astype(start.dtype), *operands)) != 0)
 
 
