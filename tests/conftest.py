@@ -15,6 +15,7 @@ if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
@@ -34,6 +35,13 @@ def choose():
     """A function that makes other choices of sizes and forms than a platform's for the rest of the test."""
     with contextlib.ExitStack() as contexts:
         yield lambda **choices: contexts.enter_context(platforms.chosen(**choices))
+
+
+def pytest_sessionfinish():
+    """Runs a side effect on each device: JAX keeps the last one, and tells once more at exit if a test made it fail."""
+    succeed = jax.jit(lambda x: (jax.debug.callback(lambda: None), x)[1])
+    for device in jax.local_devices():
+        succeed(jax.device_put(0, device)).block_until_ready()
 
 
 @pytest.hookimpl(optionalhook=True)

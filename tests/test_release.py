@@ -87,9 +87,8 @@ def test_what_the_conda_recipe_tests_is_there():
     for name in of_imports["python"]["imports"]:
         importlib.import_module(name)
     (command,) = of_commands["script"]
-    prefix, arguments = "python -m masksafe ", command.removeprefix("python -m masksafe ")
-    assert command == prefix + arguments
-    assert main([*arguments.split(), "--only", "no such op"]) == 2  # the options are known, and no case has run
+    assert command.split()[:3] == ["python", "-m", "masksafe"]
+    assert main([*command.split()[3:], "--only", "no such op"]) == 2  # the options are known, and no case has run
 
 
 def test_pythons_are_those_of_the_tests():
@@ -105,9 +104,3 @@ def test_pythons_are_those_of_the_tests():
 def test_versions_that_compute_wrong_sums_are_left_out():
     for dependency in PROJECT["dependencies"]:
         assert {"!=0.10.2", "!=0.11.0"} <= set(dependency.split(","))
-
-
-def test_the_option_of_the_report_that_got_another_name(capsys):
-    with pytest.warns(DeprecationWarning, match="--ops is deprecated and goes in masksafe 0.4: write --only"):
-        assert main(["--ops", "no such op"]) == 2
-    assert "No op has any of no such op" in capsys.readouterr().err

@@ -19,10 +19,9 @@ import numpy as np
 import optax
 
 import masksafe
-from masksafe._report import _cases, _show
-from masksafe._report._case import Case, Ops
-from masksafe._report._libraries import in_jax
-from masksafe._report._verdict import Verdict, judge
+from masksafe._report import _show
+from masksafe._report._cases import CASES, Case, Ops
+from masksafe._report._verdict import Verdict, in_jax, judge
 
 RNG = np.random.default_rng(1)
 LENGTHS = np.array([4, 2, 0, 3])
@@ -44,7 +43,7 @@ def judge_cases(cases: list[Case], ops: Ops) -> list[Verdict]:
 
 def all_cases() -> list[Case]:
     """Those of recipes, and those of masksafe's own ops that stand in such a recipe."""
-    return [*policy_cases(), *(case for case in _cases.all_cases() if case.op in OWN_OPS)]
+    return [*policy_cases(), *(case for case in CASES if case.op in OWN_OPS)]
 
 
 def policy_cases() -> list[Case]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import checkify
 
-from masksafe._core import arguments, call_site, callback_errors, masks, precision, sharding, switches
+from masksafe._core import arguments, call_site, masks, precision, sharding, switches
 from masksafe._core.labels import class_index, is_class, nan_unless
 from masksafe._core.typing import Array, Axes, Pytree, jitted
 
@@ -422,7 +422,7 @@ def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
 
 def _raise_failure(text: _Text, numbers: _Numbers) -> None:
     if numbers.bad:
-        raise callback_errors.failure(_fill_in(text, numbers))
+        raise ValueError(_fill_in(text, numbers))
 
 
 def _gather_shards(numbers: _Numbers, axes: tuple[str, ...]) -> _Numbers:

@@ -5,19 +5,13 @@ changes, and the earlier program is found again when it changes back.
 """
 
 import contextlib
-import functools
-import inspect
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import Any, Literal, get_args
+from collections.abc import Iterator
+from typing import Literal, get_args
 
 import jax
 
-from masksafe._core import callback_errors
 from masksafe._core.arguments import message
-from masksafe._core.typing import Function
 
 LabelChecks = Literal["off", "checkify", "raise"]
 LABEL_CHECKS = get_args(LabelChecks)
@@ -40,50 +34,8 @@ _label_checks = jax.make_user_context(
 )
 
 
-class SwitchContext(contextlib.AbstractContextManager[None]):
-    """The context manager of a switch, and a decorator of functions that are to run inside of it.
-
-    It warns when it is collected without having been either, since the call alone does nothing.
-    """
-
-    def __init__(self, call: str, way_out: str, context: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._call = call
-        self._way_out = way_out
-        self._context = context
-        self._entered: list[contextlib.AbstractContextManager[None]] = []
-        self._is_used = False
-
-    def __enter__(self) -> None:
-        self._is_used = True
-        context = self._context()
-        context.__enter__()
-        self._entered.append(context)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        return self._entered.pop().__exit__(kind, error, traceback)
-
-    def __call__(self, fn: Function) -> Function:
-        self._is_used = True
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn):
-            found = f"{fn.__name__}, whose body runs after its call has returned"
-            raise TypeError(message(self._call, "function", found, "a plain function", "Write `with` in its body."))
-
-        @functools.wraps(fn)
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with self._context():
-                return fn(*args, **kwargs)
-
-        return inside  # type: ignore[return-value]
-
-    def __del__(self, warn: Callable[..., None] = warnings.warn) -> None:  # at exit, modules may be empty
-        if not self._is_used:
-            text = f"{self._call} had no effect: write `with {self._call}:`{self._way_out}."
-            warn(text, RuntimeWarning, stacklevel=2)
-
-
-def forward_mode() -> SwitchContext:
+@contextlib.contextmanager
+def forward_mode() -> Iterator[None]:
     """Context in which `jax.jvp`, `jax.linearize` and `jax.jacfwd` work through masksafe's ops.
 
     Outside the context most ops are `jax.custom_vjp` functions, which have the fastest reverse mode and `jax.hessian`
@@ -94,7 +46,7 @@ def forward_mode() -> SwitchContext:
     (`jnp.where(labels >= 0, loss, 0)`) has a gradient of 0. Inside, mask the row with `where`.
 
     Returns:
-      A context manager. The call alone does nothing, and warns.
+      A context manager, which also decorates a function. The call alone does nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -109,10 +61,12 @@ def forward_mode() -> SwitchContext:
       >>> print(value.round(4), derivative.round(4))
       [0.1269 0.    ] [0.1192 0.    ]
     """
-    return SwitchContext("masksafe.forward_mode()", "", lambda: _forward_mode(True))
+    with _forward_mode(True):
+        yield
 
 
-def label_checks(mode: LabelChecks) -> SwitchContext:
+@contextlib.contextmanager
+def label_checks(mode: LabelChecks) -> Iterator[None]:
     """Context in which labels are checked; it can be nested, and applies to the current thread.
 
     ==============  ==================================================================================================
@@ -148,7 +102,7 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
       mode: "off", "checkify" or "raise".
 
     Returns:
-      A context manager. The call alone does nothing, and warns.
+      A context manager, which also decorates a function. The call alone does nothing.
 
     Raises:
       ValueError: for another mode; and on leaving, in place of JAX's error about a check that has not been
@@ -171,17 +125,10 @@ def label_checks(mode: LabelChecks) -> SwitchContext:
       ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside ...
     """
     _check_mode("label_checks", "mode", mode)
-    way_out = f", or masksafe.set_label_checks({mode!r}) for the whole process"
-    return SwitchContext(f"masksafe.label_checks({mode!r})", way_out, functools.partial(_checking, mode))
-
-
-@contextlib.contextmanager
-def _checking(mode: LabelChecks) -> Iterator[None]:
     with _label_checks(mode):
         try:
             yield
         except Exception as error:
-            callback_errors.note_raised(error)
             if mode == "checkify" and isinstance(error, ValueError) and "not functionalized" in str(error):
                 raise ValueError(f"{error} {_WITHOUT_CHECKIFY}") from error
             raise

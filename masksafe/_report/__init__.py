@@ -1,1 +1,1 @@
-"""The report of `python -m masksafe`: the contract, case by case, for masksafe and its peers."""
+"""The report of `python -m masksafe`: the contract, case by case."""

@@ -4,29 +4,17 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from masksafe import testing
 from masksafe._report import _show
 from masksafe._report._verdict import Verdict
+from masksafe.testing import assert_consistent, assert_gradients, assert_mask_safe
 
 
 class OwnFunction(NamedTuple):
     """A function, its arguments, and by the index of an argument booleans, True where it is masked."""
 
-    name: str
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     masked: Mapping[int, Any]
-
-
-# What is looked at, by which tool, and the verdict if it fails.
-_CHECKS: dict[str, tuple[Callable[[OwnFunction], None], Verdict]] = {
-    "what is masked touches nothing": (
-        lambda own: testing.assert_mask_safe(own.fn, *own.args, masked=own.masked),
-        Verdict.LEAKS,
-    ),
-    "one answer, however it is run": (lambda own: testing.assert_consistent(own.fn, *own.args), Verdict.WRONG),
-    "derivatives are those of the value": (lambda own: testing.assert_gradients(own.fn, *own.args), Verdict.WRONG),
-}
 
 
 class NotACaseError(Exception):
@@ -52,23 +40,27 @@ def load(name: str) -> OwnFunction:
     if not (isinstance(made, tuple) and len(made) == 3 and callable(made[0]) and isinstance(made[2], Mapping)):
         expected = "a function, a tuple of its arguments, and a dict from the index of an argument to a mask"
         raise NotACaseError(f"{name}() returned {type(made).__name__}, expected {expected}")
-    return OwnFunction(name, made[0], tuple(made[1]), made[2])
+    return OwnFunction(*made)
 
 
-def judge(own: OwnFunction) -> bool:
+def judge(name: str, own: OwnFunction) -> bool:
     """Prints the verdicts, and what the tools found; True if all are right."""
-    verdicts: dict[str, Verdict] = {}
-    findings: dict[str, str] = {}
-    for check, (tool, if_not) in _CHECKS.items():
+    fn, args, masked = own
+    checks: dict[str, tuple[Callable[[], None], Verdict]] = {  # the tool, and the verdict if it fails
+        "what is masked touches nothing": (lambda: assert_mask_safe(fn, *args, masked=masked), Verdict.LEAKS),
+        "one answer, however it is run": (lambda: assert_consistent(fn, *args), Verdict.WRONG),
+        "derivatives are those of the value": (lambda: assert_gradients(fn, *args), Verdict.WRONG),
+    }
+    verdicts, findings = dict.fromkeys(checks, Verdict.RIGHT), {}
+    for check, (tool, if_not) in checks.items():
         try:
-            tool(own)
-            verdicts[check] = Verdict.RIGHT
-        except AssertionError as error:
-            verdicts[check], findings[check] = if_not, str(error)
+            tool()
         except Exception as error:  # the function may raise any
-            verdicts[check], findings[check] = Verdict.REFUSED, f"{type(error).__name__}: {error}"
-        _show.progress(f"{own.name}: {check}: {verdicts[check]}")
-    _show.table(own.name, ["", "verdict"], list(verdicts.items()))
+            is_found = isinstance(error, AssertionError)
+            verdicts[check] = if_not if is_found else Verdict.REFUSED
+            findings[check] = str(error) if is_found else f"{type(error).__name__}: {error}"
+        _show.progress(f"{name}: {check}: {verdicts[check]}")
+    _show.table(name, ["", "verdict"], list(verdicts.items()))
     for check, finding in findings.items():
         print(f"{check}: {verdicts[check]}\n{finding}\n")
     return not findings

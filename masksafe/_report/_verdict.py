@@ -2,11 +2,13 @@
 
 import enum
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from masksafe._report._case import Case, Inputs
+from masksafe._report._cases import Array, Case, Inputs
 
 
 class Verdict(enum.StrEnum):
@@ -27,8 +29,8 @@ def worst(verdicts: Iterable[Verdict]) -> Verdict:
 class Result(NamedTuple):
     """The output of a call and its gradients with respect to the float inputs."""
 
-    output: np.ndarray
-    gradients: dict[str, np.ndarray]
+    output: Array
+    gradients: dict[str, Array]
 
 
 Run = Callable[[Inputs], Result]
@@ -37,17 +39,31 @@ _GARBAGE = {"f": (np.nan, np.inf, -3e4), "i": (-100, 2**31 - 1, -100), "b": (Tru
 _TOLERANCE = 2e-3
 
 
+def in_jax(op: Callable[..., Any]) -> Run:
+    """One program of the output and its gradients, for all that may stand under the mask."""
+
+    @jax.jit
+    def output_and_gradients(inputs: Inputs) -> Any:
+        floats = {name: x for name, x in inputs.items() if x.dtype.kind == "f"}
+        output, reverse = jax.vjp(lambda floats: jnp.asarray(op(**{**inputs, **floats})), floats)
+        weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
+        return output, *reverse(weights)
+
+    return lambda inputs: Result(*jax.tree.map(np.float64, output_and_gradients(jax.tree.map(jnp.asarray, inputs))))
+
+
 def judge(case: Case, run: Run) -> Verdict:
     """Runs a case with harmless values and with garbage under the mask, and judges the results."""
     try:
-        clean, *dirty = [run(inputs) for inputs in _filled(case)]
+        results = [run(inputs) for inputs in _filled(case)]
     except Exception:  # a peer may refuse with any error
         return Verdict.REFUSED
+    clean, *dirty = results
     # The harmless result may be infinite, as a logsumexp of nothing is, but not NaN.
     expected = np.where(np.isnan(clean.output), 0, clean.output) if case.expected is None else case.expected
-    if any(_has_stray_nan(result, expected) for result in (clean, *dirty)):
+    if any(_has_stray_nan(result, expected) for result in results):
         return Verdict.NAN
-    if any(_differ(clean, other) for other in dirty) or any(_has_hidden_gradient(case, r) for r in (clean, *dirty)):
+    if any(_differ(clean, other) for other in dirty) or any(_has_hidden_gradient(case, r) for r in results):
         return Verdict.LEAKS
     return Verdict.RIGHT if _is_right(clean, expected) else Verdict.WRONG
 
@@ -62,32 +78,27 @@ def _filled(case: Case) -> list[Inputs]:
     return fillings
 
 
-def _has_stray_nan(result: Result, expected: np.ndarray) -> bool:
+def _has_stray_nan(result: Result, expected: Array) -> bool:
     """A NaN or infinity where the output should be finite, or a NaN in a gradient if no output should be NaN."""
-    finite = np.isfinite(expected)
-    if not np.isfinite(result.output[finite] if result.output.shape == expected.shape else result.output).all():
+    belongs = np.isfinite(expected) if result.output.shape == expected.shape else True
+    if not np.isfinite(result.output[belongs]).all():
         return True
     return not np.isnan(expected).any() and any(np.isnan(g).any() for g in result.gradients.values())
 
 
 def _differ(a: Result, b: Result) -> bool:
-    pairs = [(a.output, b.output), *((a.gradients[name], b.gradients[name]) for name in a.gradients)]
-    return any(not np.array_equal(x, y, equal_nan=True) for x, y in pairs)
+    return not all(jax.tree.leaves(jax.tree.map(lambda x, y: np.array_equal(x, y, equal_nan=True), a, b)))
 
 
 def _has_hidden_gradient(case: Case, result: Result) -> bool:
     return any(result.gradients[name][hidden].any() for name, hidden in case.hidden.items() if name in result.gradients)
 
 
-def _is_right(result: Result, expected: np.ndarray) -> bool:
+def _is_right(result: Result, expected: Array) -> bool:
     """Whether the values are right and, if a bad label makes some NaN, the gradient is NaN in those rows only."""
-    if result.output.shape != expected.shape:
-        return False
     finite = np.abs(expected[np.isfinite(expected)])
     error = _TOLERANCE * np.max(finite, initial=0) + np.finfo(np.float32).tiny
-    if not np.allclose(result.output, expected, rtol=0, atol=error, equal_nan=True):
+    if result.output.shape != expected.shape or not np.allclose(result.output, expected, 0, error, equal_nan=True):
         return False
-    if not np.isnan(expected).any():
-        return True
     gradient = next(iter(result.gradients.values()))
-    return np.array_equal(np.isnan(gradient).any(-1), np.isnan(expected))
+    return not np.isnan(expected).any() or np.array_equal(np.isnan(gradient).any(-1), np.isnan(expected))

@@ -3,24 +3,25 @@
 Masks mark the elements that led there: bad ones, and finite ones that bad ones decided.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from masksafe.testing import _primitives
-from masksafe.testing._decisions import NOTHING, Masks, find_decided
-from masksafe.testing._influence import any_ahead, behind, behind_decision, is_selection
-from masksafe.testing._replay import Replay, Step, Value
+from masksafe.testing._decisions import NOTHING
+from masksafe.testing._replay import Replay, Value
+from masksafe.testing._rules import SELECTIONS, Way, any_ahead, behind
+
+Masks = dict[Value, np.ndarray]
 
 
 class Blame(NamedTuple):
-    """A step, the number of one of its outputs, and the elements that it made bad there."""
+    """A value, and the elements that its operation made bad."""
 
-    step: Step
-    k: int
+    value: Value
     mask: np.ndarray
-    is_constant: bool = False  # whether the step only took them from a constant of the program
+    is_constant: bool = False  # whether the operation only took them from a constant of the program
 
 
 class Blamed(NamedTuple):
@@ -34,10 +35,9 @@ class Blamed(NamedTuple):
 
 def blame(replay: Replay) -> Blamed:
     """Finds the steps that made the outputs bad."""
-    decisions = find_decided(replay)
-    first = _Walk(replay, decisions)
+    first = _Walk(replay)
     # An infinity that meets a NaN may be a second mistake, or just a mask: a second walk follows it.
-    walks = [first, _Walk(replay, decisions, first.reached)] if first.has_left_infinities else [first]
+    walks = [first, _Walk(replay, first.reached)] if first.has_left_infinities else [first]
     sources, from_infinities = (_join(getattr(walk, part) for walk in walks) for part in ("sources", "from_infinities"))
     reached = {value: mask for walk in reversed(walks) for value, mask in walk.reached.items()}
     # An infinity that the program writes is more often a mask than a mistake.
@@ -46,20 +46,18 @@ def blame(replay: Replay) -> Blamed:
 
 
 def _join(parts: Iterable[list[Blame]]) -> list[Blame]:
-    """All parts in one list, with each step once."""
-    by_step: dict[tuple[int, int], Blame] = {}
-    for part in parts:
-        for found in part:
-            by_step.setdefault((id(found.step), found.k), found)
-    return list(by_step.values())
+    """All parts in one list, with each value once."""
+    by_value: dict[Value, Blame] = {}
+    for found in itertools.chain(*parts):
+        by_value.setdefault(found.value, found)
+    return list(by_value.values())
 
 
 def _find_unreached(replay: Replay, reached: Masks) -> Iterator[Blame]:
     """The steps that made bad elements from finite inputs without any of them leading to an output."""
-    for step in replay.steps:
-        for k, value in enumerate(step.outputs):
-            if value.is_bad and value not in reached and not any(v.is_bad for v in step.inputs):
-                yield Blame(step, k, value.bad)
+    for value in replay.values:
+        if value.is_bad and value not in reached and not any(v.is_bad for v in value.inputs):
+            yield Blame(value, value.bad)
 
 
 class _Walk:
@@ -69,53 +67,48 @@ class _Walk:
     second one, which gets what the first has reached, does.
     """
 
-    def __init__(self, replay: Replay, decisions: Masks, reached_before: Masks | None = None) -> None:
+    def __init__(self, replay: Replay, reached_before: Masks | None = None) -> None:
         self.reached: Masks = {}
         self.has_left_infinities = False
-        self._decisions = decisions
         self._reached_before = reached_before
         self.sources: list[Blame] = []
         self.from_infinities: list[Blame] = []
         self.written: list[Blame] = []
         for value in replay.outputs:
             self._reach(value, value.bad)
-        for step in reversed(replay.steps):
-            for k, value in enumerate(step.outputs):
-                if value in self.reached:
-                    self._trace_back(step, k, self.reached[value])
+        for value in reversed(replay.values):
+            if value in self.reached:
+                self._trace_back(value, self.reached[value])
         for part in (self.sources, self.from_infinities, self.written):
             part.reverse()
-
-    def _decided(self, value: Value) -> np.ndarray:
-        return self._decisions.get(value, NOTHING)
 
     def _reach(self, value: Value, mask: np.ndarray) -> None:
         if mask.any():
             self.reached[value] = self.reached.get(value, NOTHING) | mask
 
-    def _trace_back(self, step: Step, k: int, mask: np.ndarray) -> None:
-        """Goes from elements of output k to the elements that they came from."""
-        value, inputs = step.outputs[k], step.inputs
-        bad, decided = mask & value.bad, self._decided(value)
-        nans = [v.nan & behind(step, k, i, bad & value.nan) if v.is_bad else v.bad for i, v in enumerate(inputs)]
-        unexplained = bad & ~any_ahead(step, k, nans)
-        bads = [v.bad & behind(step, k, i, unexplained) if v.is_bad else v.bad for i, v in enumerate(inputs)]
-        made = unexplained & ~any_ahead(step, k, bads)
-        ends = [_is_end(step, k, v) for v in inputs]
-        nan_taken = bad & _ahead_of(ends, step, k, nans)
-        if step.operation.name in _primitives.ELEMENTWISE:  # in a sum, another element may be at fault as well
-            nan_taken = nan_taken & ~_ahead_of([not is_end for is_end in ends], step, k, nans)
-        infinity_taken = unexplained & _ahead_of(ends, step, k, bads) & ~nan_taken
+    def _trace_back(self, value: Value, mask: np.ndarray) -> None:
+        """Goes from elements of a value to the elements that they came from."""
+        inputs = value.inputs
+        bad, decided = mask & value.bad, value.decided
+        nans = [v.nan & behind(value, i, bad & value.nan) if v.is_bad else v.bad for i, v in enumerate(inputs)]
+        unexplained = bad & ~any_ahead(value, nans)
+        bads = [v.bad & behind(value, i, unexplained) if v.is_bad else v.bad for i, v in enumerate(inputs)]
+        made = unexplained & ~any_ahead(value, bads)
+        ends = [_is_end(value, v) for v in inputs]
+        nan_taken = bad & _ahead_of(ends, value, nans)
+        if value.operation.kind == "elementwise":  # in a sum, another element may be at fault as well
+            nan_taken = nan_taken & ~_ahead_of([not is_end for is_end in ends], value, nans)
+        infinity_taken = unexplained & _ahead_of(ends, value, bads) & ~nan_taken
         # A NaN that the program wrote and selected counts as chosen if a bad value chose it.
-        written_nans = [v.is_written_nan and is_selection(step.operation) for v in inputs]
-        nan_chosen = bad & decided & _ahead_of(written_nans, step, k, nans)
-        self._follow_bad(step, k, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
+        written_nans = [v.is_written_nan and value.operation.kind in SELECTIONS for v in inputs]
+        nan_chosen = bad & decided & _ahead_of(written_nans, value, nans)
+        self._follow_bad(value, [x | y for x, y in zip(nans, bads, strict=True)], bad & ~unexplained, nan_chosen)
 
         taken = nan_taken | nan_chosen | (infinity_taken & self._counts_infinities(value))
         by_decision = (mask & ~value.bad | made | taken) & decided
-        from_captured = self._follow_decisions(step, k, by_decision)
+        from_captured = self._follow_decisions(value, by_decision)
 
-        undecided = any_ahead(step, k, [m & ~self._decided(v) for m, v in zip(bads, inputs, strict=True)])
+        undecided = any_ahead(value, [m & ~v.decided for m, v in zip(bads, inputs, strict=True)])
         for part, elements, is_constant in (
             (self.sources, made & ~by_decision | from_captured, False),
             (self.sources, nan_taken & ~by_decision, True),
@@ -123,35 +116,35 @@ class _Walk:
             (self.written, infinity_taken & ~by_decision, True),
         ):
             if elements.any():
-                part.append(Blame(step, k, elements, is_constant))
+                part.append(Blame(value, elements, is_constant))
 
     def _counts_infinities(self, value: Value) -> bool:
         """Whether to ask who chose an infinity that the program wrote; not beside a NaN."""
         return self._reached_before is None or value in self._reached_before
 
     def _follow_bad(
-        self, step: Step, k: int, masks: Sequence[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray
+        self, value: Value, masks: Sequence[np.ndarray], explained: np.ndarray, nan_chosen: np.ndarray
     ) -> None:
-        for i, v in enumerate(step.inputs):
-            if _is_end(step, k, v):
+        for i, v in enumerate(value.inputs):
+            if _is_end(value, v):
                 continue
             leaves = v.is_written_nan and nan_chosen.any()
-            self._reach(v, masks[i] & ~behind(step, k, i, nan_chosen) if leaves else masks[i])
+            self._reach(v, masks[i] & ~behind(value, i, nan_chosen) if leaves else masks[i])
             infinite = v.bad & ~v.nan & ~masks[i]
             if infinite.any() and explained.any():
-                beside = infinite & behind(step, k, i, explained)
+                beside = infinite & behind(value, i, explained)
                 if self._reached_before is not None:
                     self._reach(v, beside)
                 self.has_left_infinities |= bool(beside.any())
 
-    def _follow_decisions(self, step: Step, k: int, mask: np.ndarray) -> np.ndarray:
+    def _follow_decisions(self, value: Value, mask: np.ndarray) -> np.ndarray:
         """Follows decisions, and returns the elements that an array from the function's closure decided."""
         from_captured = np.zeros(mask.shape, bool)
-        for i, v in enumerate(step.inputs):
-            deciding = self._decided(v) if v.is_written_nan else v.bad | self._decided(v)
+        for i, v in enumerate(value.inputs):
+            deciding = v.decided if v.is_written_nan else v.bad | v.decided
             if v.is_constant or not (mask.any() and deciding.any()):
                 continue
-            deciding = deciding & behind_decision(step, k, i, mask)
+            deciding = deciding & Way(value, i, is_ahead=False).spread_decision(mask)
             if v.is_captured:
                 from_captured = from_captured | (mask & deciding.any())
             else:
@@ -159,11 +152,11 @@ class _Walk:
         return from_captured
 
 
-def _is_end(step: Step, k: int, operand: Value) -> bool:
+def _is_end(value: Value, operand: Value) -> bool:
     """Whether the walk ends at an operand: one written in the program, or computed only from such."""
-    return operand.is_written or (operand.is_constant and not step.outputs[k].is_constant)
+    return operand.is_written or (operand.is_constant and not value.is_constant)
 
 
-def _ahead_of(counts: Sequence[bool], step: Step, k: int, masks: Sequence[np.ndarray]) -> np.ndarray:
-    """The elements of output k that are ahead of a masked element of one of the operands that count."""
-    return any_ahead(step, k, [mask & count for mask, count in zip(masks, counts, strict=True)])
+def _ahead_of(counts: Sequence[bool], value: Value, masks: Sequence[np.ndarray]) -> np.ndarray:
+    """The elements of a value that are ahead of a masked element of one of the operands that count."""
+    return any_ahead(value, [mask & count for mask, count in zip(masks, counts, strict=True)])

@@ -94,17 +94,19 @@ def assert_consistent(
         raise ValueError(message(_OP, "modes", f"{list(modes)}", "two or more, which can be compared"))
     _trees.check_tolerances(_OP, rtol=rtol, atol=atol)
     _trees.check_addressable(_OP, args=args)
-    flat = _flatten(fn, args)
-    runs = {"value": _run_modes(flat, lambda f: f, [m for m in modes if grad or not MODES[m].is_derived])}
-    if grad and any(map(is_float, flat.arrays)):
-        gradient = _gradient(flat.names, _trees.generator(seed))
-        runs["gradient"] = _run_modes(flat, gradient, [m for m in modes if not MODES[m].is_derived])
+    flat_fn, named = _flatten(fn, args)
+    arrays = [*named.values()]
+    undifferentiated = [m for m in modes if not MODES[m].is_derived]
+    runs = {"value": _run_modes(flat_fn, arrays, lambda f: f, modes if grad else undifferentiated)}
+    if grad and any(map(is_float, arrays)):
+        gradient = _gradient([*named], _trees.generator(seed))
+        runs["gradient"] = _run_modes(flat_fn, arrays, gradient, undifferentiated)
     errors = [error for run in runs.values() for error in run.errors.values()]
     if not runs["value"].results:
         if errors:
             raise errors[0]
         raise ValueError(message(_OP, "fn", "no output in these modes", "an array or a pytree of arrays"))
-    lines = [line for derivative, run in runs.items() for line in _report(run, flat.arrays, derivative, rtol, atol)]
+    lines = [line for derivative, run in runs.items() for line in _report(run, arrays, derivative, rtol, atol)]
     if lines:
         cause = errors[0] if errors else None
         raise AssertionError("\n".join(["The function does not give one answer.", *lines])) from cause
@@ -113,13 +115,8 @@ def assert_consistent(
 # From a function of pytrees to a function of a flat list of arrays.
 
 
-class _FlatFunction(NamedTuple):
-    fn: Function
-    arrays: list[Any]
-    names: list[str]  # such as "argument 0['w']"
-
-
-def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
+def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Function, dict[str, Any]]:
+    """The function of the arrays among the arguments, and these by names such as "argument 0['w']"."""
     paths, tree = jax.tree_util.tree_flatten_with_path(args)
     leaves = [leaf for _, leaf in paths]
     positions = [i for i, leaf in enumerate(leaves) if _is_numeric(leaf)]
@@ -127,10 +124,12 @@ def _flatten(fn: Callable[..., Any], args: tuple[Any, ...]) -> _FlatFunction:
     def flat_fn(*arrays: Any) -> dict[str, Any]:
         new = dict(zip(positions, arrays, strict=True))
         outputs = fn(*jax.tree.unflatten(tree, [new.get(i, leaf) for i, leaf in enumerate(leaves)]))
-        return {_output_name(path): _as_array(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+        # The name of a sole output is empty, others are such as "output['x']".
+        named = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(outputs)}
+        return {path and f"output{path}": _as_array(leaf) for path, leaf in named.items()}
 
-    names = [f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}" for path, _ in (paths[i] for i in positions)]
-    return _FlatFunction(flat_fn, [jnp.asarray(np.asarray(leaves[i])) for i in positions], names)
+    places = {i: (paths[i][0][0].idx, jax.tree_util.keystr(paths[i][0][1:])) for i in positions}
+    return flat_fn, {f"argument {n}{rest}": jnp.asarray(np.asarray(leaves[i])) for i, (n, rest) in places.items()}
 
 
 def _is_numeric(leaf: Any) -> bool:
@@ -139,11 +138,6 @@ def _is_numeric(leaf: Any) -> bool:
 
 def _as_array(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if _trees.is_key(leaf) else jnp.asarray(leaf)
-
-
-def _output_name(path: tuple[Any, ...]) -> str:
-    """A name such as "output['x']"; empty for a sole output."""
-    return f"output{jax.tree_util.keystr(path)}" if path else ""
 
 
 def _gradient(names: list[str], rng: np.random.Generator) -> Transform:
@@ -175,12 +169,12 @@ class _Run(NamedTuple):
     errors: dict[str, Exception]
 
 
-def _run_modes(flat: _FlatFunction, derivative: Transform, modes: Sequence[str]) -> _Run:
+def _run_modes(fn: Function, arrays: list[Any], derivative: Transform, modes: Sequence[str]) -> _Run:
     run = _Run({}, {}, {})
     for name in modes:
         mode = MODES[name]
         try:
-            for way, results in mode.run(derivative(mode.before_gradient(flat.fn)), flat.arrays):
+            for way, results in mode.run(derivative(mode.before_gradient(fn)), arrays):
                 run.ways.setdefault(name, []).append(way or name)
                 for output, result in results.items():
                     run.results.setdefault(output, {})[way or name] = np.asarray(result)
@@ -191,65 +185,50 @@ def _run_modes(flat: _FlatFunction, derivative: Transform, modes: Sequence[str])
 
 
 def _report(run: _Run, arrays: list[Any], derivative: str, rtol: float | None, atol: float | None) -> list[str]:
-    lines = [f"  {derivative}: {mode} raises {_first_lines(error)}" for mode, error in run.errors.items()]
-    tolerance = _tolerance(arrays, run, rtol, atol)
+    texts = {mode: f"{type(error).__name__}: {error}".splitlines()[:3] for mode, error in run.errors.items()}
+    lines = [f"  {derivative}: {mode} raises " + "\n      ".join(text) for mode, text in texts.items()]
+    allowed = _allowed_error(arrays, run, rtol, atol)
+    title = "gradient with respect to" if derivative == "gradient" else derivative
     for output, results in run.results.items():
-        pairs = itertools.combinations(_group_by_bits(results, run.ways), 2)
-        differing = [f"    {line}" for one, other in pairs if (line := _difference(one, other, tolerance))]
+        pairs = itertools.combinations(_different(results, run.ways).items(), 2)
+        differing = [f"    {line}" for one, other in pairs if (line := _difference(*one, *other, allowed))]
         if differing:
             result = next(iter(results.values()))
-            lines += [f"  {_title(derivative, output)}, {result.dtype}{list(result.shape)}:", *differing]
+            lines += [f"  {f'{title} {output}'.strip()}, {result.dtype}{list(result.shape)}:", *differing]
     return lines
 
 
-def _first_lines(error: Exception) -> str:
-    lines = (str(error).splitlines() or [""])[:3]
-    return "\n      ".join([f"{type(error).__name__}: {lines[0]}", *lines[1:]])
-
-
-def _title(derivative: str, output: str) -> str:
-    """A title such as "value output['x']" or "gradient with respect to argument 0"."""
-    relation = " with respect to" if derivative == "gradient" else ""
-    return f"{derivative}{relation} {output}".strip()
-
-
-class _Group(NamedTuple):
-    """The ways that gave the same bits."""
-
-    ways: list[str]  # the name of a mode stands for all of its ways
-    result: np.ndarray
-
-    def __str__(self) -> str:
-        return ", ".join(self.ways)
-
-
-def _group_by_bits(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> list[_Group]:
-    ways: dict[Any, list[str]] = {}
+def _different(results: dict[str, np.ndarray], modes: dict[str, list[str]]) -> dict[str, np.ndarray]:
+    """The results that differ in bits, by the names of the ways that gave them; a mode stands for all of its ways."""
+    groups: dict[Any, list[str]] = {}
     for way, result in results.items():
-        ways.setdefault((result.dtype, result.shape, _trees.bits(result).tobytes()), []).append(way)
-    return [_Group(_name_ways(group, modes), results[group[0]]) for group in ways.values()]
+        groups.setdefault((result.dtype, result.shape, _trees.bits(result).tobytes()), []).append(way)
+    different: dict[str, np.ndarray] = {}
+    for group in groups.values():
+        names: list[str] = []
+        for mode, ways in modes.items():
+            names += [mode] if set(ways) <= set(group) else [way for way in ways if way in group]
+        different[", ".join(names)] = results[group[0]]
+    return different
 
 
-def _name_ways(group: list[str], modes: dict[str, list[str]]) -> list[str]:
-    names: list[str] = []
-    for mode, ways in modes.items():
-        names += [mode] if set(ways) <= set(group) else [way for way in ways if way in group]
-    return names
+_Allowed = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 
 
-class _Tolerance(NamedTuple):
-    relative: float
-    absolute: float | None  # None means relative to the largest element of the result
-    noise: float  # allowed on top
-
-
-def _tolerance(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Tolerance:
+def _allowed_error(arrays: list[Any], run: _Run, rtol: float | None, atol: float | None) -> _Allowed:
+    """The error that is allowed of two results, from these and the sizes of their elements."""
     arrays = [np.asarray(a) for a in arrays] + [r for results in run.results.values() for r in results.values()]
     dtypes = [jnp.finfo(a.dtype).dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.inexact)]
     widest_rounding = max((float(jnp.finfo(d).eps) for d in dtypes), default=0.0)
-    relative = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
+    default = max((_RELATIVE.get(d.name, 10 * widest_rounding) for d in dtypes), default=0.0)
+    relative = default if rtol is None else rtol
     noise = 16 * widest_rounding * max((_largest(a) for a in arrays), default=0.0)
-    return _Tolerance(relative if rtol is None else rtol, atol, noise if atol is None else 0.0)
+
+    def allowed(a: np.ndarray, b: np.ndarray, sizes: np.ndarray) -> Any:
+        absolute = relative * max(map(_largest, (a, b))) + noise if atol is None else atol
+        return absolute + relative * sizes
+
+    return allowed
 
 
 def _largest(array: np.ndarray) -> float:
@@ -258,18 +237,14 @@ def _largest(array: np.ndarray) -> float:
     return float(sizes[np.isfinite(sizes)].max(initial=0))
 
 
-def _difference(one: _Group, other: _Group, tolerance: _Tolerance) -> str | None:
+def _difference(one: str, a: np.ndarray, other: str, b: np.ndarray, allowed: _Allowed) -> str | None:
     """A line about the difference of two results, or None if they agree."""
-    a, b = one.result, other.result
     if a.shape != b.shape:
         return f"{one} against {other}: shape {a.shape} against {b.shape}"
-    if a.dtype != b.dtype and ["float64"] not in (one.ways, other.ways):
+    if a.dtype != b.dtype and "float64" not in (one, other):
         return f"{one} against {other}: dtype {a.dtype} against {b.dtype}"
     error, size = _distance_and_size(a, b)
-    wrong = a != b
-    if jnp.issubdtype(a.dtype, jnp.inexact):
-        absolute = tolerance.relative * max(map(_largest, (a, b))) if tolerance.absolute is None else tolerance.absolute
-        wrong = error > absolute + tolerance.noise + tolerance.relative * size
+    wrong = error > allowed(a, b, size) if jnp.issubdtype(a.dtype, jnp.inexact) else a != b
     if not wrong.any():
         return None
     index = tuple(int(i) for i in np.unravel_index(np.argmax(np.where(wrong, error, -1)), error.shape))

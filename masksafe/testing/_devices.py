@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe.testing import _primitives
+from masksafe.testing._rules import names
+
+SUMS = names("psum psum_invariant")
+# Here each element that a device receives comes from elements at the same index.
+ELEMENTWISE = SUMS | names("pmax pmin ppermute")
+EXCHANGES = ELEMENTWISE | names("""
+    all_gather all_gather_invariant all_gather_reduced all_to_all axis_index reduce_scatter unreduced_psum
+    unreduced_reduce_scatter
+""")
 
 
 class Device:
@@ -23,8 +31,8 @@ class Device:
     def part(self, shape: tuple[int, ...], spec: Sequence[Any]) -> tuple[slice, ...]:
         """The slices of the device's part of an array of `shape` that is split according to `spec`."""
         slices = []
-        for size, names in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
-            axes = [a for a in ((names,) if isinstance(names, str) else names or ()) if a in self._sizes]
+        for size, entry in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
+            axes = [a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in self._sizes]
             number = functools.reduce(lambda n, a: n * self._sizes[a] + int(self._place[a]), axes, 0)
             length = size // math.prod(self._sizes[a] for a in axes)
             slices.append(slice(number * length, (number + 1) * length))
@@ -40,51 +48,36 @@ def mesh_axes(params: dict[str, Any]) -> dict[str, int]:
 class Exchange:
     """An equation with names of mesh axes: takes an operand from each device, and gives each device a result."""
 
+    kind = "exchange"
+
     def __init__(self, equation: Any, sizes: dict[str, int]) -> None:
         self.name: str = equation.primitive.name
-        self._primitive, self._params = equation.primitive, equation.params
-        self._sizes = sizes
-        self._has_operand = bool(equation.invars)
+        self.is_elementwise = self.name in ELEMENTWISE
+        self.num_devices = math.prod(sizes.values())
+        self._primitive, self._params, self._sizes = equation.primitive, equation.params, sizes
 
     def __call__(self, *arrays: Any) -> list[Any]:
         shape = tuple(self._sizes.values())
-        if self._has_operand:
-            stacked = jnp.stack(arrays).reshape(*shape, *arrays[0].shape)
-            results = self._vmap_over_mesh(self._exchange_one)(stacked)
-        else:
-            results = self._vmap_over_mesh(lambda _: self._exchange_one())(jnp.zeros(shape))
+        over_mesh = lambda x: self._on_a_device(x) if arrays else self._on_a_device()  # noqa: E731
+        for name in reversed(self._sizes):
+            over_mesh = jax.vmap(over_mesh, axis_name=name)
+        stacked = jnp.stack(arrays).reshape(*shape, *arrays[0].shape) if arrays else jnp.zeros(shape)
+        results = over_mesh(stacked)
         return list(results.reshape(-1, *results.shape[len(shape) :]))
 
-    def connects(self, i: int, k: int) -> bool:
-        """Whether the elements that device k gets depend on those of device i at the same index."""
-        return bool(self._connections[i, k])
-
-    @property
-    def is_elementwise(self) -> bool:
-        return self.name in _primitives.ELEMENTWISE_EXCHANGES
-
-    @functools.cached_property
-    def _connections(self) -> np.ndarray:
-        n = math.prod(self._sizes.values())
-        connected = np.zeros((n, n), bool)
-        for base in (0.0, 1.0):  # 0 shows the connections of a maximum, 1 those of a minimum
-            usual = np.array(self(*np.full(n, base, np.float32)))
-            for i in range(n):
-                changed = np.full(n, base, np.float32)
-                changed[i] = 1 - base
-                connected[i] |= np.array(self(*changed)) != usual
-        return connected
-
-    def _vmap_over_mesh(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        for name in reversed(self._sizes):
-            fn = jax.vmap(fn, axis_name=name)
-        return fn
-
-    def _exchange_one(self, *operand: Any) -> Any:
-        if (
-            self.name in _primitives.SUMS_OVER_DEVICES
-        ):  # the primitive requires types that only arrays in a shard_map have
-            groups = self._params.get("axis_index_groups")
-            return lax.psum(operand[0], self._params["axes"], axis_index_groups=groups)
+    def _on_a_device(self, *operand: Any) -> Any:
+        if self.name in SUMS:  # the primitive requires types that only arrays in a shard_map have
+            return lax.psum(operand[0], self._params["axes"], axis_index_groups=self._params.get("axis_index_groups"))
         results = self._primitive.bind(*operand, **self._params)
         return results[0] if self._primitive.multiple_results else results
+
+    @functools.cached_property
+    def connections(self) -> np.ndarray:
+        """Whether the elements that device k gets depend on those of device i at the same index, at `[i, k]`."""
+        connected = np.zeros((self.num_devices, self.num_devices), bool)
+        for base in (0.0, 1.0):  # 0 shows the connections of a maximum, 1 those of a minimum
+            usual = np.full(self.num_devices, base, np.float32)
+            for i in range(self.num_devices):
+                changed = np.where(np.arange(self.num_devices) == i, 1 - usual, usual)
+                connected[i] |= np.array(self(*changed)) != np.array(self(*usual))
+        return connected

@@ -1,5 +1,6 @@
 """Whether the masked elements of a function's arguments are gone."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -14,9 +15,6 @@ from masksafe.testing._trees import Tree, is_float, only_floats, random_like
 _OP = "assert_mask_safe"
 _Transform = Literal["eager", "jit", "vmap", "disable_jit"]
 _TRANSFORMS: tuple[_Transform, ...] = get_args(_Transform)
-_RANDOM = "random numbers"
-_MIXTURE = "a mixture of all kinds"
-_FIRST = "the first kind that an array can hold"
 
 
 def assert_mask_safe(
@@ -93,7 +91,7 @@ def assert_mask_safe(
     if not any(mask.any() for mask in jax.tree.leaves(masks)):
         raise ValueError(message(_OP, "masked", "nothing that is True", "True where an element is masked"))
     call = _Call(args, masks, garbage, rng)
-    call = call._replace(args=call.fill(masks, lambda x, mask: _harmless(x, mask, rng)))
+    call = call._replace(args=call.replaced(masks, lambda x, mask: _harmless(x, mask, rng)))
     _check_garbage(call)
     probe = _probe(fn, call.args, output_mask, order, rng)
     short_probe = _probe(fn, call.args, output_mask, min(order, 1), rng)
@@ -102,7 +100,7 @@ def assert_mask_safe(
         by_operation = transform == "disable_jit"
         run = _transformed(short_probe if by_operation else probe, transform)
         expected = run(call.args)
-        for filling in [_worst_filling(call)] if by_operation else _fillings(call):
+        for filling in [call.worst_filling()] if by_operation else call.fillings():
             _assert_gone(run(filling.args), expected, call, filling, transform)
     if empty is not None:
         _assert_nothing_is_left(_probe(fn, empty, output_mask, min(order, 1), rng), call, empty)
@@ -112,7 +110,7 @@ def assert_mask_safe(
 
 
 class _Quantity(NamedTuple):
-    order: int  # the first field: JAX sorts the keys of a dictionary, and values belong before derivatives
+    number: int  # the first field: JAX sorts the keys of a dictionary, and values belong before derivatives
     derivative: str
     argument: int | None
 
@@ -148,15 +146,15 @@ def _probe(
         values = jax.tree.map(lambda out, keep: jnp.where(keep, out, jnp.zeros_like(out)), fn(*args), kept)
         quantities: Quantities = {_Quantity(0, "value", None): values}
         chosen = [jax.tree.map(jnp.asarray, only_floats(args[i])) for i in floats]
-        derivatives: dict[tuple[int, str], list[Tree]] = {}
+        derivatives: list[tuple[str, list[Tree]]] = []
         if order >= 1:
-            derivatives[1, "gradient"] = jax.grad(combination)(chosen)
+            derivatives += [("gradient", jax.grad(combination)(chosen))]
         if order >= 2:
             tangents = jax.tree.map(lambda x, v: jnp.asarray(v, x.dtype), chosen, directions)
             forward = jax.jvp(jax.grad(combination), (chosen,), (tangents,))[1]
-            derivatives[2, "Hessian-vector product (forward over reverse)"] = forward
-            derivatives[2, "Hessian-vector product (reverse over reverse)"] = jax.grad(slope)(chosen)
-        for (n, name), trees in derivatives.items():
+            derivatives += [("Hessian-vector product (forward over reverse)", forward)]
+            derivatives += [("Hessian-vector product (reverse over reverse)", jax.grad(slope)(chosen))]
+        for n, (name, trees) in enumerate(derivatives, 1):
             quantities |= {_Quantity(n, name, i): tree for i, tree in zip(floats, trees, strict=True)}
         return quantities
 
@@ -165,10 +163,7 @@ def _probe(
 
 def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
     """Where each output is to be compared."""
-    if output_mask is None:
-        output_mask = np.False_
-    if jax.tree_util.treedef_is_leaf(jax.tree.structure(output_mask)):
-        output_mask = jax.tree.map(lambda _: output_mask, outputs)
+    output_mask = jax.tree.broadcast(np.False_ if output_mask is None else output_mask, outputs)
     kept = jax.tree.map(lambda out, mask: ~_expanded(mask, out.shape, "output_mask"), outputs, output_mask)
     if all(mask.size and not mask.any() for mask in jax.tree.leaves(kept)):
         raise ValueError(message(_OP, "output_mask", "nothing that is False", "False where the output is compared"))
@@ -177,25 +172,28 @@ def _kept_outputs(outputs: Tree, output_mask: Tree) -> Tree:
 
 def _transformed(probe: Callable[..., Quantities], transform: str) -> Callable[[tuple[Any, ...]], Quantities]:
     """`probe` as a function of a tuple of arguments, run under a transform of JAX; it returns NumPy arrays."""
-
-    def run_twice(*args: Any) -> Quantities:
-        return jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))
-
-    def run_by_operation(*args: Any) -> Quantities:
-        with jax.disable_jit():
-            return probe(*args)
-
     ways: dict[str, Callable[..., Quantities]] = {
         "eager": probe,
         "jit": jax.jit(probe),
-        "vmap": jax.jit(run_twice),
-        "disable_jit": run_by_operation,
+        "vmap": jax.jit(lambda *args: jax.vmap(probe)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), args))),
+        "disable_jit": jax.disable_jit()(probe),
     }
     as_jax = lambda leaf: jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf  # noqa: E731
     return lambda args: jax.tree.map(np.asarray, ways[transform](*jax.tree.map(as_jax, args)))
 
 
 # Filling the masks.
+
+
+class _Filling(NamedTuple):
+    """Arguments with garbage under the masks of some of them."""
+
+    filled: Sequence[int]
+    garbage: str
+    args: tuple[Any, ...]
+
+
+Kinds = dict[str, np.ndarray]  # arrays of garbage, by name
 
 
 class _Call(NamedTuple):
@@ -206,18 +204,58 @@ class _Call(NamedTuple):
     garbage: Sequence[float] | None
     rng: np.random.Generator
 
-    def fill(self, arguments: Iterable[int], fill: Callable[[Any, np.ndarray], Any]) -> tuple[Any, ...]:
-        """All arguments, with `fill` applied to the leaves of some of them and their masks."""
-        new = {i: jax.tree.map(fill, self.args[i], self.masks[i]) for i in arguments}
+    def masked_leaves(self) -> list[Any]:
+        masks, leaves = (jax.tree.leaves({i: trees[i] for i in self.masks}) for trees in (self.masks, self.args))
+        return [leaf for leaf, mask in zip(leaves, masks, strict=True) if mask.any()]
+
+    def replaced(self, arguments: Iterable[int], replace: Callable[[Any, np.ndarray], Any]) -> tuple[Any, ...]:
+        """All arguments, with `replace` applied to the leaves of some of them and their masks."""
+        new = {i: jax.tree.map(replace, self.args[i], self.masks[i]) for i in arguments}
         return _trees.replace_arguments(self.args, new)
 
+    def fillings(self) -> Iterator[_Filling]:
+        """Every way to fill the masks: with each garbage in one argument at a time, with a mixture in all at once."""
+        for i in self.masks:
+            for kind in dict.fromkeys(kind for leaf in jax.tree.leaves(self.args[i]) for kind in self.kinds(leaf)):
+                yield self._filling([i], kind, operator.methodcaller("get", kind))
+        yield self._filling([*self.masks], "a mixture of all kinds", self._mixture)
 
-class _Filling(NamedTuple):
-    """Arguments with garbage under their masks."""
+    def worst_filling(self) -> _Filling:
+        """All masks filled with the first garbage of each dtype."""
+        names = dict.fromkeys(kind for leaf in self.masked_leaves() for kind in [*self.kinds(leaf)][:1])
+        return self._filling([*self.masks], ", ".join(names), lambda kinds: next(iter(kinds.values())))
 
-    argument: int | None  # the one that is filled; None means all masked arguments at once
-    garbage: str
-    args: tuple[Any, ...]
+    def _filling(self, arguments: Sequence[int], name: str, choose: Callable[[Kinds], np.ndarray | None]) -> _Filling:
+        def fill(leaf: np.ndarray, mask: np.ndarray) -> np.ndarray:
+            kinds = self.kinds(leaf)
+            chosen = choose(kinds) if kinds else None  # a dtype may have no such garbage
+            return leaf if chosen is None else np.where(mask, chosen, leaf)
+
+        return _Filling(arguments, name, self.replaced(arguments, fill))
+
+    def _mixture(self, kinds: Kinds) -> np.ndarray:
+        arrays = np.stack([*kinds.values()])
+        drawn = self.rng.integers(len(arrays), size=arrays.shape[1:])
+        return np.asarray(arrays[(drawn, *np.indices(drawn.shape))])
+
+    def kinds(self, leaf: Any) -> Kinds:
+        """The garbage that an array of this dtype can hold."""
+        drawn: np.ndarray
+        if leaf.dtype == np.bool_:
+            values: Sequence[float] = (False, True)
+            drawn = self.rng.integers(2, size=leaf.shape)
+        elif is_float(leaf):
+            extremes = jnp.finfo(leaf.dtype)
+            usual = (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
+            values = usual if self.garbage is None else self.garbage
+            drawn = self.rng.normal(scale=100.0, size=leaf.shape)
+        else:
+            least, largest = int(jnp.iinfo(leaf.dtype).min), int(jnp.iinfo(leaf.dtype).max)
+            chosen = (least, largest, -1, -100, 0) if self.garbage is None else self.garbage
+            values = [int(v) for v in chosen if np.isfinite(v) and v == int(v) and least <= v <= largest]
+            drawn = self.rng.integers(least, largest, leaf.shape, dtype=leaf.dtype, endpoint=True)
+        kinds = {str(value): np.full(leaf.shape, np.asarray(value).astype(leaf.dtype)) for value in values}
+        return kinds | {"random numbers": drawn.astype(leaf.dtype)} if self.garbage is None else kinds
 
 
 def _expanded(mask: Any, shape: tuple[int, ...], argument: str) -> np.ndarray:
@@ -239,71 +277,6 @@ def _harmless(leaf: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarr
     return filled
 
 
-def _fillings(call: _Call) -> Iterator[_Filling]:
-    """Every way to fill the masks: with each garbage in one argument at a time, with a mixture in all at once."""
-    for i in call.masks:
-        leaves = jax.tree.leaves(call.args[i])
-        for name in dict.fromkeys(name for leaf in leaves for name in _kinds(leaf, call.garbage)):
-            yield _Filling(i, name, _filled(call, [i], name))
-    yield _Filling(None, _MIXTURE, _filled(call, call.masks, _MIXTURE))
-
-
-def _worst_filling(call: _Call) -> _Filling:
-    """All masks filled with the first garbage of each dtype."""
-    names = dict.fromkeys(next(iter(_kinds(leaf, call.garbage)), "") for leaf in _masked_leaves(call))
-    return _Filling(None, ", ".join(filter(None, names)), _filled(call, call.masks, _FIRST))
-
-
-def _filled(call: _Call, arguments: Iterable[int], kind: str) -> tuple[Any, ...]:
-    """The arguments with a kind of garbage; where a dtype has no such garbage, as they are."""
-
-    def fill(leaf: np.ndarray, mask: np.ndarray, name: str = kind) -> np.ndarray:
-        kinds = _kinds(leaf, call.garbage)
-        if name == _MIXTURE and kinds:
-            drawn = call.rng.integers(len(kinds), size=leaf.shape)
-            for n, other in enumerate(kinds):
-                leaf = fill(leaf, mask & (drawn == n), other)
-            return leaf
-        if name == _FIRST:
-            name = next(iter(kinds), "")
-        if name not in kinds:
-            return leaf
-        return np.where(mask, _random(leaf, call.rng) if name == _RANDOM else kinds[name], leaf)
-
-    return call.fill(arguments, fill)
-
-
-def _kinds(leaf: Any, garbage: Sequence[float] | None) -> dict[str, Any]:
-    """The garbage that an array of this dtype can hold, by name."""
-    if leaf.dtype == np.bool_:
-        candidates: Sequence[float] = (False, True)
-    elif is_float(leaf):
-        extremes = jnp.finfo(leaf.dtype)
-        usual = (np.nan, np.inf, -np.inf, float(extremes.max), float(extremes.min), 0.0)
-        candidates = usual if garbage is None else garbage
-    else:
-        limits = jnp.iinfo(leaf.dtype)
-        chosen = (int(limits.min), int(limits.max), -1, -100, 0) if garbage is None else garbage
-        candidates = [int(v) for v in chosen if np.isfinite(v) and v == int(v) and limits.min <= v <= limits.max]
-    named = {str(value): np.asarray(value).astype(leaf.dtype) for value in candidates}
-    return named | {_RANDOM: None} if garbage is None else named
-
-
-def _random(leaf: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    if leaf.dtype == np.bool_:
-        return rng.integers(2, size=leaf.shape).astype(bool)
-    if is_float(leaf):
-        return rng.normal(scale=100.0, size=leaf.shape).astype(leaf.dtype)
-    limits = jnp.iinfo(leaf.dtype)
-    drawn: np.ndarray = rng.integers(int(limits.min), int(limits.max), leaf.shape, dtype=leaf.dtype, endpoint=True)
-    return drawn
-
-
-def _masked_leaves(call: _Call) -> list[Any]:
-    masks, leaves = (jax.tree.leaves({i: trees[i] for i in call.masks}) for trees in (call.masks, call.args))
-    return [leaf for leaf, mask in zip(leaves, masks, strict=True) if mask.any()]
-
-
 # The assertions.
 
 
@@ -311,8 +284,7 @@ def _assert_gone(actual: Quantities, expected: Quantities, call: _Call, filling:
     __tracebackhide__ = True
     for quantity, tree in actual.items():
         for leak in (*_gradients_under_mask(quantity, tree, call), *_changes(tree, expected[quantity])):
-            filled = call.masks if filling.argument is None else [filling.argument]
-            arguments = "; ".join(_describe(i, call.args[i], call.masks[i]) for i in filled)
+            arguments = "; ".join(_describe(i, call.args[i], call.masks[i]) for i in filling.filled)
             raise AssertionError(
                 "A masked element is not gone.\n"
                 f"  argument:   {arguments}\n"
@@ -360,15 +332,15 @@ def _describe(i: int, arg: Tree, mask: Tree) -> str:
 
 
 def _assert_nothing_is_left(probe: Callable[..., Quantities], call: _Call, empty: tuple[Any, ...]) -> None:
-    """Of `empty`, where every element is masked of those arrays that have masked elements in the call."""
+    """Asserts that `empty` gives finite results, and that its arrays which the call masks influence nothing there."""
     __tracebackhide__ = True
     run = _transformed(probe, "jit")
     expected = run(empty)
     _assert_finite(expected)
     masks = {i: jax.tree.map(lambda x, m: np.full(np.shape(x), m.any()), empty[i], call.masks[i]) for i in call.masks}
     everything = call._replace(args=empty, masks=masks)
-    everything = everything._replace(args=everything.fill(masks, lambda x, _: np.asarray(x)))
-    filling = _worst_filling(everything)
+    everything = everything._replace(args=everything.replaced(masks, lambda x, _: np.asarray(x)))
+    filling = everything.worst_filling()
     try:
         _assert_gone(run(filling.args), expected, everything, filling, "jit")
     except AssertionError as error:
@@ -411,7 +383,7 @@ def _check_arguments(
 
 
 def _check_garbage(call: _Call) -> None:
-    masked = _masked_leaves(call)
-    if not any(_kinds(leaf, call.garbage) for leaf in masked):
+    masked = call.masked_leaves()
+    if not any(call.kinds(leaf) for leaf in masked):
         dtypes = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in masked))
         raise ValueError(message(_OP, "garbage", f"{list(call.garbage or ())}", f"numbers that {dtypes} can hold"))

@@ -9,7 +9,7 @@ import functools
 import itertools
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from masksafe.testing._trees import as_double, is_float, only_floats, replace_fl
 
 Function = Callable[..., dict[str, Any]]
 Transform = Callable[[Function], Function]
-Results = Iterator[tuple[str, dict[str, Any]]]  # by the name of the way, "" if it is that of the mode
+Results = Iterable[tuple[str, dict[str, Any]]]  # by the name of the way, "" if it is that of the mode
 
 
 class Mode(NamedTuple):
@@ -30,10 +30,6 @@ class Mode(NamedTuple):
     is_derived: bool = False  # whether it differentiates the function
     has_many_ways: bool = False  # whether one mode alone may yield results to compare
     before_gradient: Transform = lambda fn: fn  # what it does to a function before that is differentiated
-
-
-def _op_by_op(fn: Function, arrays: list[Any]) -> Results:
-    yield "", fn(*arrays)
 
 
 def _eager(fn: Function, arrays: list[Any]) -> Results:
@@ -81,15 +77,6 @@ def _jvp(fn: Function, arrays: list[Any]) -> Results:
     yield "", outputs
 
 
-def _transposed(fn: Function, arrays: list[Any]) -> Results:
-    run_transposed = jax.jit(lambda *transposed: fn(*(a.T for a in transposed)))
-    yield "", run_transposed(*(a.T for a in arrays))
-
-
-def _strided(fn: Function, arrays: list[Any]) -> Results:
-    yield "", jax.jit(fn)(*(_strided_copy(np.asarray(a)) for a in arrays))
-
-
 def _strided_copy(array: np.ndarray) -> np.ndarray:
     """The same values, in every other place of a larger array in Fortran order."""
     every_other = tuple(slice(None, None, 2) for _ in array.shape)
@@ -132,10 +119,8 @@ def _sharded(fn: Function, arrays: list[Any]) -> Results:
 
 
 def _split(mesh: Mesh, array: np.ndarray, axis: int) -> NamedSharding:
-    if array.ndim == 0 or array.shape[axis] % mesh.size:
-        return NamedSharding(mesh, PartitionSpec())
-    spec: list[str | None] = [None] * array.ndim
-    spec[axis] = "devices"
+    divides = array.ndim > 0 and array.shape[axis] % mesh.size == 0
+    spec = ["devices" if divides and n == axis % array.ndim else None for n in range(array.ndim)]
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
@@ -158,7 +143,7 @@ def _float64(fn: Function, arrays: list[Any]) -> Results:
 
 
 MODES = {
-    "op by op": Mode(_op_by_op),
+    "op by op": Mode(lambda fn, arrays: [("", fn(*arrays))]),
     "eager": Mode(_eager),
     "jit": Mode(_jit),
     "vmap": Mode(functools.partial(_in_batch, jax.vmap, 0)),
@@ -167,8 +152,8 @@ MODES = {
     "value_and_grad": Mode(_value_and_grad, is_derived=True),
     "jvp": Mode(_jvp, is_derived=True),
     "checkpoint": Mode(_jit, before_gradient=jax.checkpoint),
-    "transposed": Mode(_transposed),
-    "strided": Mode(_strided),
+    "transposed": Mode(lambda fn, arrays: _jit(lambda *a: fn(*(x.T for x in a)), [x.T for x in arrays])),
+    "strided": Mode(lambda fn, arrays: _jit(fn, [_strided_copy(x) for x in _on_host(arrays)])),
     "donated": Mode(_donated),
     "disk": Mode(_disk),
     "devices": Mode(_devices, has_many_ways=True),

@@ -19,9 +19,9 @@ import numpy as np
 import masksafe
 from masksafe._core.arguments import as_array, message
 from masksafe._core.call_site import is_of_user
-from masksafe.testing import _primitives
 from masksafe.testing._blame import Blame, blame
-from masksafe.testing._replay import Operation, Replay, Step, Value, frames_of, place_of
+from masksafe.testing._replay import Operation, Replay, Value, frames_of, place_of
+from masksafe.testing._rules import names
 from masksafe.testing._trees import check_addressable, first_index, is_float, only_floats, replace_floats
 
 _MASKSAFE = f"{Path(masksafe.__file__).parent}{os.sep}"
@@ -168,8 +168,9 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
       primitive.
     """
     check_addressable("nonfinite_report", args=args)
-    names = iter(_names(args))
-    args = jax.tree.map(lambda leaf: as_array("nonfinite_report", f"args{next(names)}", leaf), args)
+    args = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: as_array("nonfinite_report", f"args{jax.tree_util.keystr(path)}", leaf), args
+    )
     if grad:
         fn, args = _gradient(fn, args), (only_floats(args),)
     program, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
@@ -211,26 +212,26 @@ def _gradient(fn: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[Any], 
 
 
 def _describe_source(found: Blame) -> NonfiniteSource:
-    step, result = found.step, np.asarray(found.step.outputs[found.k].array)
-    index, op = first_index(found.mask), _op_of(step)
-    is_elementwise = step.operation.name in _primitives.ELEMENTWISE
+    value, result = found.value, np.asarray(found.value.array)
+    index, op = first_index(found.mask), _op_of(value)
+    is_elementwise = value.operation.kind == "elementwise"
     return NonfiniteSource(
-        primitive=step.operation.name,
-        place=place_of(step.callers),
+        primitive=value.operation.name,
+        place=place_of(value.callers),
         result=_kind(result),
         count=int(found.mask.sum()),
         index=index,
         value=result[index].item(),
-        inputs=tuple(np.broadcast_to(v.array, result.shape)[index].item() for v in step.inputs if is_elementwise),
+        inputs=tuple(np.broadcast_to(v.array, result.shape)[index].item() for v in value.inputs if is_elementwise),
         note=_note(found, op),
         inside_of=f"masksafe.{'losses.' if hasattr(masksafe.losses, op.__name__) else ''}{op.__name__}" if op else "",
     )
 
 
 def _note(found: Blame, op: Callable[..., Any] | None) -> str:
-    if isinstance(found.step.operation, Operation) and found.step.operation.hides_a_program:
+    if isinstance(found.value.operation, Operation) and found.value.operation.hides_a_program:
         return "what is inside of it was not looked into"
-    is_written = found.is_constant and any(v.is_constant and v.is_bad for v in found.step.inputs)
+    is_written = found.is_constant and any(v.is_constant and v.is_bad for v in found.value.inputs)
     if op is None or not is_written:
         return ""
     written = f"{op.__name__} writes it on purpose"
@@ -240,25 +241,16 @@ def _note(found: Blame, op: Callable[..., Any] | None) -> str:
 
 
 # The losses whose labels are numbers of classes.
-OF_LABELS = frozenset(
-    [
-        "ctc_loss",
-        "ctc_loss_with_forward_probs",
-        "linear_log_probs",
-        "linear_softmax_cross_entropy",
-        "log_probs",
-        "multiclass_hinge_loss",
-        "multiclass_perceptron_loss",
-        "multiclass_sparsemax_loss",
-        "softmax_cross_entropy_with_integer_labels",
-    ]
-)
+OF_LABELS = names("""
+    ctc_loss ctc_loss_with_forward_probs linear_log_probs linear_softmax_cross_entropy log_probs multiclass_hinge_loss
+    multiclass_perceptron_loss multiclass_sparsemax_loss softmax_cross_entropy_with_integer_labels
+""")
 
 
-def _op_of(step: Step) -> Callable[..., Any] | None:
-    """The public op of masksafe that made the step, or None if the user's own code made it."""
+def _op_of(value: Value) -> Callable[..., Any] | None:
+    """The public op of masksafe that made the value, or None if the user's own code made it."""
     op = None
-    for frame in frames_of(step.callers):
+    for frame in frames_of(value.callers):
         if is_of_user(frame.file_name):
             break
         name = frame.function_name.partition(".")[0]

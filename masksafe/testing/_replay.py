@@ -6,7 +6,7 @@ scan or a while, the solver of a custom_linear_solve, every device of a shard_ma
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,30 +17,72 @@ from jax.extend import core
 from masksafe._core import programs
 from masksafe._core.call_site import is_of_user
 from masksafe._core.sharding import is_random_key
-from masksafe.testing import _primitives
-from masksafe.testing._devices import Device, Exchange, mesh_axes
+from masksafe.testing._decisions import NOTHING, find_decided
+from masksafe.testing._devices import EXCHANGES, Device, Exchange, mesh_axes
+from masksafe.testing._rules import KINDS, names
 
-UNKNOWN_PLACE = "an unknown line"
+# Primitives that only run the program in one of their parameters, and the names of that parameter.
+CALLS = names("call closed_call custom_jvp_call custom_vjp_call custom_vmap_call jit remat2")
+_PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr", "call")
+# Those whose program only combines two numbers: beginnings of names.
+_COMBINING = ("reduce", "scatter", "select_and_")
+# Those that only change the mesh axes over which an array in a shard_map is said to vary.
+RETYPINGS = names("pbroadcast pvary reduced_vary_cast vary_unreduced_cast")
+# Those that move an array between devices.
+PLACEMENTS = names("device_put reshard sharding_constraint")
+# They pass on a NaN that the program wrote as one that it wrote.
+ARITHMETIC = names("add div mul sub")
+
+
+Callers = tuple[Any, ...]  # an equation and those that called it, the innermost first
 
 
 class Value:
-    """An array that the program computes, compared by identity."""
+    """An array that the program has, compared by identity: result `k` of an operation, unless it was there before."""
 
-    def __init__(self, array: Any, is_written: bool = False) -> None:
-        self.array = array
-        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
+    is_constant: bool  # a number in the program, or computed only from such
+    is_discrete: bool  # not of floats, or computed only from discrete values
+
+    def __init__(
+        self,
+        array: Any,
+        operation: Any = None,
+        inputs: Any = (),
+        callers: Any = (),
+        k: int = 0,
+        is_written: bool = False,
+    ) -> None:
+        self.array, self.operation, self.callers, self.k = array, operation, callers, k
+        self.inputs: Sequence[Value] = inputs
         self.is_written = is_written
-        self.is_constant = is_written and array.ndim == 0  # or computed only from constants
-        inexact = jnp.issubdtype(array.dtype, jnp.inexact)
-        self.is_discrete = not inexact or self.is_constant  # or computed only from discrete values
-        self.bad = ~np.asarray(jnp.isfinite(array)) if inexact else np.zeros(array.shape, bool)
-        self.is_bad = bool(inexact and self.bad.any())
-        # Whether the program writes a NaN in place of the whole value, or computes it from such a NaN.
-        self.is_written_nan = self.is_constant and self.is_bad and bool(self.nan)
+        self.is_captured = is_written and array.ndim > 0  # an array from the function's closure
+        is_inexact, is_number = jnp.issubdtype(array.dtype, jnp.inexact), is_written and array.ndim == 0
+        self.bad = ~np.asarray(jnp.isfinite(array)) if is_inexact else np.zeros(array.shape, bool)
+        self.is_bad = bool(is_inexact and self.bad.any())
+        of_constants = operation is not None and operation.kind != "exchange" and all(v.is_constant for v in inputs)
+        of_discrete = operation is not None and all(v.is_discrete for v in inputs)
+        self.is_constant = is_number or (of_constants and not self._is_made_bad())
+        self.is_discrete = not is_inexact or is_number or of_discrete
+        self.is_written_nan = self.is_bad and self._is_written_nan()
+        # Which elements have their value because others are bad.
+        self.decided = NOTHING if operation is None else find_decided(self)
 
     @functools.cached_property
     def nan(self) -> np.ndarray:
         return np.asarray(jnp.isnan(self.array)) if self.is_bad else self.bad
+
+    def _is_made_bad(self) -> bool:
+        if self.nan.any():
+            return not any(v.nan.any() for v in self.inputs)
+        return self.is_bad and not any(v.is_bad for v in self.inputs)
+
+    def _is_written_nan(self) -> bool:
+        """Whether the program writes a NaN in place of the whole value, or computes it from such a NaN."""
+        if self.operation is None:
+            return self.is_constant and bool(self.nan.all())
+        if len(self.inputs) > 1 and self.operation.name in ARITHMETIC:
+            return any(v.is_written_nan for v in self.inputs)
+        return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(self.nan.all())
 
 
 class Operation:
@@ -48,160 +90,126 @@ class Operation:
 
     def __init__(self, equation: Any, in_shard_map: bool) -> None:
         self.name: str = equation.primitive.name
+        self.kind = KINDS.get(self.name, "other")
         # The types of arrays in a shard_map name a mesh that a replay does not have.
         left_out = (jax.sharding.Sharding,) if in_shard_map else ()
         self.params = {name: None if isinstance(p, left_out) else p for name, p in equation.params.items()}
         self._primitive = equation.primitive
-        self._derivatives: dict[tuple[int, int, bool], Callable[..., Any]] = {}
 
-    def __call__(self, *arrays: Any, **params: Any) -> list[Any]:
-        results = self._primitive.bind(*arrays, **self._primitive.get_bind_params(self.params | params))
-        return list(results) if self._primitive.multiple_results else [results]
+    def __call__(self, *arrays: Any) -> list[Any]:
+        return _bound(self._primitive, arrays, self.params)
 
     @property
     def hides_a_program(self) -> bool:
         """Whether the equation runs a program that is not replayed."""
-        return _primitives.has_program(self.params) and not self.name.startswith(_primitives.COMBINING)
+        return any(True for _ in core.jaxprs_in_params(self.params)) and not self.name.startswith(_COMBINING)
 
     def derivative(self, k: int, i: int, *, is_ahead: bool) -> Callable[..., Any]:
         """The function from a tangent of operand i to that of output k, at `arrays`; back, of a cotangent."""
-        # The operands may be floats instead of integers.
-        of_integers = not jnp.issubdtype(self.params.get("preferred_element_type") or jnp.float32, jnp.inexact)
-        params = {"preferred_element_type": None} if of_integers else {}
-
-        def derivative(along: Any, *arrays: Any) -> Any:
-            fn = lambda x: self(*arrays[:i], x, *arrays[i + 1 :], **params)[k]  # noqa: E731
-            if is_ahead:
-                return jax.jvp(fn, (arrays[i],), (along,))[1]
-            return jax.vjp(fn, arrays[i])[1](along)[0]
-
-        return self._derivatives.setdefault((k, i, is_ahead), jax.jit(derivative))
+        params = self.params
+        if not jnp.issubdtype(params.get("preferred_element_type") or jnp.float32, jnp.inexact):
+            params = params | {"preferred_element_type": None}  # for operands that are floats instead of integers
+        return _derivative(self._primitive, tuple(params.items()), k, i, is_ahead)
 
 
-class Part(NamedTuple):
-    """Taking a part of an array: a slice, as a scan does with its inputs, or what a device of a shard_map holds."""
+@functools.lru_cache(maxsize=1024)  # the same operation in each layer is compiled once
+def _derivative(
+    primitive: Any, params: tuple[tuple[str, Any], ...], k: int, i: int, is_ahead: bool
+) -> Callable[..., Any]:
+    def derivative(along: Any, *arrays: Any) -> Any:
+        fn = lambda x: _bound(primitive, [*arrays[:i], x, *arrays[i + 1 :]], dict(params))[k]  # noqa: E731
+        if is_ahead:
+            return jax.jvp(fn, (arrays[i],), (along,))[1]
+        return jax.vjp(fn, arrays[i])[1](along)[0]
 
-    name: str
-    at: Any
-
-    def __call__(self, array: Any) -> list[Any]:
-        if self.name == "scan":
-            return [array[self.at]]
-        if is_random_key(array):  # NumPy does not know them
-            return [jax.device_put(array, min(array.devices(), key=lambda device: device.id))[self.at]]
-        return [jnp.asarray(np.asarray(array)[self.at])]
-
-
-class Gathered(NamedTuple):
-    """Gathering an array of parts at `places`: the slices of a scan's output, or the parts that devices hold."""
-
-    name: str
-    array: Any
-    places: Sequence[Any]
-
-    def __call__(self, *parts: Any) -> list[Any]:
-        return [self.array]
+    return jax.jit(derivative)
 
 
-class Choice(NamedTuple):
-    """Choosing a value because of the first operand: the branch of a cond, or the end of a while."""
+def _bound(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> list[Any]:
+    results = primitive.bind(*operands, **primitive.get_bind_params(params))
+    return list(results) if primitive.multiple_results else [results]
+
+
+class Structure(NamedTuple):
+    """What a replay does beside equations, with whole arrays or parts of them, by kind.
+
+    "part": taking the part `at` of an array, such as the slice of a step of a scan, or what a device of a shard_map
+    holds; "gathered": putting parts together, each at one of the places `at`; "choice": choosing a value because of the
+    first operand, as a cond chooses a branch, and a while its end.
+    """
 
     name: str
-
-    def __call__(self, predicate: Any, array: Any) -> list[Any]:
-        return [array]
-
-
-class Step:
-    """One run of an operation; `callers` are its equation and those that called it, the innermost first."""
-
-    def __init__(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> None:
-        self.operation = operation
-        self.inputs = inputs
-        self.callers = callers
-        self.outputs = [Value(array) for array in operation(*(value.array for value in inputs))]
-        is_constant = not isinstance(operation, Exchange) and all(v.is_constant for v in inputs)
-        is_discrete = all(v.is_discrete for v in inputs)
-        for value in self.outputs:
-            value.is_constant = is_constant and not self._makes_bad(value)
-            value.is_discrete = value.is_discrete or is_discrete
-            value.is_written_nan = value.is_bad and self._is_written_nan(value)
-
-    def _makes_bad(self, value: Value) -> bool:
-        if value.nan.any():
-            return not any(v.nan.any() for v in self.inputs)
-        return value.is_bad and not any(v.is_bad for v in self.inputs)
-
-    def _is_written_nan(self, value: Value) -> bool:
-        if len(self.inputs) > 1 and self.operation.name in _primitives.ARITHMETIC:
-            return any(v.is_written_nan for v in self.inputs)
-        return len(self.inputs) == 1 and self.inputs[0].is_written_nan and bool(value.nan.all())
+    kind: str
+    at: Any = None
 
 
-def frames_of(callers: tuple[Any, ...]) -> Iterator[Any]:
+def frames_of(callers: Callers) -> Iterator[Any]:
     """The lines of code that led to an equation and its callers, the innermost first."""
     for equation in callers:
         traceback = equation.source_info.traceback
         yield from () if traceback is None else traceback.frames
 
 
-def place_of(callers: tuple[Any, ...]) -> str:
+def place_of(callers: Callers) -> str:
     """The innermost of these lines that is neither masksafe's nor JAX's."""
     for frame in frames_of(callers):
         if is_of_user(frame.file_name):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
-    return UNKNOWN_PLACE
+    return "an unknown line"
 
 
-def _is_in_shard_map(callers: tuple[Any, ...]) -> bool:
-    return any(caller.primitive.name == "shard_map" for caller in callers[1:])
+def _shard_map_of(callers: Callers) -> Any:
+    """The equation of the shard_map in which the innermost caller is, or None."""
+    return next((caller for caller in callers[1:] if caller.primitive.name == "shard_map"), None)
 
 
-# The replay of a program yields what its device sends to others (the equation, its callers and its operands), and gets
-# what the device receives.
-_Sent = tuple[Any, tuple[Any, ...], list[Value]]
-_Exchanging = Generator[_Sent, list[Value], list[Value]]
+Values = list[Value]
 
 
 class Replay:
-    """The steps of a program with their values, and its outputs."""
+    """The values of a program in the order in which they are computed, and its outputs.
+
+    An equation is run for several devices at once, those of a shard_map; elsewhere for one. Inputs and outputs are
+    lists, with the values of each device.
+    """
 
     def __init__(self, program: Any, arguments: Sequence[Value]) -> None:
-        self.steps: list[Step] = []
-        self._operations: dict[int, Operation] = {}
-        self._exchanges: dict[int, Exchange] = {}
-        self.outputs = _run_to_end(self._replay_program(program, arguments, ()))
+        self.values: list[Value] = []
+        self._operations: dict[int, Any] = {}
+        (self.outputs,) = self._program(program, [[*arguments]], ())
 
-    def _replay_program(self, program: Any, arguments: Sequence[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _program(self, program: Any, arguments: list[Values], callers: Callers) -> list[Values]:
         jaxpr, consts = programs.open_program(program)
         captured = [Value(jnp.asarray(c), is_written=True) for c in consts]
-        values: dict[Any, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*captured, *arguments], strict=True))
+        variables = [*jaxpr.constvars, *jaxpr.invars]
+        known = [dict(zip(variables, [*captured, *of_device], strict=True)) for of_device in arguments]
 
-        def read(atom: Any) -> Value:
+        def read(values: dict[Any, Value], atom: Any) -> Value:
             if isinstance(atom, core.Literal):
                 return Value(jnp.asarray(atom.val, getattr(atom.aval, "dtype", None)), is_written=True)
             return values[atom]
 
         for equation in jaxpr.eqns:
-            inputs = [read(atom) for atom in equation.invars]
-            outputs = yield from self._replay_equation(equation, inputs, (equation, *callers))
-            values |= dict(zip(equation.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            inputs = [[read(values, atom) for atom in equation.invars] for values in known]
+            outputs = self._equation(equation, inputs, (equation, *callers))
+            for values, results in zip(known, outputs, strict=True):
+                values |= dict(zip(equation.outvars, results, strict=True))
+        return [[read(values, atom) for atom in jaxpr.outvars] for values in known]
 
-    def _replay_equation(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _equation(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         name, params = equation.primitive.name, equation.params
         if name in _STRUCTURES:
-            return (yield from _STRUCTURES[name](self, equation, inputs, callers))
-        if name in _primitives.CALLS:
-            program = next(params[key] for key in _primitives.PROGRAMS if key in params)
-            return (yield from self._replay_program(program, inputs, callers))
-        if name in _primitives.RETYPINGS or (name in _primitives.PLACEMENTS and _is_in_shard_map(callers)):
+            return _STRUCTURES[name](self, equation, inputs, callers)
+        if name in CALLS:
+            return self._program(next(params[key] for key in _PROGRAMS if key in params), inputs, callers)
+        if name in RETYPINGS or (name in PLACEMENTS and _shard_map_of(callers)):
             return inputs
-        if name in _primitives.EXCHANGES:
-            return (yield equation, callers, inputs)
-        return self._run(self._operation(equation, callers), inputs, callers)
+        if name in EXCHANGES:
+            return self._exchange(equation, inputs, callers)
+        operation = self._operation(equation, callers)
+        return [self._run(operation, values, callers) for values in inputs]
 
-    def _operation(self, equation: Any, callers: tuple[Any, ...]) -> Operation:
+    def _operation(self, equation: Any, callers: Callers) -> Operation:
         if id(equation) not in self._operations:
             if any("Ref" in type(atom.aval).__name__ for atom in [*equation.invars, *equation.outvars]):
                 name, place = equation.primitive.name, place_of(callers)
@@ -209,138 +217,135 @@ class Replay:
                     f"nonfinite_report: fn uses a mutable reference ({name}, at {place}); "
                     "expected a function without them, which can be replayed."
                 )
-            self._operations[id(equation)] = Operation(equation, _is_in_shard_map(callers))
-        return self._operations[id(equation)]
+            self._operations[id(equation)] = Operation(equation, _shard_map_of(callers) is not None)
+        operation: Operation = self._operations[id(equation)]
+        return operation
 
-    def _run(self, operation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> list[Value]:
-        self.steps.append(Step(operation, inputs, callers))
-        return self.steps[-1].outputs
+    def _run(self, operation: Any, inputs: Values, callers: Callers) -> Values:
+        return self._note(operation, inputs, operation(*(value.array for value in inputs)), callers)
 
-    def _cond(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        index, *operands = inputs
-        outputs = yield from self._replay_program(equation.params["branches"][int(index.array)], operands, callers)
-        return self._run_choices("cond", index, outputs, callers)
+    def _note(self, operation: Any, inputs: Values, results: Sequence[Any], callers: Callers) -> Values:
+        outputs = [Value(array, operation, inputs, callers, k) for k, array in enumerate(results)]
+        self.values += outputs
+        return outputs
 
-    def _run_choices(self, name: str, index: Value, values: list[Value], callers: tuple[Any, ...]) -> list[Value]:
-        return [self._run(Choice(name), [index, value], callers)[0] for value in values]
+    def _choices(self, name: str, predicate: Value, values: Values, callers: Callers) -> Values:
+        choice = Structure(name, "choice")
+        return [self._note(choice, [predicate, value], [value.array], callers)[0] for value in values]
 
-    def _while(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _cond(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        outputs: dict[int, Values] = {}
+        for number, branch in enumerate(equation.params["branches"]):
+            there = [n for n, (index, *_) in enumerate(inputs) if int(index.array) == number]
+            results = self._program(branch, [inputs[n][1:] for n in there], callers) if there else []
+            outputs |= dict(zip(there, results, strict=True))
+        return [self._choices("cond", index, outputs[n], callers) for n, (index, *_) in enumerate(inputs)]
+
+    def _while(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         params = equation.params
         first_body_const = params["cond_nconsts"]
         first_carry = first_body_const + params["body_nconsts"]
-        condition_consts, body_consts = inputs[:first_body_const], inputs[first_body_const:first_carry]
-        carry = inputs[first_carry:]
-        while True:
-            (goes_on,) = yield from self._replay_program(params["cond_jaxpr"], condition_consts + carry, callers)
-            if not bool(goes_on.array):
-                return self._run_choices("while", goes_on, carry, callers)
-            carry = yield from self._replay_program(params["body_jaxpr"], [*body_consts, *carry], callers)
+        carries = {n: values[first_carry:] for n, values in enumerate(inputs)}
+        outputs: dict[int, Values] = {}
+        while carries:
+            arguments = [inputs[n][:first_body_const] + carry for n, carry in carries.items()]
+            conditions = self._program(params["cond_jaxpr"], arguments, callers)
+            for n, (goes_on,) in zip([*carries], conditions, strict=True):
+                if not bool(goes_on.array):
+                    outputs[n] = self._choices("while", goes_on, carries.pop(n), callers)
+            if carries:
+                arguments = [inputs[n][first_body_const:first_carry] + carry for n, carry in carries.items()]
+                carries = dict(zip(carries, self._program(params["body_jaxpr"], arguments, callers), strict=True))
+        return [outputs[n] for n in range(len(inputs))]
 
-    def _scan(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
+    def _scan(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
         program, length, is_reversed = (equation.params[name] for name in ("jaxpr", "length", "reverse"))
         # The last inputs and outputs are stacked over the steps. They are counted by their ranks, one more outside than
         # inside, since the names of the parameters that count them differ between versions of JAX.
         step, _ = programs.open_program(program)
-        num_xs = _count_stacked(equation.invars, step.invars)
-        num_ys = _count_stacked(equation.outvars, step.outvars)
-        num_carry = len(equation.outvars) - num_ys
-        first_carry = len(inputs) - num_xs - num_carry
-        consts, carry, xs = inputs[:first_carry], inputs[first_carry : -num_xs or None], inputs[len(inputs) - num_xs :]
-        ys: list[list[Value]] = []
+        num_carry = len(equation.outvars) - _count_stacked(equation.outvars, step.outvars)
+        first_x = len(equation.invars) - _count_stacked(equation.invars, step.invars)
+        consts = [values[: first_x - num_carry] for values in inputs]
+        carries = [values[first_x - num_carry : first_x] for values in inputs]
+        ys: list[list[Values]] = []  # by step and device
         for at in reversed(range(length)) if is_reversed else range(length):
-            slices = [self._run(Part("scan", at), [x], callers)[0] for x in xs]
-            results = yield from self._replay_program(program, [*consts, *carry, *slices], callers)
-            carry = results[:num_carry]
-            ys.append(results[num_carry:])
-        stacked = []
-        for n, var in enumerate(equation.outvars[num_carry:]):
-            column = [y[n] for y in (reversed(ys) if is_reversed else ys)]
-            if column:
+            part = Structure("scan", "part", at)
+            xs = [[self._note(part, [x], [x.array[at]], callers)[0] for x in values[first_x:]] for values in inputs]
+            arguments = [[*c, *carry, *x] for c, carry, x in zip(consts, carries, xs, strict=True)]
+            results = self._program(program, arguments, callers)
+            carries = [of_device[:num_carry] for of_device in results]
+            ys.append([of_device[num_carry:] for of_device in results])
+        ys, gathered = ys[::-1] if is_reversed else ys, Structure("scan", "gathered", range(length))
+        outputs = []
+        for n, carry in enumerate(carries):
+            stacked = [Value(jnp.zeros(var.aval.shape, var.aval.dtype)) for var in equation.outvars[num_carry:]]
+            for y, column in enumerate(zip(*(of_step[n] for of_step in ys), strict=True)):
                 array = jnp.stack([value.array for value in column])
-                stacked += self._run(Gathered("scan", array, range(length)), column, callers)
-            else:
-                stacked.append(Value(jnp.zeros(var.aval.shape, var.aval.dtype)))
-        return [*carry, *stacked]
-
-    def _linear_solve(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        lengths = equation.params["const_lengths"]
-        first = lengths.matvec + lengths.vecmat
-        solver_consts, rest = inputs[first : first + lengths.solve], inputs[first + lengths.solve :]
-        operands = [*solver_consts, *rest[lengths.transpose_solve :]]
-        return (yield from self._replay_program(equation.params["jaxprs"].solve, operands, callers))
-
-    def _shard_map(self, equation: Any, inputs: list[Value], callers: tuple[Any, ...]) -> _Exchanging:
-        """Replays the program of each device, or runs the equation whole if an exchange is not supported."""
-        yield from ()
-        operation, before = self._operation(equation, callers), len(self.steps)
-        arrays = operation(*(value.array for value in inputs))
-        sizes = mesh_axes(equation.params)
-        devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
-        try:
-            outputs = self._run_devices(equation, devices, inputs, callers)
-        except (NameError, NotImplementedError, TypeError, ValueError):
-            del self.steps[before:]
-            return self._run(operation, inputs, callers)
-        gathered = []
-        for array, spec, parts in zip(arrays, equation.params["out_specs"], zip(*outputs, strict=True), strict=True):
-            places = [device.part(array.shape, spec) for device in devices]
-            gathered += self._run(Gathered("shard_map", array, places), list(parts), callers)
-        return gathered
-
-    def _run_devices(
-        self, equation: Any, devices: Sequence[Device], inputs: list[Value], callers: tuple[Any, ...]
-    ) -> list[list[Value]]:
-        """The outputs of each device, all of which are replayed in step from exchange to exchange."""
-        in_specs, running = equation.params["in_specs"], []
-        for device in devices:
-            parts = [
-                Part("shard_map", device.part(v.array.shape, spec)) for v, spec in zip(inputs, in_specs, strict=True)
-            ]
-            operands = [self._run(part, [v], callers)[0] for part, v in zip(parts, inputs, strict=True)]
-            running.append(self._replay_program(equation.params["jaxpr"], operands, callers))
-        outputs: list[list[Value]] = []
-        received: list[Any] = [None] * len(devices)
-        while not outputs:
-            sent = []
-            for program, values in zip(running, received, strict=True):
-                try:
-                    sent.append(program.send(values))
-                except StopIteration as finished:
-                    outputs.append(finished.value)
-            if not outputs:
-                received = self._exchange(sent, mesh_axes(equation.params))
-        if len(outputs) < len(devices):
-            raise NotImplementedError("Some devices wait for others that are at the end.")
+                (stacked[y],) = self._note(gathered, [*column], [array], callers)
+            outputs.append(carry + stacked)
         return outputs
 
-    def _exchange(self, sent: Sequence[_Sent], sizes: dict[str, int]) -> list[list[Value]]:
-        """What each device receives after each has sent something."""
-        equation, callers, _ = sent[0]
-        if any(other is not equation for other, _, _ in sent):
-            raise NotImplementedError("Devices are at different places of the program.")
-        operation = self._exchanges.setdefault(id(equation), Exchange(equation, sizes))
-        operands = list(zip(*(values for _, _, values in sent), strict=True)) if equation.invars else [()]
-        received = [self._run(operation, list(values), callers) for values in operands]
-        return [list(by_device) for by_device in zip(*received, strict=True)]
+    def _linear_solve(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        lengths = equation.params["const_lengths"]
+        first = lengths.matvec + lengths.vecmat
+        last = first + lengths.solve
+        operands = [values[first:last] + values[last + lengths.transpose_solve :] for values in inputs]
+        return self._program(equation.params["jaxprs"].solve, operands, callers)
+
+    def _shard_map(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        return [self._devices(equation, values, callers) for values in inputs]
+
+    def _devices(self, equation: Any, inputs: Values, callers: Callers) -> Values:
+        """Replays the program on all devices, or runs the equation whole if an exchange is not supported."""
+        params, operation, before = equation.params, self._operation(equation, callers), len(self.values)
+        arrays = operation(*(value.array for value in inputs))
+        sizes = mesh_axes(params)
+        devices = [Device(sizes, number) for number in range(math.prod(sizes.values()))]
+        try:
+            specs = params["in_specs"]
+            operands = [
+                [self._part(v, d, spec, callers) for v, spec in zip(inputs, specs, strict=True)] for d in devices
+            ]
+            outputs = self._program(params["jaxpr"], operands, callers)
+        except (NameError, NotImplementedError, TypeError, ValueError):
+            del self.values[before:]
+            return self._run(operation, inputs, callers)
+        gathered = []
+        for array, spec, parts in zip(arrays, params["out_specs"], zip(*outputs, strict=True), strict=True):
+            places = [device.part(array.shape, spec) for device in devices]
+            gathered += self._note(Structure("shard_map", "gathered", places), [*parts], [array], callers)
+        return gathered
+
+    def _part(self, value: Value, device: Device, spec: Any, callers: Callers) -> Value:
+        """The part of a value that a device of a shard_map holds."""
+        array, at = value.array, device.part(value.array.shape, spec)
+        if is_random_key(array):  # NumPy does not know them
+            part = jax.device_put(array, min(array.devices(), key=lambda device: device.id))[at]
+        else:
+            part = jnp.asarray(np.asarray(array)[at])
+        return self._note(Structure("shard_map", "part", at), [value], [part], callers)[0]
+
+    def _exchange(self, equation: Any, inputs: list[Values], callers: Callers) -> list[Values]:
+        """What each device receives."""
+        shard_map = _shard_map_of(callers)
+        if shard_map is None:
+            raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
+        exchange = self._operations.setdefault(id(equation), Exchange(equation, mesh_axes(shard_map.params)))
+        if len(inputs) < exchange.num_devices:
+            raise NotImplementedError("Some devices are at another place of the program.")
+        operands = [[*values] for values in zip(*inputs, strict=True)] if equation.invars else [[]]
+        received = [self._run(exchange, values, callers) for values in operands]
+        return [[*of_device] for of_device in zip(*received, strict=True)]
 
 
 # Primitives whose programs need more than a call.
-_STRUCTURES: dict[str, Callable[..., _Exchanging]] = {
+_STRUCTURES: dict[str, Callable[..., list[Values]]] = {
     "cond": Replay._cond,
     "custom_linear_solve": Replay._linear_solve,
     "scan": Replay._scan,
     "shard_map": Replay._shard_map,
     "while": Replay._while,
 }
-
-
-def _run_to_end(program: _Exchanging) -> list[Value]:
-    try:
-        next(program)
-    except StopIteration as finished:
-        outputs: list[Value] = finished.value
-        return outputs
-    raise NotImplementedError("nonfinite_report: got an exchange between devices outside of jax.shard_map.")
 
 
 def _count_stacked(outside: Sequence[Any], inside: Sequence[Any]) -> int:

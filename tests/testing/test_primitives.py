@@ -9,18 +9,17 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.core import Primitive
 
-from masksafe.testing import _primitives, _replay, nonfinite_report
+from masksafe.testing import _devices, _replay, _rules, nonfinite_report
 
 IS_NEW = jax.__version_info__ >= (0, 12)
 NAMES_OF_OTHER_VERSIONS = {"call", "closed_call"} if IS_NEW else {"reduced_vary_cast", "vary_unreduced_cast"}
-if jax.__version_info__ == (0, 10, 0):
-    NAMES_OF_OTHER_VERSIONS |= {"stack"}
 
 
 @pytest.mark.forms
 def test_every_name_is_that_of_a_primitive():
-    sets = [value for value in vars(_primitives).values() if isinstance(value, frozenset)]
-    names = set().union(*sets, _primitives.FIRST_INDEX, _primitives.MIXED_AXES, _replay._STRUCTURES)
+    of_programs = _replay.CALLS | _replay.RETYPINGS | _replay.PLACEMENTS | _replay.ARITHMETIC | set(_replay._STRUCTURES)
+    of_rules = {*_rules.KINDS, *_rules.FIRST_INDEX, *_rules.MIXED_AXES, *_rules.DECIDING}
+    names = of_programs | of_rules | _devices.EXCHANGES
     assert len(names) > 150
     known = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
     assert names - known == NAMES_OF_OTHER_VERSIONS

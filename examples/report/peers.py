@@ -1,9 +1,13 @@
-"""How each library runs a case, written as its users would write it.
+"""What other libraries do with the cases of `python -m masksafe`: optax, jax.nn, flax, equinox, jraph and torch.
 
-Each library has a table from the name of an op to a function of the case's inputs. If a library's op takes no mask, its
-output is selected afterwards, `jnp.where(mask, loss, 0)`, which is what its users do.
+    python examples/report/peers.py [--only OPS] [PEER ...]    # 15 seconds
+
+Each library that is installed has a table from the name of an op to a function of the case's inputs, written as its
+users would write it. If its op takes no mask, the output is selected afterwards, `jnp.where(mask, loss, 0)`, which is
+what its users do.
 """
 
+import argparse
 import functools
 import importlib.util
 import inspect
@@ -14,74 +18,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import masksafe
-from masksafe._report._case import SEGMENTS, Case, Inputs, Ops
-from masksafe._report._verdict import Result, Run
+from masksafe._report import _show
+from masksafe._report._cases import CASES, SEGMENTS, Inputs, Ops
+from masksafe._report._ops import OPS, along_rows
+from masksafe._report._verdict import Result, Run, Verdict, in_jax, judge
 
-PEERS = ("optax", "jax.nn", "flax", "equinox", "jraph", "torch")
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"some of {', '.join(PEERS)}; by default all")
+    parser.add_argument("--only", metavar="OPS", default="", help="parts of names: run only ops that match one")
+    options = parser.parse_args(arguments)
+    unknown = set(options.peers) - set(PEERS)
+    if unknown:
+        parser.error(f"{', '.join(sorted(unknown))} is none of {', '.join(PEERS)}")
+    cases = [case for case in CASES if any(part in case.op for part in options.only.split(","))]
+    columns = {}
+    for library in ("masksafe", *(peer for peer in options.peers or PEERS if is_installed(peer))):
+        _show.progress(library)
+        runs = [runner(library, case.op) for case in cases]
+        verdicts = (Verdict.ABSENT if run is None else judge(case, run) for case, run in zip(cases, runs, strict=True))
+        columns[library] = list(verdicts)
+    _show.verdicts("Masked means gone", cases, columns)
+    _show.numbers_of_right(columns)
 
 
 def is_installed(library: str) -> bool:
     return importlib.util.find_spec(library.partition(".")[0]) is not None
 
 
-def runner(library: str, case: Case) -> Run | None:
-    """The function that runs the case with the library, or None if the library has no such op."""
-    op = _ops(library).get(case.op)
-    if op is None:
-        return None
-    return functools.partial(_run_torch, op) if library == "torch" else in_jax(op)
+@functools.cache
+def ops_of(library: str) -> Ops:
+    return OPS if library == "masksafe" else PEERS[library]()
 
 
 @functools.cache
-def _ops(library: str) -> Ops:
-    tables = {
-        "masksafe": _masksafe_ops,
-        "optax": _optax_ops,
-        "jax.nn": _jax_ops,
-        "flax": _flax_ops,
-        "equinox": _equinox_ops,
-        "jraph": _jraph_ops,
-        "torch": _torch_ops,
-    }
-    return tables[library]()
+def runner(library: str, name: str) -> Run | None:
+    """The function that runs the cases of an op with the library, or None if the library has no such op."""
+    op = ops_of(library).get(name)
+    if op is None:
+        return None
+    return functools.partial(run_torch, op) if library == "torch" else in_jax(op)
 
 
-def in_jax(op: Callable[..., Any]) -> Run:
-    """One program of the output and its gradients, for all that may stand under the mask."""
-
-    @jax.jit
-    def output_and_gradients(inputs: Inputs) -> tuple[jax.Array, dict[str, jax.Array]]:
-        floats = {name: x for name, x in inputs.items() if x.dtype.kind == "f"}
-        output, reverse = jax.vjp(lambda floats: jnp.asarray(op(**{**inputs, **floats})), floats)
-        weights = jnp.cos(jnp.arange(output.size)).reshape(output.shape).astype(output.dtype)
-        return output, reverse(weights)[0]
-
-    def run(inputs: Inputs) -> Result:
-        output, gradients = output_and_gradients(jax.tree.map(jnp.asarray, inputs))
-        return Result(
-            np.asarray(output, np.float64), {name: np.asarray(g, np.float64) for name, g in gradients.items()}
-        )
-
-    return run
-
-
-# masksafe, and JAX itself.
-
-
-def _masksafe_ops() -> Ops:
-    ops: Ops = {name: getattr(masksafe.losses, name) for name in dir(masksafe.losses) if not name.startswith("_")}
-    norms = ("layer_norm", "rms_norm", "standardize", "l2_normalize")
-    ops |= {name: getattr(masksafe, name) for name in ("softmax", "log_softmax", "dot_product_attention", *norms)}
-    ops["batch_norm"] = lambda x, where=None: masksafe.batch_norm(x, where=where)[0]
-    ops["group_norm"] = functools.partial(masksafe.group_norm, num_groups=1)
-    reductions = ("logsumexp", "sum", "mean", "var", "max", "min")
-    ops |= {name: _along_rows(getattr(masksafe, name)) for name in reductions}
-    segment_ops = [name for name in dir(masksafe) if name.startswith("segment_")]
-    return ops | {name: functools.partial(getattr(masksafe, name), num_segments=SEGMENTS) for name in segment_ops}
-
-
-def _jax_ops() -> Ops:
+def jax_ops() -> Ops:
     ops: Ops = {name: getattr(jax.nn, name) for name in ("softmax", "log_softmax", "dot_product_attention")}
     ops["standardize"] = functools.partial(jax.nn.standardize, epsilon=1e-6)
     reductions: Ops = {
@@ -92,15 +72,11 @@ def _jax_ops() -> Ops:
         "max": functools.partial(jnp.max, initial=-jnp.inf),
         "min": functools.partial(jnp.min, initial=jnp.inf),
     }
-    segment_ops = {name: _in_segments(getattr(jax.ops, name)) for name in ("segment_sum", "segment_max", "segment_min")}
-    return ops | segment_ops | {name: _along_rows(fn) for name, fn in reductions.items()}
+    segment_ops = {name: in_segments(getattr(jax.ops, name)) for name in ("segment_sum", "segment_max", "segment_min")}
+    return ops | segment_ops | {name: along_rows(fn) for name, fn in reductions.items()}
 
 
-def _along_rows(fn: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda x, where: fn(x, axis=-1, where=where)
-
-
-def _in_segments(fn: Callable[..., Any], is_like_data: bool = False) -> Callable[..., Any]:
+def in_segments(fn: Callable[..., Any], is_like_data: bool = False) -> Callable[..., Any]:
     """An op that takes no mask. Masked rows get a segment of their own, as padding of graphs has."""
 
     def call(data: Any, segment_ids: Any, where: Any = None) -> Any:
@@ -112,10 +88,7 @@ def _in_segments(fn: Callable[..., Any], is_like_data: bool = False) -> Callable
     return call
 
 
-# The peers.
-
-
-def _selected(op: Callable[..., Any], select: Callable[..., Any] = jnp.where) -> Callable[..., Any]:
+def selected_after(op: Callable[..., Any], select: Callable[..., Any] = jnp.where) -> Callable[..., Any]:
     """An op that takes no mask, with a selection of its output."""
 
     def call(*, where: Any = None, **inputs: Any) -> Any:
@@ -125,18 +98,18 @@ def _selected(op: Callable[..., Any], select: Callable[..., Any] = jnp.where) ->
     return call
 
 
-def _optax_ops() -> Ops:
+def optax_ops() -> Ops:
     import optax
 
     losses = {name: getattr(optax.losses, name) for name in dir(optax.losses) if not name.startswith("_")}
     return {
-        name: loss if "where" in inspect.signature(loss).parameters else _selected(loss)
+        name: loss if "where" in inspect.signature(loss).parameters else selected_after(loss)
         for name, loss in losses.items()
         if callable(loss)
     }
 
 
-def _flax_ops() -> Ops:
+def flax_ops() -> Ops:
     from flax import linen, nnx
 
     def normalize(layer_type: Any, x: Any, where: Any = None) -> Any:
@@ -159,7 +132,7 @@ def _flax_ops() -> Ops:
     }
 
 
-def _equinox_ops() -> Ops:
+def equinox_ops() -> Ops:
     import equinox
 
     def layer_norm(x: Any) -> Any:
@@ -173,20 +146,20 @@ def _equinox_ops() -> Ops:
         layer = equinox.tree_at(weights, layer, [jnp.eye(width)] * len(parts))
         return layer(query[0, :, 0], key[0, :, 0], value[0, :, 0], mask=jnp.asarray(mask)[0, 0])[None, :, None]
 
-    return {"layer_norm": _selected(layer_norm), "dot_product_attention": attention}
+    return {"layer_norm": selected_after(layer_norm), "dot_product_attention": attention}
 
 
-def _jraph_ops() -> Ops:
+def jraph_ops() -> Ops:
     import jraph
 
     names = {"sum": "sum", "mean": "mean", "variance": "var", "max": "max", "min": "min"}
-    ops = {f"segment_{ours}": _in_segments(getattr(jraph, f"segment_{theirs}")) for theirs, ours in names.items()}
-    ops["segment_softmax"] = _in_segments(jraph.segment_softmax, is_like_data=True)
-    ops["segment_standardize"] = _in_segments(jraph.segment_normalize, is_like_data=True)
+    ops = {f"segment_{ours}": in_segments(getattr(jraph, f"segment_{theirs}")) for theirs, ours in names.items()}
+    ops["segment_softmax"] = in_segments(jraph.segment_softmax, is_like_data=True)
+    ops["segment_standardize"] = in_segments(jraph.segment_normalize, is_like_data=True)
     return ops
 
 
-def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
+def run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
     import torch
 
     tensors = {name: torch.tensor(np.asarray(x)) for name, x in inputs.items()}
@@ -199,11 +172,11 @@ def _run_torch(op: Callable[..., Any], inputs: Inputs) -> Result:
     return Result(output.detach().double().numpy(), zeros)
 
 
-def _torch_ops() -> Ops:
+def torch_ops() -> Ops:
     import torch
     from torch.nn import functional
 
-    selected = functools.partial(_selected, select=torch.where)
+    selected = functools.partial(selected_after, select=torch.where)
 
     def unreduced(loss: Callable[..., Any]) -> Callable[..., Any]:
         """A loss of two arguments, which the inputs of its cases are, in this order."""
@@ -246,3 +219,16 @@ def _torch_ops() -> Ops:
         "layer_norm": selected(lambda x: functional.layer_norm(x, x.shape[-1:], eps=1e-6)),
         "rms_norm": selected(lambda x: functional.rms_norm(x, x.shape[-1:], eps=1e-6)),
     }
+
+
+PEERS: dict[str, Callable[[], Ops]] = {
+    "optax": optax_ops,
+    "jax.nn": jax_ops,
+    "flax": flax_ops,
+    "equinox": equinox_ops,
+    "jraph": jraph_ops,
+    "torch": torch_ops,
+}
+
+if __name__ == "__main__":
+    main()
