@@ -32,6 +32,9 @@ LONGER = {"dot_product_attention": QUERIES, "merge_attention": 256}  # which hav
 LOGITS_ARE_PAIRS = {"info_nce_loss", "sigmoid_contrastive_loss", "ntxent"}
 LINEAR = dict.fromkeys(("fewest_tokens", "most_tokens", "fewest_tokens_if_masked", "most_tokens_if_masked"), 1024)
 
+# Where there is no library, some of each kind are enough to see that the sizes of arrays make no difference.
+BY_DEFAULT = tuple(OPS) if platforms.Choices().has_kernel_library else KINDS
+
 
 def is_possible(op):
     """Not if the options of a variant are arrays, or sizes of blocks, for the arrays of the table."""
@@ -126,7 +129,7 @@ def assert_are_those_of_the_table(large, small, nothing=0.0, repeats=1):
         assert_is_nothing(part[around], nothing)
 
 
-@each_op(is_possible, compiles=True)
+@each_op(is_possible, compiles=True, by_default=BY_DEFAULT)
 def test_results_are_those_of_the_table_whatever_is_masked(key):
     op, small, large = OPS[key], run(key), run_large(key, *arguments(key, 0))
     repeats = times_of(op) if op.has_rows else 1
@@ -142,7 +145,7 @@ def test_results_are_those_of_the_table_whatever_is_masked(key):
         assert_same_bits(run_large(key, *arguments(key, garbage)), large)
 
 
-@each_op(is_possible, compiles=True)
+@each_op(is_possible, compiles=True, by_default=BY_DEFAULT)
 def test_a_nan_shows_in_its_row_and_in_no_other(key):
     assert_a_nan_shows(key, *arguments(key, np.nan))
 

@@ -1,4 +1,4 @@
-"""Rule 5. A NaN that is not masked shows in every output that depends on it, and in no other row."""
+"""Rule 5. A NaN or an infinity that is not masked shows in every output that depends on it, and in no other row."""
 
 import jax
 import jax.numpy as jnp
