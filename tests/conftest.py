@@ -6,12 +6,14 @@ import importlib.metadata
 import os
 
 FLAGS = ["--xla_force_host_platform_device_count=8"]
-# Compiling is most of the time. Set it to 0 to test what XLA makes of the programs otherwise, as .ci/run does.
-if os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0":
+# Compiling is most of the time. Set it to 0 to test what XLA makes of all programs otherwise, as .ci/run does.
+IS_FAST = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") != "0"
+if IS_FAST:
     FLAGS.append("--xla_cpu_parallel_codegen_split_count=1")
     # It takes two thirds of the time. XLA does not start with a flag that it does not know: later ones have lost it.
     if importlib.metadata.version("jaxlib").startswith("0.10."):
         FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # several processes may share a GPU
 os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 
 import hypothesis  # noqa: E402
@@ -28,6 +30,26 @@ gc.set_threshold(200_000, 20, 100)
 timeless = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 hypothesis.settings.register_profile("masksafe", derandomize=True, max_examples=10, **timeless)
 hypothesis.settings.load_profile("masksafe")
+
+
+# Here programs are optimised, as those of users are, or what optimising them saves is tested. One way to call an op of
+# the contract is compared with another without it.
+OPTIMISED = (
+    "tests/attention/",
+    "tests/contract/",
+    "tests/core/test_unfolded.py::test_xla_prints_no_alarm",
+    "tests/platforms/",
+    "tests/segments/test_segment_programs.py",
+)
+NOT_OPTIMISED = "tests/contract/test_one_answer.py", "tests/contract/test_export.py"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU, and JAX's default device is {jax.devices()[0]}")
+    optimises = item.nodeid.startswith(OPTIMISED) and not item.nodeid.startswith(NOT_OPTIMISED)
+    jax.config.update("jax_disable_most_optimizations", IS_FAST and not optimises)
 
 
 @pytest.fixture

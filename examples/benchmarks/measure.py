@@ -303,6 +303,8 @@ def as_tensor(x: Any) -> Any:
 def random_normal(shape: Sequence[int], dtype: Any = jnp.float32, seed: int = 0) -> jax.Array:
     if is_traced():
         return jnp.zeros(shape, dtype)
+    if jax.default_backend() == "gpu":  # in arrays of its size NumPy would take longer than all that is timed
+        return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
 
 
@@ -310,6 +312,8 @@ def random_bits(shape: Sequence[int], fraction: float, seed: int = 0) -> jax.Arr
     """Booleans, of which that fraction is True."""
     if is_traced():
         return jnp.zeros(shape, bool)
+    if jax.default_backend() == "gpu":
+        return jax.random.bernoulli(jax.random.key(seed), fraction, shape)
     return jnp.asarray(np.random.default_rng(seed).random(shape, np.float32) < fraction)
 
 

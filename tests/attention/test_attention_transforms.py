@@ -139,8 +139,8 @@ def test_flags_for_64_bits_and_for_strict_promotion_are_no_obstacle(name, dtype,
     ]
 
     def results(inputs, rest):
-        some = [with_gradients(functools.partial(attention, **s))(inputs, cotangent, rest) for s in statics]
-        return some, with_gradients(attention)(inputs, cotangent)
+        run = lambda *args, **static: with_gradients(functools.partial(attention, **static)).__wrapped__(*args)  # noqa: E731
+        return [run(inputs, cotangent, rest, **static) for static in statics], run(inputs, cotangent)
 
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         assert {x.dtype for x in jax.tree.leaves(jax.eval_shape(results, inputs, arrays))} == {np.dtype(dtype)}

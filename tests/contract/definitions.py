@@ -112,7 +112,7 @@ def log_prob(x, label):
 
 
 def divergence(log_q, p):
-    return np.sum(p * (np.log(p) - log_q))
+    return np.sum(p * np.where(p == 0, 0, np.log(p) - log_q))
 
 
 def generalized_divergence(log_q, p):
@@ -144,7 +144,7 @@ def cosine(a, b):
 
 def triplet(a, p, n):
     distance = lambda u, v: np.sqrt(np.sum((u - v) ** 2) + 1e-6)  # noqa: E731
-    return max(0, distance(a, p) - distance(a, n) + 1)
+    return np.maximum(0, distance(a, p) - distance(a, n) + 1)
 
 
 def smoothed(t):

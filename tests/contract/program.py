@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from definitions import BEND
 from table import OPS, Op
+from tiers import optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -109,7 +110,7 @@ def program_of(key: str, all_modes: bool) -> Any:
         (reverse,) = jax.vjp(gradients, floats)[1](directions) if all_modes else ((),)
         return Results(outputs, pull_back(cotangents), tangents, forward, reverse)
 
-    return jax.jit(results)
+    return optimised_jit(results)
 
 
 def function_of_floats(op: Op, where: Any, args: Any, **options: Any) -> tuple[Any, Any]:

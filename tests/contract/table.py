@@ -185,10 +185,10 @@ def _of_pairs(
     static_options = {"reduction": "none", "block_size": 4, **static}
     of_ids: tuple[np.ndarray, ...] = () if ids is None else (ids,)
 
-    def call(w: Any, x: Any, y: Any, *others: Any) -> Any:
+    def call(w: Any, x: Any, y: Any, *others: Any, **changed: Any) -> Any:
         named = {name: number[0] for name, number in zip(("scale", "bias"), others[: len(numbers)], strict=False)}
         some_ids = None if ids is None else others[-1]
-        return getattr(losses, name)(x, y, where=w, ids=some_ids, **named, **static_options)
+        return getattr(losses, name)(x, y, where=w, ids=some_ids, **named, **{**static_options, **changed})
 
     def definition(w: np.ndarray, *args: np.ndarray) -> Any:
         return formula(w, *args[: 2 + len(numbers)], ids=None if ids is None else args[-1], **static)

@@ -35,6 +35,14 @@ def test_the_value_alone(key):
     assert_close(outputs, run(key).outputs)
 
 
+@each_op(compiles=True, by_default=KINDS)
+def test_an_eager_call(key):
+    op = OPS[key]
+    with platforms.chosen(**PLANS["blocks"]):
+        outputs = jax.tree.leaves(op.call(op.where, *op.args))
+    assert_close(outputs, run(key).outputs)
+
+
 @each_op(lambda op: op.may_be_unmasked, compiles=True, by_default=KINDS)
 def test_no_mask_is_a_mask_of_nothing(key):
     op = OPS[key]

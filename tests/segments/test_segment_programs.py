@@ -18,15 +18,6 @@ COPY = 4 * ROWS * WIDTH  # bytes of the data in float32
 GENERATOR = np.random.default_rng(0)
 
 
-@pytest.fixture(autouse=True)
-def optimised():
-    """The other tests switch XLA's optimisations off to save time; here what they save is tested."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def temporary_bytes(fn, *args):
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 

@@ -1,0 +1,99 @@
+"""The contract on the default GPU, in the forms that are chosen there."""
+
+import definitions
+import jax
+import numpy as np
+import pytest
+from program import (
+    assert_close,
+    assert_is_nothing,
+    assert_same_bits,
+    assert_same_second_derivative,
+    cotangents_of,
+    direction,
+    each_op,
+    filled,
+    run,
+)
+from table import OPS
+from test_large_arrays import arguments, is_possible, run_large
+
+pytestmark = pytest.mark.gpu
+OWN_CHOICES = "one pass"  # the plan that changes none
+ADDS_IN_ANY_ORDER = "segment_", "load_balancing", "ctc"  # a GPU's scatters are atomic
+
+
+@pytest.fixture(autouse=True)
+def _float32_products():
+    with jax.default_matmul_precision("highest"):  # and not TF32
+        yield
+
+
+def garbage(key, where, value):
+    return filled(key, where, lambda a: value if a.dtype.kind == "f" else -100)
+
+
+@each_op()
+def test_results_and_derivatives_are_those_of_the_definition(key):
+    op, results, cotangents = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True), cotangents_of(key)
+    expected = op.definition(op.where, *(a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args))
+    assert_close(results.outputs, expected)
+    directions = [direction(i, op.args[i]) for i in op.floats]
+    gradients, slopes = definitions.derivatives(op, cotangents, directions)
+    for actual, expected in zip(results.gradients, gradients, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
+    for forward, reverse, expected in zip(*results[3:], slopes, strict=True):
+        np.testing.assert_allclose(forward, expected, rtol=1e-2, atol=1e-3)
+        assert_same_second_derivative(reverse, forward)
+
+
+@each_op()
+def test_what_is_masked_changes_nothing_and_has_no_derivative(key):
+    op, clean = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True)
+    for value in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
+        dirty = run(key, args=garbage(key, op.where, value), plan=OWN_CHOICES, all_modes=True)
+        if op.name.startswith(ADDS_IN_ANY_ORDER):
+            assert_close(dirty, tuple(clean))
+        else:
+            assert_same_bits(dirty, clean)
+        for by_args in (dirty.gradients, *dirty[3:]):
+            for i, of_arg in zip(op.floats, by_args, strict=True):
+                assert_is_nothing(of_arg[op.hides(op.where)[i]])
+
+
+@each_op()
+def test_nothing_left_is_nothing(key):
+    op, where = OPS[key], np.zeros_like(OPS[key].where)
+    results = run(key, where, garbage(key, where, np.nan), plan=OWN_CHOICES, all_modes=True)
+    for out, nothing in zip(results.outputs, op.nothing, strict=True):
+        assert_is_nothing(out, nothing)
+    assert_is_nothing(results[1:])
+
+
+@each_op(lambda op: op.classes)
+def test_a_bad_label_is_nan_in_its_own_row(key):
+    op, clean = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True)
+    for label in (-1, op.classes, -(2**31)):
+        labels = np.array(op.args[-1])
+        labels[0] = label
+        (out, *_), (gradient, *_), *_ = run(key, args=(*op.args[:-1], labels), plan=OWN_CHOICES, all_modes=True)
+        assert np.isnan(out[0] if op.has_rows else out)
+        if op.has_rows:
+            assert np.isnan(gradient[0]).any()
+            assert_close((out[1:], gradient[1:]), (clean.outputs[0][1:], clean.gradients[0][1:]))
+
+
+@each_op(is_possible)
+def test_large_arrays(key):
+    """A NaN shows in its row, and nowhere if it is masked."""
+    op, (where, args) = OPS[key], arguments(key, 0)
+    clean = run_large(key, where, args)
+    assert_close(run_large(key, *arguments(key, np.nan)), clean)
+    i = next(i for i in op.floats if op.kinds[i] in ("row", "of row"))
+    row, *others = np.argwhere(~op.hides(op.where)[i])[-1]
+    bad = np.array(args[i])
+    bad[row, *others] = np.nan
+    dirty = run_large(key, where, (*args[:i], bad, *args[i + 1 :]))
+    assert any(np.isnan(out[row] if op.has_rows else out).any() for out in dirty[1])
+    if op.has_rows:
+        assert_close(*(tuple(np.delete(out, row, 0) for out in r[1]) for r in (dirty, clean)))
