@@ -216,6 +216,7 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) ->
     of_pair = masks.selected(of_pair, where)  # a bad scale times 0 is NaN, which has a gradient of NaN
     if bias is not None:
         return masks.selected(jax.nn.softplus(-of_pair) + sums.rows, where)
+    of_pair = of_pair + jnp.where(of_pair == jnp.inf, jnp.nan, 0.0)  # a softmax with an infinite logit is NaN
     losses = jax.nn.softplus(sums.rows - of_pair)
     if sums.columns is not None:
         losses = (losses + jax.nn.softplus(sums.columns - of_pair)) / 2

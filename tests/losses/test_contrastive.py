@@ -298,11 +298,11 @@ def test_no_features(name, block_size):
 
 
 @pytest.mark.parametrize("block_size", [None, 3])
-def test_an_infinite_negative_costs_infinity(block_size):
+def test_an_infinite_negative_costs_infinity_and_an_infinite_pair_shows(block_size):
     x, y = np.abs(X), np.abs(Y)
     y[7] = np.inf
     losses = info_nce_loss(x, y, symmetric=False, reduction="none", block_size=block_size)
-    np.testing.assert_array_equal(losses, np.where(np.arange(N) == 7, 0, np.inf))
+    np.testing.assert_array_equal(losses, np.where(np.arange(N) == 7, np.nan, np.inf))
 
 
 @every_op
