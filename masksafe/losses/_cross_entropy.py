@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Literal, TypedDict, Unpack, overload
+
 import jax.numpy as jnp
 
 from masksafe._core import arguments, label_checks, sharding
@@ -10,6 +13,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis
 from masksafe.losses._labelled import Labelled, read_integer_labels
 from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened
+from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._dense import OfLabels, OfTargets, label_outputs, target_loss_of_rows
 
@@ -100,6 +104,38 @@ def safe_softmax_cross_entropy(logits: ArrayLike, labels: ArrayLike) -> Array:
     return soft_cross_entropy("safe_softmax_cross_entropy", logits, labels, -1, None)
 
 
+class _Options(TypedDict, total=False):
+    """The parameters that the overloads have in common, besides the arrays."""
+
+    axis_name: str | None
+    label_smoothing: float
+    z_loss: float
+
+
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    with_components: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Array: ...
+
+
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    with_components: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Array, Array]: ...
+
+
 @public_op
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
@@ -108,13 +144,18 @@ def softmax_cross_entropy_with_integer_labels(
     where: ArrayLike | None = None,
     *,
     axis_name: str | None = None,
-) -> Array:
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    with_components: bool = False,
+) -> Array | tuple[Array, Array]:
     r"""Softmax cross-entropy between logits and integer labels.
 
     .. math::
-      \ell = -\log p_y, \qquad p_j = \frac{e^{x_j}}{\sum_k e^{x_k}}
+      \ell = (1 - \varepsilon) (\lambda - x_y) + \frac{\varepsilon}{V} \sum_j (\lambda - x_j) + \zeta \lambda^2, \qquad
+      \lambda = \log \sum_j e^{x_j}
 
-    with logits :math:`x`, label :math:`y` and the sum over the unmasked classes.
+    with logits :math:`x`, label :math:`y` and sums over the :math:`V` unmasked classes; by default
+    :math:`\lambda - x_y = -\log p_y`, the logarithm of the label's probability.
 
     Args:
       logits: unnormalised log probabilities, floats `[..., num_classes]`.
@@ -129,13 +170,18 @@ def softmax_cross_entropy_with_integer_labels(
         classes, are split; if there are several axes of classes, the first one is split. Labels count the classes
         of all devices, and every device gets the same loss. Gradients are correct with `check_vma=True`, the
         default.
+      label_smoothing: :math:`\varepsilon` in [0, 1], the part of the probability shared by all unmasked classes.
+      z_loss: :math:`\zeta`, the weight of the squared logsumexp.
+      with_components: whether to return the z-loss apart.
 
     Returns:
-      The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32.
+      The loss of every row, `[...]`, of the dtype of `logits`, computed in at least float32; with `with_components` a
+      pair of the cross-entropy and the term with :math:`\zeta`, which add up to the loss.
 
       * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
         gradients of exactly 0.
-      * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN.
+      * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN, with smoothing as
+        without; not its z-loss, which does not depend on it.
       * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
         no probabilities: the loss is NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
@@ -161,17 +207,25 @@ def softmax_cross_entropy_with_integer_labels(
 
     References:
       `optax.losses.softmax_cross_entropy_with_integer_labels
-      <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which this function replaces.
+      <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which this function replaces. Szegedy et al.,
+      "Rethinking the Inception Architecture", 2016 (label smoothing); Chowdhery et al., "PaLM", 2022 (z-loss).
     """
     op, hint = (
         "softmax_cross_entropy_with_integer_labels",
         "For soft labels and one-hot rows use softmax_cross_entropy.",
     )
     axis_name = sharding.as_axis_name(op, axis_name)
+    label_smoothing, z_loss = _reading.read_smoothing(op, label_smoothing, z_loss)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
-    (loss,) = label_outputs(OfLabels(CrossEntropy(), axes, axis_name), inputs, None)
-    loss = sharding.Devices(axis_name).shared(loss.astype(inputs.logits.dtype))
-    return label_checks.nan_where_bad(loss, bad_rows)
+    formula = CrossEntropy.of_loss(label_smoothing, z_loss, over_live_classes=label_smoothing > 0)
+    outputs = label_outputs(OfLabels(formula, axes, axis_name), inputs, None)
+    factors = (factor for factor in (1 - label_smoothing, label_smoothing, z_loss) if factor > 0)
+    losses = tuple(x if factor == 1 else x * factor for x, factor in zip(outputs, factors, strict=True))
+    as_shared = lambda x: sharding.Devices(axis_name).shared(x.astype(inputs.logits.dtype))  # noqa: E731
+    if not arguments.as_bool(op, "with_components", with_components):
+        return label_checks.nan_where_bad(as_shared(functools.reduce(jnp.add, losses)), bad_rows)
+    cross_entropy, z_losses = map(as_shared, formula.components(losses))
+    return label_checks.nan_where_bad(cross_entropy, bad_rows), z_losses
 
 
 def soft_cross_entropy(

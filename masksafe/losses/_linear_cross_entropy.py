@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal, Unpack, overload
 
 import jax
@@ -22,8 +21,6 @@ from masksafe.losses._rows._rules import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
-_FROM_0_TO_1 = label_checks.Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
-_FINITE = label_checks.Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 
 
 class _CrossEntropyOptions(_reading.LabelOptions, total=False):
@@ -151,14 +148,9 @@ def linear_softmax_cross_entropy(
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     _reading.read_choice(_OP, "reduction", reduction, _reading.REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing = _reading.read_number(_OP, "label_smoothing", label_smoothing, _FROM_0_TO_1)
-    z_loss = _reading.read_number(_OP, "z_loss", z_loss, _FINITE)
-    formula = CrossEntropy(
-        _reading.read_soft_cap(_OP, logit_soft_cap),
-        of_label=label_smoothing < 1,
-        of_all_classes=label_smoothing > 0,
-        of_logsumexp=z_loss > 0,
-    )
+    label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
+    soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
+    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
     if class_weights is not None:
         class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
@@ -177,7 +169,7 @@ def linear_softmax_cross_entropy(
     results: tuple[Array, ...]
     if with_components or reduction == "none":
         losses = tuple(map(_weighted, evaluate(options, inputs), factors))
-        results = _components(formula, losses) if with_components else (functools.reduce(jnp.add, losses),)
+        results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
         results = (evaluate(options, inputs, factors),)
@@ -246,12 +238,3 @@ def _where_any_counts(where: Array | None, factors: tuple[Array, ...]) -> Array 
 def _weighted(losses: Array, factor: Array) -> Array:
     """The product, 0 for a factor of 0 even where the loss is not finite."""
     return losses * factor if factor.ndim == 0 else jnp.where(factor == 0, 0, losses * factor)
-
-
-def _components(formula: CrossEntropy, losses: tuple[Array, ...]) -> tuple[Array, Array]:
-    """Cross-entropy and z-loss of the tokens."""
-    if not formula.of_logsumexp:
-        cross_entropy = functools.reduce(jnp.add, losses)
-        return cross_entropy, jnp.zeros_like(cross_entropy)
-    *others, z_losses = losses
-    return functools.reduce(jnp.add, others), z_losses

@@ -107,6 +107,11 @@ def of_label(x, label):
     return -log_softmax(x)[label]
 
 
+def smoothed(x, label):
+    p = log_softmax(x)
+    return -0.9 * p[label] - 0.1 * np.mean(p), 0.01 * logsumexp(x) ** 2
+
+
 def log_prob(x, label):
     return log_softmax(x)[label], -np.sum(softmax(x) * log_softmax(x))
 

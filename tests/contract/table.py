@@ -372,6 +372,15 @@ OPS = {
     "softmax_cross_entropy_with_integer_labels, rows": _of_labels(
         "softmax_cross_entropy_with_integer_labels", of.of_label, SOME_ROWS
     ),
+    "softmax_cross_entropy_with_integer_labels, smoothing": _by_row(
+        functools.partial(
+            losses.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.01, with_components=True
+        ),
+        of.smoothed,
+        (X, LABELS),
+        "row, label",
+        classes=CLASSES,
+    ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
     "poly_loss_cross_entropy, epsilon": _by_row(
         _poly_with_epsilon, of.poly, (X, P, TOKEN_WEIGHTS), "row, row, of row", has_axis=False, tier="forms"

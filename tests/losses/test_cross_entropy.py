@@ -563,3 +563,61 @@ def test_residuals_are_the_arguments_and_row_values(loss, labels):
     large = [a for a in jax.tree.leaves(pull_back) if a.size >= LOGITS.size and a.dtype != jnp.bool_]
     assert len(large) <= (1 if loss is integer else 2)
     assert all(any(a is b or (np.asarray(a) == np.asarray(b)).all() for b in (LOGITS, TARGETS)) for a in large)
+
+
+# Smoothed labels and the z-loss.
+
+SMOOTHED = {"label_smoothing": 0.1, "z_loss": 0.01}
+
+
+def smoothed_by_hand(logits, labels, where=True):
+    """In float64, from the definition, of the classes that are left."""
+    x = np.where(where, np.asarray(logits, np.float64), -np.inf)
+    lse = np.log(np.sum(np.exp(x), -1))
+    at_label = lse - np.take_along_axis(x, np.asarray(labels)[..., None], -1)[..., 0]
+    of_all = np.mean(lse[..., None] - x, -1, where=np.broadcast_to(where, x.shape))
+    return 0.9 * at_label + 0.1 * of_all, 0.01 * lse**2
+
+
+@pytest.mark.parametrize("axis", [-1, forms(0)])
+def test_smoothing_and_z_loss(axis, blocks):
+    where = CLASSES | SHARES[np.asarray(LABELS)].astype(bool)
+    expected = smoothed_by_hand(LOGITS, LABELS, where)
+    logits, mask = np.moveaxis(LOGITS, -1, axis), np.moveaxis(where, -1, axis)
+    components = integer(logits, LABELS, axis, mask, with_components=True, **SMOOTHED)
+    chex.assert_trees_all_close(components, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(integer(logits, LABELS, axis, mask, **SMOOTHED), sum(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [SMOOTHED, {"label_smoothing": 1.0}, {"z_loss": 0.5}], ids=str)
+def test_options_mean_the_same_as_for_a_linear_layer(options, blocks):
+    linear = functools.partial(masksafe.losses.linear_softmax_cross_entropy, kernel=np.eye(7, dtype=np.float32))
+    of_layer = lambda x: linear(x, labels=LABELS, where=ROWS, reduction="sum", **options)  # noqa: E731
+    of_logits = lambda x: jnp.sum(integer(x, LABELS, where=ROWS, **options))  # noqa: E731
+    results = (jax.jit(jax.value_and_grad(fn))(LOGITS) for fn in (of_logits, of_layer))
+    chex.assert_trees_all_close(*results, rtol=2e-5, atol=1e-6)
+
+
+def test_a_bad_label_shows_with_smoothing_and_not_in_the_z_loss(blocks):
+    for label in (7, -1):
+        labels = LABELS.at[1].set(label)
+        cross_entropy, z_loss = integer(LOGITS, labels, with_components=True, **SMOOTHED)
+        np.testing.assert_array_equal(np.isnan(cross_entropy), np.arange(4) == 1)
+        assert np.isfinite(z_loss).all()
+        gradient = jax.grad(lambda x, labels=labels: integer(x, labels, **SMOOTHED).sum())(LOGITS)
+        np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.arange(4) == 1)
+
+
+def test_without_a_z_loss_its_component_is_0():
+    cross_entropy, z_loss = integer(LOGITS.astype(jnp.bfloat16), LABELS, with_components=True)
+    assert cross_entropy.dtype == z_loss.dtype == jnp.bfloat16
+    assert not z_loss.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [({"label_smoothing": -0.1}, "label_smoothing"), ({"z_loss": NAN}, "z_loss"), ({"with_components": 2}, "with_c")],
+)
+def test_options_are_refused_by_name(options, argument):
+    with pytest.raises((TypeError, ValueError), match=f"^softmax_cross_entropy_with_integer_labels: {argument}"):
+        integer(LOGITS, LABELS, **options)

@@ -26,6 +26,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,21 @@ class CrossEntropy(Formula):
     of_all_classes: bool = False
     of_logsumexp: bool = False
     with_entropy: bool = False
+    over_live_classes: bool = False  # the mean over all classes is that over the unmasked ones, which have no weights
+
+    @classmethod
+    def of_loss(cls, label_smoothing: float, z_loss: float, **options: Pytree) -> "CrossEntropy":
+        """The formula of the outputs that a loss adds up, those whose factors are not 0."""
+        of_label, of_all_classes, of_logsumexp = label_smoothing < 1, label_smoothing > 0, z_loss > 0
+        return cls(of_label=of_label, of_all_classes=of_all_classes, of_logsumexp=of_logsumexp, **options)
+
+    def components(self, losses: tuple[Array, ...]) -> tuple[Array, Array]:
+        """The cross-entropy and the z-loss, from the outputs times their factors."""
+        if not self.of_logsumexp:
+            cross_entropy = functools.reduce(jnp.add, losses)
+            return cross_entropy, jnp.zeros_like(cross_entropy)
+        *others, z_losses = losses
+        return functools.reduce(jnp.add, others), z_losses
 
     @property
     def of_labels(self) -> tuple[bool, ...]:
@@ -187,12 +203,16 @@ class CrossEntropy(Formula):
             z = self._over_temperature(sums.label - sums.largest)
             outputs += [(z - log_total if self.as_log_prob else log_total - z) * valid]
         if self.of_all_classes:
-            outputs += [(log_total * (sums.weight / classes) - sums.weighted / classes) * valid]
+            number = self._number_of_mean(sums, classes)
+            outputs += [(log_total * (sums.weight / number) - sums.weighted / number) * valid]
         if self.of_logsumexp:
             outputs += [jnp.square(self._logsumexp(sums))]
         if self.with_entropy:
             outputs += [log_total - sums.spread / sums.total]
         return tuple(outputs)
+
+    def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
+        return jnp.maximum(sums.weight, 1) if self.over_live_classes else classes
 
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
@@ -205,7 +225,7 @@ class CrossEntropy(Formula):
             of_label = -of_label if self.as_log_prob else of_label
             of_exp += of_label
         if self.of_all_classes:
-            of_weights = nan_if_bad(d_rest.pop(0), has_label) / classes
+            of_weights = nan_if_bad(d_rest.pop(0), has_label) / self._number_of_mean(sums, classes)
             of_exp += of_weights * sums.weight
         if self.of_logsumexp:
             of_exp += 2 * self._logsumexp(sums) * d_rest.pop(0)

@@ -1,5 +1,6 @@
-"""The arguments that losses of a linear layer have in common. Every function takes the name of the op first."""
+"""The arguments that losses of a linear layer have in common, some with those of logits; the op's name comes first.
 
+import math
 import numbers
 from typing import TypedDict, get_args
 
@@ -75,8 +76,14 @@ def read_number(op: str, argument: str, value: float, allowed: Range, hint: str 
 
 
 _MOST = float(jnp.finfo(jnp.float32).max)
+_FROM_0_TO_1 = Range(lambda x: 0 <= x <= 1, "a number in [0, 1]")
+_FINITE = Range(lambda x: 0 <= x < math.inf, "a finite non-negative number")
 _SOFT_CAP = Range(lambda x: 0 < x <= _MOST, "a positive float32, or None")
 _TEMPERATURE = Range(lambda x: 1 / _MOST <= x <= _MOST, "a positive float32")
+
+
+def read_smoothing(op: str, label_smoothing: float, z_loss: float) -> tuple[float, float]:
+    return read_number(op, "label_smoothing", label_smoothing, _FROM_0_TO_1), read_number(op, "z_loss", z_loss, _FINITE)
 
 
 def read_soft_cap(op: str, soft_cap: float | None) -> float | None:
