@@ -107,7 +107,11 @@ Places = Mapping[int, tuple[Any, int]]  # for an axis where a part of it starts,
 def part(x: Array, places: Places) -> Array:
     """The part of `x` at the places; an axis without a place is whole."""
     starts, sizes = _bounds(x, places)
-    return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+    if sizes == x.shape:
+        return x
+    if all(isinstance(start, np.integer) for start in starts):
+        return lax.slice(x, starts, [start + size for start, size in zip(starts, sizes, strict=True)])
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def with_part(x: Array, new: Array, places: Places) -> Array:

@@ -191,7 +191,7 @@ def dot_product_attention(
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
       `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
-      once; on an accelerator the weights are also rounded before their product with the values.
+      once; the weights may also be rounded before their product with the values, as they are on an accelerator.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
