@@ -96,9 +96,9 @@ def whole(length: int) -> Tile:
     return Tile(0, length, 0, False)
 
 
-def take(x: Array, axis: int, tile: Tile) -> Array:
-    """The part of `x` within a tile of `axis`."""
-    return part(x, {axis: (tile.start, tile.size)})
+def take(tree: Tree, axis: int, tile: Tile) -> Tree:
+    """The parts of arrays within a tile of `axis`."""
+    return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)  # type: ignore[no-any-return]
 
 
 Places = Mapping[int, tuple[Any, int]]  # for an axis where a part of it starts, and its size

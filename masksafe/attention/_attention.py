@@ -24,7 +24,7 @@ from masksafe._core.own_shard_map import on_own_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
 from masksafe._core.sharding import may_loop
-from masksafe._core.tiles import Tile, divide, part
+from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
@@ -244,7 +244,11 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
             queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
             if is_one_block(tiles):
                 return attend_by_rows(plan, queries, keys, pairs), (), carry
-            return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], tiles), (), carry
+            return (
+                attend_in_blocks(plan, queries, lambda tile: take(keys, 2, tile), pairs, v.shape[-1], tiles),
+                (),
+                carry,
+            )
 
         steps = _steps_on_cpu(plan, q, k, pairs)
         return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
