@@ -9,6 +9,7 @@ large problems are solved in turn: their blocks stay in the cache, and each prob
 excludes, not only those that the masks of all problems exclude.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -180,10 +181,10 @@ def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
 
 
 def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
-    wanted, delta = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
+    wanted, _ = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
     lse = lax.stop_gradient(_logsumexp(results))
     # A sound query without a cotangent may have one in a derivative.
-    live = (lse != -jnp.inf) & (wanted | (jnp.isfinite(lse) & jnp.isfinite(delta)))
+    live = (lse != -jnp.inf) & (wanted | jnp.isfinite(lse))
     inputs = _with_live_queries(inputs, live)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:
@@ -231,36 +232,29 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
     q, k, v, adjustments, pairs = inputs
 
+    def solved(plan: Plan, steps: _Steps | None, tiles: Any, q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
+            (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
+            if not plan.on_accelerator:
+                q, k, v = map(widened, (q, k, v))
+            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
+            if tiles is None or is_one_block(tiles):
+                return attend_by_rows(plan, queries, keys, pairs), (), carry
+            of_tile = functools.partial(take, keys, 2)
+            return attend_in_blocks(plan, queries, of_tile, pairs, v.shape[-1], tiles), (), carry
+
+        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
             return _attend_sample_by_sample(plan, q, k, v, pairs)
         if not plan.is_plain and has_kernels(plan, q, k, pairs):
             return attend_in_kernels(plan, q, k, v, pairs)
-        tiles = tiles_of(plan, q, k, pairs)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
-            (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
-            q, k, v = map(widened, (q, k, v))
-            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
-            if is_one_block(tiles):
-                return attend_by_rows(plan, queries, keys, pairs), (), carry
-            return (
-                attend_in_blocks(plan, queries, lambda tile: take(keys, 2, tile), pairs, v.shape[-1], tiles),
-                (),
-                carry,
-            )
-
-        steps = _steps_on_cpu(plan, q, k, pairs)
-        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+        return solved(plan, _steps_on_cpu(plan, q, k, pairs), tiles_of(plan, q, k, pairs), q, k, v, pairs)
 
     def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         there = plan._replace(on_accelerator=True)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
-            return attend_by_rows(there, Queries.of(there, *by_query), Keys.of(*by_key), pairs), (), carry
-
-        steps = _steps_elsewhere(there, q, k, pairs)
-        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+        return solved(there, _steps_elsewhere(there, q, k, pairs), None, q, k, v, pairs)
 
     return Partial(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs)))
 
@@ -334,10 +328,8 @@ class _Steps(NamedTuple):
 
 def _steps_on_cpu(plan: Plan, q: Array, k: Array, pairs: Pairs, most_logits: int | None = None) -> _Steps | None:
     """None for all at once. Samples that are worked on together have at most so many logits; None is any number."""
-    if not may_loop((q, k, pairs)):
-        return None
     num_problems, logits = k.shape[0] * k.shape[2], _number_of_logits(q, k)
-    if num_problems == 1 or logits < plan.sizes.in_turn_logits_of_all:
+    if not may_loop((q, k, pairs)) or num_problems == 1 or logits < plan.sizes.in_turn_logits_of_all:
         return None
     if logits >= num_problems * plan.sizes.in_turn_logits_of_one:
         return _Steps(1, 1)
@@ -423,9 +415,8 @@ def _solve(
 
 
 def _has_few_queries(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
-    if not may_loop((q, k, pairs)):
-        return False
-    if k.shape[0] == 1 and not jax.tree.leaves(pairs):  # both cores are faster on one block
+    is_one_product = k.shape[0] == 1 and not jax.tree.leaves(pairs)  # on which both cores are faster
+    if not may_loop((q, k, pairs)) or is_one_product:
         return False
     rows = q.shape[1] * q.shape[2] // k.shape[2]
     return rows <= plan.sizes.few_queries and k.shape[1] >= plan.sizes.fewest_keys_of_few_queries

@@ -36,7 +36,7 @@ from masksafe.attention._block import (
 from masksafe.attention._blocks import is_one_block, tiles_of
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, Block, Pairs, block_of, cut
-from masksafe.attention._rows import joined, seen_keys_of
+from masksafe.attention._rows import joined, parts_with_keys
 
 
 def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
@@ -89,10 +89,8 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
     def by_tile(of_logits: Callable[[Array, Tile], Array], queries: Array, keys: Array) -> Array:
         """What `of_logits` makes of the logits of each tile of queries and of the keys that it sees."""
         results = []
-        for start in range(0, num_queries, size):
-            tile = Tile(start, min(size, num_queries - start), start, False)
-            seen = seen_keys_of(plan, start, tile.size, num_keys)
-            places = {"t": (start, tile.size), "s": (seen.start, seen.size)}
+        for tile, seen in parts_with_keys(plan, num_queries, size, num_keys):
+            places = {"t": (tile.start, tile.size), "s": (seen.start, seen.size)}
             x = _dot(take(queries, 3, tile), take(keys, 3, seen))
             x = soft_capped(times(x, factor_of_logits), plan.soft_cap)
             if block.bias is not None:

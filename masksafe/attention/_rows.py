@@ -74,7 +74,6 @@ def _pull_back_part(
     plan: Plan, part: "_Part", queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments
 ) -> Gradients:
     """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
-
     part_keys = take(keys, 2, part.keys)
 
     def one_tile(i: Any, sums: Adjustments) -> Gradients:
@@ -119,7 +118,7 @@ def _padded(x: Array, keys: Tile, num_keys: int) -> Array:
 class _Part(NamedTuple):
     """Queries from `start` on, in tiles, whose keys are the same."""
 
-    start: int
+    start: Any
     tiles: Tiles
     keys: Tile
 
@@ -146,20 +145,19 @@ def _parts(plan: Plan, q: Array, k: Array) -> Iterator[_Part]:
     if plan.band is not None:
         number = max(1, min(sizes.skipping_row_tiles, logits // sizes.skipping_row_tile_logits))
     size = _multiple_above(-(-length // number), sizes.alignment)
+    for queries, keys in parts_with_keys(plan, length, size, num_keys):
+        yield _Part(queries.start, divide(queries.size, most_queries), keys)
+
+
+def parts_with_keys(plan: Plan, length: int, size: int, num_keys: int) -> Iterator[tuple[Tile, Tile]]:
+    """Parts of so many queries, each with the keys that some of them may see by the static mask; at least one."""
+    (left, right), alignment = plan.band or (None, num_keys), plan.sizes.alignment
     for start in range(0, length, size):
-        tiles = divide(min(size, length - start), most_queries)
-        yield _Part(start, tiles, seen_keys_of(plan, start, tiles.length, num_keys))
-
-
-def seen_keys_of(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
-    """The keys that some queries may see by the static mask; at least one."""
-    if plan.band is None:
-        return whole(num_keys)
-    (left, right), alignment = plan.band, plan.sizes.alignment
-    end = max(1, min(num_keys, _multiple_above(start + length + right, alignment)))
-    first = 0 if left is None else max(0, start - left)
-    first = min(first // alignment * alignment, end - 1)
-    return Tile(first, end - first, first, False)
+        stop = min(start + size, length)
+        end = max(1, min(num_keys, _multiple_above(stop + right, alignment)))
+        first = 0 if left is None else max(0, start - left)
+        first = min(first // alignment * alignment, end - 1)
+        yield Tile(start, stop - start, start, False), Tile(first, end - first, first, False)
 
 
 def _multiple_above(n: int, alignment: int) -> int:
