@@ -333,6 +333,9 @@ def _attend(
     if by_cudnn is not None:
         masks = _cudnn.as_masks(mask, lengths, q, k)
         return _cudnn.attention(by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    wide = wide_dtype(q.dtype)
+    if bias is not None and bias.dtype.itemsize > wide.itemsize:  # lower numbers than the lowest of the logits mask
+        bias = bias.astype(wide)
     q = sharding.Devices(axis_name).varying(q)
     pairs = _pairs_of(plan, axis_name, arrays._replace(q=q, k=k, offset=offset), lengths)
     return attend(plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)

@@ -112,6 +112,14 @@ def test_keys_whose_bias_is_the_lowest_number_outweigh_masked_ones():
 
 
 @pytest.mark.usefixtures("in_kernels")
+def test_a_bias_of_64_bits_below_all_logits_masks():
+    inputs, bias = random_inputs(), np.where(np.arange(7) < 3, np.finfo(np.float64).min, 0)
+    with jax.enable_x64(True):
+        results = values(dict(is_causal=True))(*inputs, bias=bias)
+    assert_close(results, exact(*inputs, causal(6, 7) & (bias == 0)))
+
+
+@pytest.mark.usefixtures("in_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_options_and_narrow_dtypes(dtype):
     inputs = [jnp.asarray(x, dtype) for x in random_inputs(N=4, K=2)]
