@@ -38,6 +38,8 @@ from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, Block, Pairs, block_of, cut
 from masksafe.attention._rows import joined, parts_with_keys
 
+_MASKS_OF_VALUES = "query_segments", "end_position", "allowed", "bias"
+
 
 def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
     """Whether the values of these arrays, in the user's layout, are computed in this way."""
@@ -53,17 +55,11 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
         return False
     if num_keys > sizes.key_tile and rows < sizes.fewest_rows_of_one_kernel:
         return False
-    return num_keys <= _most_keys(plan, pairs)
-
-
-def _most_keys(plan: Plan, pairs: Pairs) -> float:
-    """Up to how many keys blocks, which may be skipped, are not faster."""
-    if not pairs.mask_any():
-        return math.inf
-    others = pairs.query_segments, pairs.end_position, pairs.allowed, pairs.bias
-    is_static = plan.band is not None and all(x is None for x in others)
-    is_of_all_samples = pairs.end_key is not None and pairs.end_key.shape[0] == 1  # and so depends on no length
-    return plan.sizes.most_keys_of_kernels if is_static and is_of_all_samples else plan.sizes.key_tile - 1
+    # Up to how many keys blocks, which may be skipped, are not faster.
+    is_static = plan.band is not None and all(getattr(pairs, name) is None for name in _MASKS_OF_VALUES)
+    if is_static and pairs.end_key is not None and pairs.end_key.shape[0] == 1:  # with lengths it has those of samples
+        return num_keys <= sizes.most_keys_of_kernels
+    return num_keys < sizes.key_tile or not pairs.mask_any()
 
 
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
