@@ -182,9 +182,8 @@ def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
 
 def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
     wanted, _ = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
-    lse = lax.stop_gradient(_logsumexp(results))
     # A sound query without a cotangent may have one in a derivative.
-    live = (lse != -jnp.inf) & (wanted | jnp.isfinite(lse))
+    live = (results.largest != -jnp.inf) & (wanted | jnp.isfinite(results.weighted[..., :1]))
     inputs = _with_live_queries(inputs, live)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:

@@ -161,7 +161,7 @@ def _cleaned_queries(plan: Plan, q: Array) -> Array:
 
 
 def finite_or_zero(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
 
 
 def are_finite(*arrays: Array) -> Array:

@@ -63,7 +63,7 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
 
 
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
-    """The output `[B, T, N, width of v]`, and the logsumexp `[B, T, N, 1]` as the largest logit with the sum 1."""
+    """The output `[B, T, N, width of v]`; if needed, the logsumexp `[B, T, N, 1]` as largest logit, with the sum 1."""
     (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = q.shape, k.shape
     is_query_sound = queries_by_problem(are_finite(q), key_heads)
     is_key_sound = keys_by_problem(are_finite(k, v))
@@ -77,7 +77,7 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
     if block.mask is not None:
         sees_any = any_of(block.mask, -1, keepdims=True)
         # A query that sees no key is computed as if it saw all.
-        limit = jnp.where(block.mask | ~sees_any, jnp.inf, -jnp.inf).astype(wide.dtype)
+        limit = jnp.where(block.mask | ~sees_any, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
     # All queries, or fewer if a static mask hides keys from a tile.
     least = max(plan.sizes.fewest_queries_of_kernels, -(-plan.sizes.fewest_rows_of_one_kernel // (batch * heads)))
     size = num_queries if plan.band is None else -(-num_queries // max(1, num_queries // least))
@@ -95,17 +95,19 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
             results.append(of_logits(x if limit is None else jnp.minimum(x, cut(limit, OVER_PAIRS, places)), seen))
         return queries_by_user(joined(results))
 
+    is_bad = queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
+
+    def with_bad_and_empty(x: Array, empty: float) -> Array:
+        x = jnp.where(is_bad, x.dtype.type(jnp.nan), x)
+        return x if block.mask is None else jnp.where(queries_by_user(sees_any), x, x.dtype.type(empty))
+
     out = by_tile(lambda x, seen: _dot(jax.nn.softmax(x), take(values, 2, seen)), queries, keys)
+    out = with_bad_and_empty(out, 0.0)
     lse = jnp.zeros_like(out[..., :1])
     if plan.needs_logsumexp:
         # XLA would else write the logits to memory, for both of their users.
         held = lax.optimization_barrier((queries, keys))
-        lse = by_tile(lambda x, _: jax.nn.logsumexp(x, -1, keepdims=True), *held)
-    is_bad = queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
-    out, lse = (jnp.where(is_bad, jnp.nan, x) for x in (out, lse))
-    if block.mask is not None:
-        sees_any = queries_by_user(sees_any)
-        out, lse = jnp.where(sees_any, out, 0), jnp.where(sees_any, lse, -jnp.inf)
+        lse = with_bad_and_empty(by_tile(lambda x, _: jax.nn.logsumexp(x, -1, keepdims=True), *held), -jnp.inf)
     return Partial(out, lse, jnp.ones_like(lse))
 
 
