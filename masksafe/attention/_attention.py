@@ -39,7 +39,6 @@ from masksafe.attention._block import (
     Queries,
     are_finite,
     keys_by_problem,
-    keys_by_user,
     queries_by_problem,
     queries_by_user,
 )
@@ -266,34 +265,34 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
     q, k, v, adjustments, pairs = inputs
     of_q, of_k, of_v = (x.dtype if plan.ring is None else queries.d_lse.dtype for x in (q, k, v))
 
-    def as_results(d: Gradients) -> _Results:
-        return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
-
     def what_rows_need(queries: Cotangents) -> Cotangents:
         """Tiles with all keys of their queries need more in a ring only."""
         return Cotangents(*queries[:3]) if plan.ring is None else queries
 
+    def solved(
+        plan: Plan, steps: _Steps | None, tiles: Any, queries: Cotangents, k: Array, v: Array, *others: Any
+    ) -> _Results:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
+            if not plan.on_accelerator:
+                by_query, by_key = jax.tree.map(widened, (by_query, by_key))
+            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
+            by_rows = tiles is None or is_one_block(tiles)
+            d = pull_back_by_rows(*args) if by_rows else pull_back_in_blocks(*args, tiles)
+            return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
+
+        return _solve(kernel, steps, queries, (k, v), *others)
+
     def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
         tiles = tiles_of(plan, queries.q, k, pairs)
         queries = what_rows_need(queries) if is_one_block(tiles) else queries
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
-            by_query, by_key = jax.tree.map(widened, (by_query, by_key))
-            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
-            return as_results(pull_back_by_rows(*args) if is_one_block(tiles) else pull_back_in_blocks(*args, tiles))
-
         steps = _steps_on_cpu(plan, queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
-        return _solve(kernel, steps, queries, (k, v), pairs, sums)
+        return solved(plan, steps, tiles, queries, k, v, pairs, sums)
 
     def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
         queries, k, v, pairs = lax.optimization_barrier((what_rows_need(queries), k, v, pairs))
         there = plan._replace(on_accelerator=True)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
-            return as_results(pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums))
-
-        return _solve(kernel, _steps_elsewhere(there, queries.q, k, pairs), queries, (k, v), pairs, sums)
+        return solved(there, _steps_elsewhere(there, queries.q, k, pairs), None, queries, k, v, pairs, sums)
 
     args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
     d_q, (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
@@ -405,7 +404,7 @@ def _solve(
         carry, results = lax.scan(step, carry, numbers, unroll=unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
-    return jax.tree.map(queries_by_user, results[0]), jax.tree.map(keys_by_user, results[1]), carry
+    return jax.tree.map(queries_by_user, results[0]), jax.tree.map(keys_by_problem, results[1]), carry
 
 
 # Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own

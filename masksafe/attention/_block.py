@@ -192,13 +192,8 @@ def queries_by_user(x: Array) -> Array:
 
 
 def keys_by_problem(x: Array) -> Array:
-    """`[B, S, K, n]` to `[B, K, S, n]`."""
-    return jnp.moveaxis(x, 1, 2)
-
-
-def keys_by_user(x: Array) -> Array:
-    """`[B, K, S, n]` to `[B, S, K, n]`."""
-    return jnp.moveaxis(x, 2, 1)
+    """`[B, S, K, n]` to `[B, K, S, n]`, or back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 # Forward.
