@@ -29,19 +29,8 @@ from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._block import (
-    Adjustments,
-    Cotangents,
-    Gradients,
-    Inputs,
-    Keys,
-    Plan,
-    Queries,
-    are_finite,
-    keys_by_problem,
-    queries_by_problem,
-    queries_by_user,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries
 from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
 from masksafe.attention._kernels import attend_in_kernels, has_kernels
 from masksafe.attention._merge import Partial, with_sinks
@@ -219,7 +208,7 @@ def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array,
 
 def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
     """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
-    live_queries = queries_by_problem(live, inputs.k.shape[2])[..., 0]
+    live_queries = _block.queries_by_problem(live, inputs.k.shape[2])[..., 0]
     return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
 
 
@@ -241,7 +230,7 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
             of_tile = functools.partial(take, keys, 2)
             return attend_in_blocks(plan, queries, of_tile, pairs, v.shape[-1], tiles), (), carry
 
-        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+        return _solve(kernel, steps, (q, _block.are_finite(q)), (k, v, _block.are_finite(k, v)), pairs)[0]
 
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
@@ -382,9 +371,9 @@ def _solve(
         sample, head, samples, heads = problems.sample, problems.head, problems.samples, problems.heads
         first_query_head = head if group == 1 else head * group
         query_places = {0: (sample, samples), 2: (first_query_head, heads * group)}
-        of_queries = jax.tree.map(lambda x: queries_by_problem(part(x, query_places), heads), by_query)
+        of_queries = jax.tree.map(lambda x: _block.queries_by_problem(part(x, query_places), heads), by_query)
         key_places = {0: (sample, samples), 2: (head, heads)}
-        of_keys = jax.tree.map(lambda x: keys_by_problem(part(x, key_places)), by_key)
+        of_keys = jax.tree.map(lambda x: _block.keys_by_problem(part(x, key_places)), by_key)
         of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs.only(problems), carry)
         return carry, (of_queries, of_keys)
 
@@ -404,7 +393,7 @@ def _solve(
         carry, results = lax.scan(step, carry, numbers, unroll=unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
-    return jax.tree.map(queries_by_user, results[0]), jax.tree.map(keys_by_problem, results[1]), carry
+    return jax.tree.map(_block.queries_by_user, results[0]), jax.tree.map(_block.keys_by_problem, results[1]), carry
 
 
 # Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own
@@ -428,14 +417,14 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
     def one_sample(i: Array) -> Partial:
         def keys_of(tile: Tile) -> Keys:
             cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
-            k_j, v_j = (widened(keys_by_problem(from_bits(x, k.dtype))) for x in cut)
-            return Keys.of(k_j, v_j, are_finite(k_j, v_j))  # of so few keys one copy serves all uses
+            k_j, v_j = (widened(_block.keys_by_problem(from_bits(x, k.dtype))) for x in cut)
+            return Keys.of(k_j, v_j, _block.are_finite(k_j, v_j))  # of so few keys one copy serves all uses
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
-        of_problems = (queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
+        of_problems = (_block.queries_by_problem(x, num_key_heads) for x in (widened(q_i), _block.are_finite(q_i)))
         tiles = divide(num_queries, num_queries), of_keys
         return attend_in_blocks(plan, Queries.of(plan, *of_problems), keys_of, own, v.shape[-1], tiles)
 
     results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))
-    return Partial(*(queries_by_user(x[:, 0]) for x in results))
+    return Partial(*(_block.queries_by_user(x[:, 0]) for x in results))

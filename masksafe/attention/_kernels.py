@@ -23,16 +23,8 @@ from masksafe._core.tiles import Tile, once_if, take, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._block import (
-    Plan,
-    are_finite,
-    finite_or_zero,
-    keys_by_problem,
-    queries_by_problem,
-    queries_by_user,
-    split_scale,
-    times,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Plan
 from masksafe.attention._blocks import is_one_block, tiles_of
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, Block, Pairs, block_of, cut
@@ -65,14 +57,14 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
     """The output `[B, T, N, width of v]`; if needed, the logsumexp `[B, T, N, 1]` as largest logit, with the sum 1."""
     (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = q.shape, k.shape
-    is_query_sound = queries_by_problem(are_finite(q), key_heads)
-    is_key_sound = keys_by_problem(are_finite(k, v))
+    is_query_sound = _block.queries_by_problem(_block.are_finite(q), key_heads)
+    is_key_sound = _block.keys_by_problem(_block.are_finite(k, v))
     if not (q.dtype == jnp.bfloat16 and num_keys >= plan.sizes.fewest_keys_of_bfloat16):
         q, k, v = map(widened, (q, k, v))
-    factor, factor_of_logits = split_scale(plan, q)
-    queries = _bounded(queries_by_problem(q, key_heads), factor)
+    factor, factor_of_logits = _block.split_scale(plan, q)
+    queries = _bounded(_block.queries_by_problem(q, key_heads), factor)
     keys = jnp.moveaxis(_bounded(k), 1, 3)
-    values = keys_by_problem(finite_or_zero(v))
+    values = _block.keys_by_problem(_block.finite_or_zero(v))
     block, limit, wide = block_of(pairs, whole(num_queries), whole(num_keys)), None, jnp.finfo(wide_dtype(q.dtype))
     if block.mask is not None:
         sees_any = any_of(block.mask, -1, keepdims=True)
@@ -88,18 +80,18 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
         for tile, seen in parts_with_keys(plan, num_queries, size, num_keys):
             places = {"t": (tile.start, tile.size), "s": (seen.start, seen.size)}
             x = _dot(take(queries, 3, tile), take(keys, 3, seen))
-            x = soft_capped(times(x, factor_of_logits), plan.soft_cap)
+            x = soft_capped(_block.times(x, factor_of_logits), plan.soft_cap)
             if block.bias is not None:
-                x = x + finite_or_zero(cut(block.bias, OVER_PAIRS, places).astype(x.dtype))
+                x = x + _block.finite_or_zero(cut(block.bias, OVER_PAIRS, places).astype(x.dtype))
                 x = jnp.maximum(x, float(wide.min))  # -inf is masked
             results.append(of_logits(x if limit is None else jnp.minimum(x, cut(limit, OVER_PAIRS, places)), seen))
-        return queries_by_user(joined(results))
+        return _block.queries_by_user(joined(results))
 
-    is_bad = queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
+    is_bad = _block.queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
 
     def with_bad_and_empty(x: Array, empty: float) -> Array:
         x = jnp.where(is_bad, x.dtype.type(jnp.nan), x)
-        return x if block.mask is None else jnp.where(queries_by_user(sees_any), x, x.dtype.type(empty))
+        return x if block.mask is None else jnp.where(_block.queries_by_user(sees_any), x, x.dtype.type(empty))
 
     out = by_tile(lambda x, seen: _dot(jax.nn.softmax(x), take(values, 2, seen)), queries, keys)
     out = with_bad_and_empty(out, 0.0)
@@ -114,7 +106,7 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
 def _bounded(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
     most = math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
-    return lax.clamp(x.dtype.type(-most), times(finite_or_zero(x), factor), x.dtype.type(most))
+    return lax.clamp(x.dtype.type(-most), _block.times(_block.finite_or_zero(x), factor), x.dtype.type(most))
 
 
 def _dot(a: Array, b: Array) -> Array:
