@@ -10,6 +10,7 @@ where a reverse pass in blocks follows, which wants the largest logits and the s
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,11 +58,12 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
     """The output `[B, T, N, width of v]`; if needed, the logsumexp `[B, T, N, 1]` as largest logit, with the sum 1."""
     (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = q.shape, k.shape
-    is_query_sound = _block.queries_by_problem(_block.are_finite(q), key_heads)
-    is_key_sound = _block.keys_by_problem(_block.are_finite(k, v))
+    is_value_sound = _block.are_finite(v)
     if not (q.dtype == jnp.bfloat16 and num_keys >= plan.sizes.fewest_keys_of_bfloat16):
         q, k, v = map(widened, (q, k, v))
     factor, factor_of_logits = _block.split_scale(plan, q)
+    is_query_sound = _block.queries_by_problem(_are_bounded(q, factor), key_heads)
+    is_key_sound = _block.keys_by_problem(_are_bounded(k) & is_value_sound)
     queries = _bounded(_block.queries_by_problem(q, key_heads), factor)
     keys = jnp.moveaxis(_bounded(k), 1, 3)
     values = _block.keys_by_problem(_block.finite_or_zero(v))
@@ -105,8 +107,18 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
 
 def _bounded(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
+    most = _most_of_product(x)
+    return lax.clamp(-most, _block.times(_block.finite_or_zero(x), factor), most)
+
+
+def _are_bounded(x: Array, factor: float = 1.0) -> Array:
+    """Where all elements along the last axis are what `_bounded` leaves as they are `[..., 1]`; others are bad."""
+    return jnp.all(jnp.abs(_block.times(x, factor)) <= _most_of_product(x), -1, keepdims=True)
+
+
+def _most_of_product(x: Array) -> Any:
     most = math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
-    return lax.clamp(x.dtype.type(-most), _block.times(_block.finite_or_zero(x), factor), x.dtype.type(most))
+    return x.dtype.type(most)
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -130,6 +130,18 @@ def test_options_and_narrow_dtypes(dtype):
 
 
 @pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("operand", [0, 1])
+def test_elements_too_large_for_a_product_are_bad(operand):
+    """They would have to be cut, and the result would be a wrong number."""
+    inputs = random_inputs()
+    inputs[operand][0, 1] = 1e30
+    out, _ = values(dict(is_causal=True))(*inputs)
+    is_bad = np.zeros((2, 6), bool)
+    is_bad[0, slice(1, 2) if operand == 0 else slice(1, None)] = True
+    assert (np.isnan(out) == is_bad[..., None, None]).all()
+
+
+@pytest.mark.usefixtures("in_kernels")
 def test_an_eager_call_and_one_under_vmap():
     inputs = random_inputs()
     assert_close(attention(*inputs), exact(*inputs)[0])
