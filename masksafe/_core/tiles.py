@@ -96,9 +96,9 @@ def whole(length: int) -> Tile:
     return Tile(0, length, 0, False)
 
 
-def take(x: Array, axis: int, tile: Tile) -> Array:
-    """The part of `x` within a tile of `axis`."""
-    return part(x, {axis: (tile.start, tile.size)})
+def take(tree: Tree, axis: int, tile: Tile) -> Tree:
+    """The parts of arrays within a tile of `axis`."""
+    return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)  # type: ignore[no-any-return]
 
 
 Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it starts, and its size
@@ -107,7 +107,11 @@ Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it start
 def part(x: Array, places: Places) -> Array:
     """The part of `x` at the places; an axis without a place is whole."""
     starts, sizes = _bounds(x, places)
-    return x if sizes == x.shape else lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
+    if sizes == x.shape:
+        return x
+    if all(isinstance(start, np.integer) for start in starts):
+        return lax.slice(x, starts, [start + size for start, size in zip(starts, sizes, strict=True)])
+    return lax.dynamic_slice(x, starts, sizes, allow_negative_indices=False)
 
 
 def with_part(x: Array, new: Array, places: Places) -> Array:

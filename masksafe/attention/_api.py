@@ -191,7 +191,7 @@ def dot_product_attention(
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
       `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
-      once; on an accelerator the weights are also rounded before their product with the values.
+      once; the weights may also be rounded before their product with the values, as they are on an accelerator.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
@@ -333,6 +333,9 @@ def _attend(
     if by_cudnn is not None:
         masks = _cudnn.as_masks(mask, lengths, q, k)
         return _cudnn.attention(by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    wide = wide_dtype(q.dtype)
+    if bias is not None and bias.dtype.itemsize > wide.itemsize:  # lower numbers than the lowest of the logits mask
+        bias = bias.astype(wide)
     q = sharding.Devices(axis_name).varying(q)
     pairs = _pairs_of(plan, axis_name, arrays._replace(q=q, k=k, offset=offset), lengths)
     return attend(plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)

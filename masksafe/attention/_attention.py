@@ -9,6 +9,7 @@ large problems are solved in turn: their blocks stay in the cache, and each prob
 excludes, not only those that the masks of all problems exclude.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -24,24 +25,12 @@ from masksafe._core.own_shard_map import on_own_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
 from masksafe._core.sharding import may_loop
-from masksafe._core.tiles import Tile, divide, part
+from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._block import (
-    Adjustments,
-    Cotangents,
-    Gradients,
-    Inputs,
-    Keys,
-    Plan,
-    Queries,
-    are_finite,
-    keys_by_problem,
-    keys_by_user,
-    queries_by_problem,
-    queries_by_user,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries
 from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
 from masksafe.attention._kernels import attend_in_kernels, has_kernels
 from masksafe.attention._merge import Partial, with_sinks
@@ -182,10 +171,9 @@ def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
 
 
 def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
-    wanted, delta = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
-    lse = lax.stop_gradient(_logsumexp(results))
+    wanted, _ = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
     # A sound query without a cotangent may have one in a derivative.
-    live = (lse != -jnp.inf) & (wanted | (jnp.isfinite(lse) & jnp.isfinite(delta)))
+    live = (results.largest != -jnp.inf) & (wanted | jnp.isfinite(results.weighted[..., :1]))
     inputs = _with_live_queries(inputs, live)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:
@@ -222,7 +210,7 @@ def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array,
 
 def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
     """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
-    live_queries = queries_by_problem(live, inputs.k.shape[2])[..., 0]
+    live_queries = _block.queries_by_problem(live, inputs.k.shape[2])[..., 0]
     return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
 
 
@@ -233,32 +221,29 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
     """The wide output `[B, T, N, width of v]`, the largest logit and the sum of exponentials `[B, T, N, 1]`."""
     q, k, v, adjustments, pairs = inputs
 
+    def solved(plan: Plan, steps: _Steps | None, tiles: Any, q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
+            (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
+            if not plan.on_accelerator:
+                q, k, v = map(widened, (q, k, v))
+            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
+            if tiles is None or is_one_block(tiles):
+                return attend_by_rows(plan, queries, keys, pairs), (), carry
+            of_tile = functools.partial(take, keys, 2)
+            return attend_in_blocks(plan, queries, of_tile, pairs, v.shape[-1], tiles), (), carry
+
+        return _solve(kernel, steps, (q, _block.are_finite(q)), (k, v, _block.are_finite(k, v)), pairs)[0]
+
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
             return _attend_sample_by_sample(plan, q, k, v, pairs)
         if not plan.is_plain and has_kernels(plan, q, k, pairs):
             return attend_in_kernels(plan, q, k, v, pairs)
-        tiles = tiles_of(plan, q, k, pairs)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
-            (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
-            q, k, v = map(widened, (q, k, v))
-            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
-            if is_one_block(tiles):
-                return attend_by_rows(plan, queries, keys, pairs), (), carry
-            return attend_in_blocks(plan, queries, keys.take, pairs, v.shape[-1], tiles), (), carry
-
-        steps = _steps_on_cpu(plan, q, k, pairs)
-        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+        return solved(plan, _steps_on_cpu(plan, q, k, pairs), tiles_of(plan, q, k, pairs), q, k, v, pairs)
 
     def elsewhere(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         there = plan._replace(on_accelerator=True)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, carry: None) -> _Results:
-            return attend_by_rows(there, Queries.of(there, *by_query), Keys.of(*by_key), pairs), (), carry
-
-        steps = _steps_elsewhere(there, q, k, pairs)
-        return _solve(kernel, steps, (q, are_finite(q)), (k, v, are_finite(k, v)), pairs)[0]
+        return solved(there, _steps_elsewhere(there, q, k, pairs), None, q, k, v, pairs)
 
     return Partial(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, q, k, v, adjustments.of(pairs)))
 
@@ -271,34 +256,34 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
     q, k, v, adjustments, pairs = inputs
     of_q, of_k, of_v = (x.dtype if plan.ring is None else queries.d_lse.dtype for x in (q, k, v))
 
-    def as_results(d: Gradients) -> _Results:
-        return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
-
     def what_rows_need(queries: Cotangents) -> Cotangents:
         """Tiles with all keys of their queries need more in a ring only."""
         return Cotangents(*queries[:3]) if plan.ring is None else queries
 
+    def solved(
+        plan: Plan, steps: _Steps | None, tiles: Any, queries: Cotangents, k: Array, v: Array, *others: Any
+    ) -> _Results:
+        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
+            if not plan.on_accelerator:
+                by_query, by_key = jax.tree.map(widened, (by_query, by_key))
+            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
+            by_rows = tiles is None or is_one_block(tiles)
+            d = pull_back_by_rows(*args) if by_rows else pull_back_in_blocks(*args, tiles)
+            return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
+
+        return _solve(kernel, steps, queries, (k, v), *others)
+
     def on_cpu(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
         tiles = tiles_of(plan, queries.q, k, pairs)
         queries = what_rows_need(queries) if is_one_block(tiles) else queries
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
-            by_query, by_key = jax.tree.map(widened, (by_query, by_key))
-            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
-            return as_results(pull_back_by_rows(*args) if is_one_block(tiles) else pull_back_in_blocks(*args, tiles))
-
         steps = _steps_on_cpu(plan, queries.q, k, pairs, plan.sizes.reverse_at_once_logits)
-        return _solve(kernel, steps, queries, (k, v), pairs, sums)
+        return solved(plan, steps, tiles, queries, k, v, pairs, sums)
 
     def elsewhere(queries: Cotangents, k: Array, v: Array, pairs: Pairs, sums: Adjustments) -> _Results:
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
         queries, k, v, pairs = lax.optimization_barrier((what_rows_need(queries), k, v, pairs))
         there = plan._replace(on_accelerator=True)
-
-        def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
-            return as_results(pull_back_by_rows(there, by_query.cleaned(there), Keys.of(*by_key), pairs, sums))
-
-        return _solve(kernel, _steps_elsewhere(there, queries.q, k, pairs), queries, (k, v), pairs, sums)
+        return solved(there, _steps_elsewhere(there, queries.q, k, pairs), None, queries, k, v, pairs, sums)
 
     args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
     d_q, (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
@@ -332,10 +317,8 @@ class _Steps(NamedTuple):
 
 def _steps_on_cpu(plan: Plan, q: Array, k: Array, pairs: Pairs, most_logits: int | None = None) -> _Steps | None:
     """None for all at once. Samples that are worked on together have at most so many logits; None is any number."""
-    if not may_loop((q, k, pairs)):
-        return None
     num_problems, logits = k.shape[0] * k.shape[2], _number_of_logits(q, k)
-    if num_problems == 1 or logits < plan.sizes.in_turn_logits_of_all:
+    if not may_loop((q, k, pairs)) or num_problems == 1 or logits < plan.sizes.in_turn_logits_of_all:
         return None
     if logits >= num_problems * plan.sizes.in_turn_logits_of_one:
         return _Steps(1, 1)
@@ -390,9 +373,9 @@ def _solve(
         sample, head, samples, heads = problems.sample, problems.head, problems.samples, problems.heads
         first_query_head = head if group == 1 else head * group
         query_places = {0: (sample, samples), 2: (first_query_head, heads * group)}
-        of_queries = jax.tree.map(lambda x: queries_by_problem(part(x, query_places), heads), by_query)
+        of_queries = jax.tree.map(lambda x: _block.queries_by_problem(part(x, query_places), heads), by_query)
         key_places = {0: (sample, samples), 2: (head, heads)}
-        of_keys = jax.tree.map(lambda x: keys_by_problem(part(x, key_places)), by_key)
+        of_keys = jax.tree.map(lambda x: _block.keys_by_problem(part(x, key_places)), by_key)
         of_queries, of_keys, carry = kernel(of_queries, of_keys, pairs.only(problems), carry)
         return carry, (of_queries, of_keys)
 
@@ -412,7 +395,7 @@ def _solve(
         carry, results = lax.scan(step, carry, numbers, unroll=unroll)
         # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
         results = jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
-    return jax.tree.map(queries_by_user, results[0]), jax.tree.map(keys_by_user, results[1]), carry
+    return jax.tree.map(_block.queries_by_user, results[0]), jax.tree.map(_block.keys_by_problem, results[1]), carry
 
 
 # Few queries, as in decoding: reading the keys and values is the work. So one sample after another goes through its own
@@ -421,9 +404,8 @@ def _solve(
 
 
 def _has_few_queries(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
-    if not may_loop((q, k, pairs)):
-        return False
-    if k.shape[0] == 1 and not jax.tree.leaves(pairs):  # both cores are faster on one block
+    is_one_product = k.shape[0] == 1 and not jax.tree.leaves(pairs)  # on which both cores are faster
+    if not may_loop((q, k, pairs)) or is_one_product:
         return False
     rows = q.shape[1] * q.shape[2] // k.shape[2]
     return rows <= plan.sizes.few_queries and k.shape[1] >= plan.sizes.fewest_keys_of_few_queries
@@ -437,14 +419,14 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
     def one_sample(i: Array) -> Partial:
         def keys_of(tile: Tile) -> Keys:
             cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
-            k_j, v_j = (widened(keys_by_problem(from_bits(x, k.dtype))) for x in cut)
-            return Keys.of(k_j, v_j, are_finite(k_j, v_j))  # of so few keys one copy serves all uses
+            k_j, v_j = (widened(_block.keys_by_problem(from_bits(x, k.dtype))) for x in cut)
+            return Keys.of(k_j, v_j, _block.are_finite(k_j, v_j))  # of so few keys one copy serves all uses
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
-        of_problems = (queries_by_problem(x, num_key_heads) for x in (widened(q_i), are_finite(q_i)))
+        of_problems = (_block.queries_by_problem(x, num_key_heads) for x in (widened(q_i), _block.are_finite(q_i)))
         tiles = divide(num_queries, num_queries), of_keys
         return attend_in_blocks(plan, Queries.of(plan, *of_problems), keys_of, own, v.shape[-1], tiles)
 
     results = lax.map(one_sample, jnp.arange(k.shape[0], dtype=jnp.int32))
-    return Partial(*(queries_by_user(x[:, 0]) for x in results))
+    return Partial(*(_block.queries_by_user(x[:, 0]) for x in results))

@@ -34,7 +34,7 @@ from jax import lax
 from masksafe._core.platforms import AttentionSizes
 from masksafe._core.precision import wide_dtype
 from masksafe._core.soft_cap import pulled_back, soft_capped
-from masksafe._core.tiles import Tile, once_if, take
+from masksafe._core.tiles import once_if
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
@@ -120,9 +120,6 @@ class Keys(NamedTuple):
     def of(cls, k: Array, v: Array, is_sound: Array | None = None) -> "Keys":
         return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
 
-    def take(self, tile: Tile) -> "Keys":
-        return Keys(*jax.tree.map(lambda x: take(x, 2, tile), self))
-
 
 class Queries(NamedTuple):
     """Queries, with 0 for bad elements."""
@@ -133,9 +130,6 @@ class Queries(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, q: Array, is_sound: Array) -> "Queries":
         return cls(_cleaned_queries(plan, q), is_sound)
-
-    def take(self, tile: Tile) -> "Queries":
-        return Queries(*(take(x, 3, tile) for x in self))
 
 
 class Cotangents(NamedTuple):
@@ -156,9 +150,6 @@ class Cotangents(NamedTuple):
         """With 0 for bad elements of the first two, and queries as in `Queries`."""
         return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
 
-    def take(self, tile: Tile) -> "Cotangents":
-        return Cotangents(*jax.tree.map(lambda x: take(x, 3, tile), self))
-
 
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
     """The factors of the queries and of the logits: the scale is applied to queries unless that would round them."""
@@ -170,7 +161,7 @@ def _cleaned_queries(plan: Plan, q: Array) -> Array:
 
 
 def finite_or_zero(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, 0)
+    return jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
 
 
 def are_finite(*arrays: Array) -> Array:
@@ -201,13 +192,8 @@ def queries_by_user(x: Array) -> Array:
 
 
 def keys_by_problem(x: Array) -> Array:
-    """`[B, S, K, n]` to `[B, K, S, n]`."""
-    return jnp.moveaxis(x, 1, 2)
-
-
-def keys_by_user(x: Array) -> Array:
-    """`[B, K, S, n]` to `[B, S, K, n]`."""
-    return jnp.moveaxis(x, 2, 1)
+    """`[B, S, K, n]` to `[B, K, S, n]`, or back."""
+    return jnp.swapaxes(x, 1, 2)
 
 
 # Forward.

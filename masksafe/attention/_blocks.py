@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles
+from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles, take
 from masksafe._core.typing import Array
 from masksafe.attention import _block
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
@@ -46,7 +46,7 @@ def attend_in_blocks(
 
     def one_tile(i: Any) -> Partial:
         query_tile = of_queries.tile(i)
-        tile_queries = queries.take(query_tile)
+        tile_queries = take(queries, 3, query_tile)
 
         def add_keys(j: Any, state: Partial) -> Partial:
             key_tile = of_keys.tile(j)
@@ -70,11 +70,11 @@ def pull_back_in_blocks(
 
     def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:
         key_tile = of_keys.tile(j)
-        tile_keys = keys.take(key_tile)
+        tile_keys = take(keys, 2, key_tile)
 
         def add_queries(i: Any, state: Gradients) -> Gradients:
             query_tile = of_queries.tile(i)
-            block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), queries.take(query_tile)
+            block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), take(queries, 3, query_tile)
             # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
             d = _block.pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
             d_q = _block.dot_pairs_with_keys(d.d_dots, tile_keys.k)

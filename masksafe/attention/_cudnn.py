@@ -29,7 +29,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from masksafe._core import platforms, sharding
-from masksafe._core.derivatives import rule, with_derivatives_of
+from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
@@ -175,29 +175,15 @@ def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array,
     return config.inner(config.plan, q, k, v, pairs)
 
 
-def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Any]:
-    out, saved = _evaluate(config, operands, masks)
-    return out, (operands, masks, out, saved)
-
-
-def _reverse(config: Config, residuals: Any, d_out: Array) -> tuple[Operands, None]:
-    return _pull_back(config, *residuals, d_out), None
-
-
-_attention = rule(_forward, _reverse)
-
-
 # Values and first derivatives in reverse mode come from cuDNN; every other derivative is that of the blockwise form.
 
 
-def _evaluate_in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
-    _, saved = jax.eval_shape(functools.partial(_evaluate, config), operands, masks)
+def _plain(config: Config, operands: Operands, masks: Masks) -> Array:
     with forward_mode():
-        return _in_blocks(config, operands, masks)[0], [jnp.zeros(x.shape, x.dtype) for x in saved]
+        return _in_blocks(config, operands, masks)[0]
 
 
-@with_derivatives_of(_evaluate_in_blocks)
-def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Saved]:
+def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, tuple[Array, Saved]]:
     @_over_vmap
     def whole_batch(operands: Operands, masks: Masks) -> tuple[Array, Saved]:
         out, lse, saved = _run_kernel(config, operands, masks)
@@ -209,7 +195,8 @@ def _evaluate(config: Config, operands: Operands, masks: Masks) -> tuple[Array, 
         out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
 
-    return whole_batch(operands, masks)
+    out, saved = whole_batch(operands, masks)
+    return out, (out, saved)
 
 
 def _in_small_tiles(config: Config) -> Config:
@@ -245,13 +232,9 @@ def _preferred(is_usable: Array, again: Array, exact: Array) -> Array:
     return jnp.where(is_usable & jnp.isfinite(again) & jnp.isfinite(exact), again, exact)
 
 
-def _pull_back_in_blocks(config: Config, operands: Operands, masks: Masks, *rest: Any) -> Operands:
-    _, reverse = jax.vjp(lambda operands: _in_blocks(config, operands, masks)[0], operands)
-    return Operands(*reverse(rest[-1])[0])
-
-
-@with_derivatives_of(_pull_back_in_blocks)
-def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
+def _reverse(
+    config: Config, args: tuple[Operands, Masks], residuals: tuple[Array, Saved], d_out: Array
+) -> tuple[Operands, Masks]:
     @_over_vmap
     def whole_batch(operands: Operands, masks: Masks, out: Array, saved: Saved, d_out: Array) -> Operands:
         *saved, was_bad = saved
@@ -263,7 +246,10 @@ def _pull_back(config: Config, operands: Operands, masks: Masks, out: Array, sav
         repair = functools.partial(_repair_gradients, config)
         return _repaired_if(jnp.any(was_bad) | ~are_sound, gradients, repair, operands, masks, d_out)
 
-    return whole_batch(operands, masks, out, saved, d_out)
+    return whole_batch(*args, *residuals, d_out), Masks(None, None, None)
+
+
+_attention = rule_of_kernels(_forward, _reverse, lambda config, args, *_: args, plain=_plain)
 
 
 def _repair_gradients(config: Config, operands: Operands, masks: Masks, d_out: Array) -> Operands:

@@ -2,13 +2,15 @@ r"""The values of attention on a CPU as kernels of XLA's library: the textbook's
 
 XLA's CPU compiler makes one kernel of two products and the softmax between them, which writes only the output. It takes
 no selection and no comparison into a kernel, and no NaN may enter one: so the operands are cleaned before, a mask is a
-minimum with :math:`\infty` or the lowest number, and what is bad or empty is put into the results.
+minimum with :math:`\pm\infty`, and what is bad or empty is put into the results.
 
 Blocks serve where enough of them may be masked as a whole, since a kernel goes through all keys of its queries; and
 where a reverse pass in blocks follows, which wants the largest logits and the sums of the forward pass.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +20,18 @@ from masksafe._core import platforms
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import may_loop, vary_with
 from masksafe._core.soft_cap import soft_capped
-from masksafe._core.tiles import Tile, once_if, take
+from masksafe._core.tiles import Tile, once_if, take, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._block import (
-    Plan,
-    are_finite,
-    finite_or_zero,
-    keys_by_problem,
-    queries_by_problem,
-    queries_by_user,
-    split_scale,
-    times,
-)
+from masksafe.attention import _block
+from masksafe.attention._block import Plan
 from masksafe.attention._blocks import is_one_block, tiles_of
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import Block, Pairs, block_of
-from masksafe.attention._rows import joined, seen_keys_of
+from masksafe.attention._pairs import OVER_PAIRS, Block, Pairs, block_of, cut
+from masksafe.attention._rows import joined, parts_with_keys
+
+_MASKS_OF_VALUES = "query_segments", "end_position", "allowed", "bias"
 
 
 def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
@@ -52,76 +48,77 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
         return False
     if num_keys > sizes.key_tile and rows < sizes.fewest_rows_of_one_kernel:
         return False
-    return num_keys <= _most_keys(plan, pairs)
-
-
-def _most_keys(plan: Plan, pairs: Pairs) -> float:
-    """Up to how many keys blocks, which may be skipped, are not faster."""
-    if not pairs.mask_any():
-        return math.inf
-    others = pairs.query_segments, pairs.end_position, pairs.allowed, pairs.bias
-    is_static = plan.band is not None and all(x is None for x in others)
-    is_of_all_samples = pairs.end_key is not None and pairs.end_key.shape[0] == 1  # and so depends on no length
-    return plan.sizes.most_keys_of_kernels if is_static and is_of_all_samples else plan.sizes.key_tile - 1
+    # Up to how many keys blocks, which may be skipped, are not faster.
+    is_static = plan.band is not None and all(getattr(pairs, name) is None for name in _MASKS_OF_VALUES)
+    if is_static and pairs.end_key is not None and pairs.end_key.shape[0] == 1:  # with lengths it has those of samples
+        return num_keys <= sizes.most_keys_of_kernels
+    return num_keys < sizes.key_tile or not pairs.mask_any()
 
 
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
-    """The output `[B, T, N, width of v]`, and the logsumexp `[B, T, N, 1]` as the largest logit with the sum 1."""
-    key_heads = k.shape[2]
-    is_query_sound = queries_by_problem(are_finite(q), key_heads)
-    is_key_sound = keys_by_problem(are_finite(k, v))
-    if not (q.dtype == jnp.bfloat16 and k.shape[1] >= plan.sizes.fewest_keys_of_bfloat16):
+    """The output `[B, T, N, width of v]`; if needed, the logsumexp `[B, T, N, 1]` as largest logit, with the sum 1."""
+    (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = q.shape, k.shape
+    is_value_sound = _block.are_finite(v)
+    if not (q.dtype == jnp.bfloat16 and num_keys >= plan.sizes.fewest_keys_of_bfloat16):
         q, k, v = map(widened, (q, k, v))
-    factor, factor_of_logits = split_scale(plan, q)
-    queries = _bounded(queries_by_problem(q, key_heads), factor)
+    factor, factor_of_logits = _block.split_scale(plan, q)
+    is_query_sound = _block.queries_by_problem(_are_bounded(q, factor), key_heads)
+    is_key_sound = _block.keys_by_problem(_are_bounded(k) & is_value_sound)
+    queries = _bounded(_block.queries_by_problem(q, key_heads), factor)
     keys = jnp.moveaxis(_bounded(k), 1, 3)
-    values = keys_by_problem(finite_or_zero(v))
-
-    def logits(queries: Array, keys: Array, block: Block) -> Array:
-        x = soft_capped(times(_dot(queries, keys), factor_of_logits), plan.soft_cap)
-        if block.bias is not None:
-            x = x + finite_or_zero(block.bias.astype(x.dtype))
-        if block.mask is None:
-            return x
-        return jnp.minimum(x, jnp.where(block.mask, jnp.inf, float(jnp.finfo(x.dtype).min)).astype(x.dtype))
-
-    def one_tile(start: int) -> tuple[Array, Array]:
-        tile = Tile(start, min(size, q.shape[1] - start), start, False)
-        seen = seen_keys_of(plan, start, tile.size, k.shape[1])
-        block = block_of(pairs, tile, seen)
-        x = logits(take(queries, 3, tile), take(keys, 3, seen), block)
-        out = _dot(jax.nn.softmax(x), take(values, 2, seen))
-        if plan.needs_logsumexp:
-            # XLA would else write the logits to memory, for both of their users.
-            held = lax.optimization_barrier((queries, keys))
-            x = logits(take(held[0], 3, tile), take(held[1], 3, seen), block)
-            lse = jax.nn.logsumexp(x, -1, keepdims=True)
-        else:
-            lse = jnp.zeros_like(out[..., :1])
-        is_bad = _sees_bad(block, take(is_query_sound, 3, tile), take(is_key_sound, 2, seen))
-        out, lse = (jnp.where(is_bad, jnp.nan, x) for x in (out, lse))
-        if block.mask is None:
-            return out, lse
+    values = _block.keys_by_problem(_block.finite_or_zero(v))
+    block, limit, wide = block_of(pairs, whole(num_queries), whole(num_keys)), None, jnp.finfo(wide_dtype(q.dtype))
+    if block.mask is not None:
         sees_any = any_of(block.mask, -1, keepdims=True)
-        return jnp.where(sees_any, out, 0), jnp.where(sees_any, lse, -jnp.inf)
-
-    size = _queries_of_tile(plan, q)
-    tiles = map(one_tile, range(0, q.shape[1], size))
-    out, lse = (queries_by_user(joined(parts)) for parts in zip(*tiles, strict=True))
-    return Partial(out, lse, jnp.ones_like(lse))
-
-
-def _queries_of_tile(plan: Plan, q: Array) -> int:
-    """All, or fewer if a static mask hides keys from a tile."""
-    batch, number, heads, _ = q.shape
+        # A query that sees no key is computed as if it saw all.
+        limit = jnp.where(block.mask | ~sees_any, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
+    # All queries, or fewer if a static mask hides keys from a tile.
     least = max(plan.sizes.fewest_queries_of_kernels, -(-plan.sizes.fewest_rows_of_one_kernel // (batch * heads)))
-    return number if plan.band is None else -(-number // max(1, number // least))
+    size = num_queries if plan.band is None else -(-num_queries // max(1, num_queries // least))
+
+    def by_tile(of_logits: Callable[[Array, Tile], Array], queries: Array, keys: Array) -> Array:
+        """What `of_logits` makes of the logits of each tile of queries and of the keys that it sees."""
+        results = []
+        for tile, seen in parts_with_keys(plan, num_queries, size, num_keys):
+            places = {"t": (tile.start, tile.size), "s": (seen.start, seen.size)}
+            x = _dot(take(queries, 3, tile), take(keys, 3, seen))
+            x = soft_capped(_block.times(x, factor_of_logits), plan.soft_cap)
+            if block.bias is not None:
+                x = x + _block.finite_or_zero(cut(block.bias, OVER_PAIRS, places).astype(x.dtype))
+                x = jnp.maximum(x, float(wide.min))  # -inf is masked
+            results.append(of_logits(x if limit is None else jnp.minimum(x, cut(limit, OVER_PAIRS, places)), seen))
+        return _block.queries_by_user(joined(results))
+
+    is_bad = _block.queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
+
+    def with_bad_and_empty(x: Array, empty: float) -> Array:
+        x = jnp.where(is_bad, x.dtype.type(jnp.nan), x)
+        return x if block.mask is None else jnp.where(_block.queries_by_user(sees_any), x, x.dtype.type(empty))
+
+    out = by_tile(lambda x, seen: _dot(jax.nn.softmax(x), take(values, 2, seen)), queries, keys)
+    out = with_bad_and_empty(out, 0.0)
+    lse = jnp.zeros_like(out[..., :1])
+    if plan.needs_logsumexp:
+        # XLA would else write the logits to memory, for both of their users.
+        held = lax.optimization_barrier((queries, keys))
+        lse = with_bad_and_empty(by_tile(lambda x, _: jax.nn.logsumexp(x, -1, keepdims=True), *held), -jnp.inf)
+    return Partial(out, lse, jnp.ones_like(lse))
 
 
 def _bounded(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
+    most = _most_of_product(x)
+    return lax.clamp(-most, _block.times(_block.finite_or_zero(x), factor), most)
+
+
+def _are_bounded(x: Array, factor: float = 1.0) -> Array:
+    """Where all elements along the last axis are what `_bounded` leaves as they are `[..., 1]`; others are bad."""
+    return jnp.all(jnp.abs(_block.times(x, factor)) <= _most_of_product(x), -1, keepdims=True)
+
+
+def _most_of_product(x: Array) -> Any:
     most = math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
-    return jnp.clip(times(finite_or_zero(x), factor), -most, most)
+    return x.dtype.type(most)
 
 
 def _dot(a: Array, b: Array) -> Array:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core.tiles import Tile, Tiles, divide, whole
+from masksafe._core.tiles import Tile, Tiles, divide, take, whole
 from masksafe._core.typing import Array
 from masksafe.attention import _block
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
@@ -30,24 +30,22 @@ _F16_WEIGHTS = 2.0**8  # Weights of float16 are products with this: a weight bel
 
 def attend_by_rows(plan: Plan, queries: Queries, keys: Keys, pairs: Pairs) -> Partial:
     """The results of all keys; a query that sees no key has the sum 1."""
-    attend = _attend_by_softmax if plan.on_accelerator and not plan.is_plain else _attend_by_sums
 
     def one_part(part: _Part) -> Any:
         def one_tile(i: Any) -> Partial:
             tile = part.tile(i)
             block = block_of(pairs, tile, part.keys, plan.dropout_rate)
-            return attend(plan, queries.take(tile), keys.take(part.keys), block)
+            of_tile = plan, take(queries, 3, tile), take(keys, 2, part.keys), block
+            if plan.on_accelerator and not plan.is_plain:
+                return _attend_by_softmax(*of_tile)
+            # Divided after the product: the derivative at a masked value may overflow, but is in no sum over the row.
+            return _block.attend_to_block(*of_tile).divided()
 
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
         return part.tiles.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile)
 
     parts = map(one_part, _parts(plan, queries.q, keys.k))
     return Partial(*map(joined, zip(*parts, strict=True)))
-
-
-def _attend_by_sums(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
-    """Divided after the product: its derivative at a masked value may overflow, but is in no sum over the row."""
-    return _block.attend_to_block(plan, queries, keys, block).divided()
 
 
 def _attend_by_softmax(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
@@ -76,16 +74,17 @@ def _pull_back_part(
     plan: Plan, part: "_Part", queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments
 ) -> Gradients:
     """The gradients of a part's queries, joined, and of its keys and the adjustments, summed over the tiles."""
+    part_keys = take(keys, 2, part.keys)
 
     def one_tile(i: Any, sums: Adjustments) -> Gradients:
         tile = part.tile(i)
-        of_tile, tile_keys = queries.take(tile), keys.take(part.keys)
+        of_tile = take(queries, 3, tile)
         block = block_of(pairs, tile, part.keys, plan.dropout_rate)
-        d = _block.pull_back_block(plan, of_tile, tile_keys, block)
+        d = _block.pull_back_block(plan, of_tile, part_keys, block)
         d_k = _block.dot_queries_of_rows(d.d_dots, of_tile.q)
         d_v = _block.dot_queries_of_rows(d.weights, of_tile.d_out)
         sums = sums.plus(d.d_biased, d.d_captured, block.places)
-        return Gradients(_block.dot_values(d.d_dots, tile_keys.k), d_k, d_v, sums)
+        return Gradients(_block.dot_values(d.d_dots, part_keys.k), d_k, d_v, sums)
 
     if part.tiles.number == 1:
         return one_tile(0, sums)
@@ -95,7 +94,6 @@ def _pull_back_part(
         d = one_tile(i, sums)
         return (d_k + d.key, d_v + d.value, d.adjustments), d.query
 
-    part_keys = keys.take(part.keys)
     no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (part_keys.k, part_keys.v))
     numbers = jnp.arange(part.tiles.number, dtype=jnp.int32)
     (d_k, d_v, sums), d_q = lax.scan(add_tile, (no_d_k, no_d_v, sums), numbers)
@@ -120,7 +118,7 @@ def _padded(x: Array, keys: Tile, num_keys: int) -> Array:
 class _Part(NamedTuple):
     """Queries from `start` on, in tiles, whose keys are the same."""
 
-    start: int
+    start: Any
     tiles: Tiles
     keys: Tile
 
@@ -147,20 +145,19 @@ def _parts(plan: Plan, q: Array, k: Array) -> Iterator[_Part]:
     if plan.band is not None:
         number = max(1, min(sizes.skipping_row_tiles, logits // sizes.skipping_row_tile_logits))
     size = _multiple_above(-(-length // number), sizes.alignment)
+    for queries, keys in parts_with_keys(plan, length, size, num_keys):
+        yield _Part(queries.start, divide(queries.size, most_queries), keys)
+
+
+def parts_with_keys(plan: Plan, length: int, size: int, num_keys: int) -> Iterator[tuple[Tile, Tile]]:
+    """Parts of so many queries, each with the keys that some of them may see by the static mask; at least one."""
+    (left, right), alignment = plan.band or (None, num_keys), plan.sizes.alignment
     for start in range(0, length, size):
-        tiles = divide(min(size, length - start), most_queries)
-        yield _Part(start, tiles, seen_keys_of(plan, start, tiles.length, num_keys))
-
-
-def seen_keys_of(plan: Plan, start: int, length: int, num_keys: int) -> Tile:
-    """The keys that some queries may see by the static mask; at least one."""
-    if plan.band is None:
-        return whole(num_keys)
-    (left, right), alignment = plan.band, plan.sizes.alignment
-    end = max(1, min(num_keys, _multiple_above(start + length + right, alignment)))
-    first = 0 if left is None else max(0, start - left)
-    first = min(first // alignment * alignment, end - 1)
-    return Tile(first, end - first, first, False)
+        stop = min(start + size, length)
+        end = max(1, min(num_keys, _multiple_above(stop + right, alignment)))
+        first = 0 if left is None else max(0, start - left)
+        first = min(first // alignment * alignment, end - 1)
+        yield Tile(start, stop - start, start, False), Tile(first, end - first, first, False)
 
 
 def _multiple_above(n: int, alignment: int) -> int:

@@ -97,6 +97,29 @@ def test_a_bad_bias_shows_where_it_is_seen(bad):
 
 
 @pytest.mark.usefixtures("in_kernels")
+def test_keys_whose_bias_is_the_lowest_number_outweigh_masked_ones():
+    """As in a batch padded on the left: the first queries see no others, and logits of masked keys are no higher."""
+    inputs, lowest = random_inputs(S=6), np.finfo(np.float32).min
+    bias = np.where(np.arange(6) < 3, lowest, np.float32(0))
+    run = values(dict(is_causal=True))
+    out, lse = run(*inputs, bias=bias)
+    means = np.cumsum(inputs[2], 1)[:, :3] / np.arange(1, 4)[:, None, None]  # the logits are lost in such a bias
+    assert_close(out[:, :3], np.broadcast_to(means, out[:, :3].shape))
+    assert (lse[:, :3] == lowest).all()
+    assert_close(out[:, 3:], exact(*inputs, causal(6, 6) & (bias == 0))[0][:, 3:])
+    garbage = [np.where(np.arange(6)[:, None, None] < 4, x, np.float32(1e38)) for x in inputs[1:]]
+    assert_same_bits(run(inputs[0], *garbage, bias=bias)[0][:, :4], out[:, :4])
+
+
+@pytest.mark.usefixtures("in_kernels")
+def test_a_bias_of_64_bits_below_all_logits_masks():
+    inputs, bias = random_inputs(), np.where(np.arange(7) < 3, np.finfo(np.float64).min, 0)
+    with jax.enable_x64(True):
+        results = values(dict(is_causal=True))(*inputs, bias=bias)
+    assert_close(results, exact(*inputs, causal(6, 7) & (bias == 0)))
+
+
+@pytest.mark.usefixtures("in_kernels")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_options_and_narrow_dtypes(dtype):
     inputs = [jnp.asarray(x, dtype) for x in random_inputs(N=4, K=2)]
@@ -104,6 +127,18 @@ def test_options_and_narrow_dtypes(dtype):
     expected = exact(*inputs, causal(6, 7), scale=0.7, soft_cap=2.0)
     assert out.dtype == dtype
     assert_close((np.asarray(out, np.float32), lse), expected, float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.usefixtures("in_kernels")
+@pytest.mark.parametrize("operand", [0, 1])
+def test_elements_too_large_for_a_product_are_bad(operand):
+    """They would have to be cut, and the result would be a wrong number."""
+    inputs = random_inputs()
+    inputs[operand][0, 1] = 1e30
+    out, _ = values(dict(is_causal=True))(*inputs)
+    is_bad = np.zeros((2, 6), bool)
+    is_bad[0, slice(1, 2) if operand == 0 else slice(1, None)] = True
+    assert (np.isnan(out) == is_bad[..., None, None]).all()
 
 
 @pytest.mark.usefixtures("in_kernels")
