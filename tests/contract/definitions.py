@@ -107,7 +107,7 @@ def of_label(x, label):
     return -log_softmax(x)[label]
 
 
-def smoothed(x, label):
+def smoothed_of_label(x, label):
     p = log_softmax(x)
     return -0.9 * p[label] - 0.1 * np.mean(p), 0.01 * logsumexp(x) ** 2
 

@@ -376,7 +376,7 @@ OPS = {
         functools.partial(
             losses.softmax_cross_entropy_with_integer_labels, label_smoothing=0.1, z_loss=0.01, with_components=True
         ),
-        of.smoothed,
+        of.smoothed_of_label,
         (X, LABELS),
         "row, label",
         classes=CLASSES,

@@ -616,7 +616,7 @@ def test_without_a_z_loss_its_component_is_0():
 
 @pytest.mark.parametrize(
     ("options", "argument"),
-    [({"label_smoothing": -0.1}, "label_smoothing"), ({"z_loss": NAN}, "z_loss"), ({"with_components": 2}, "with_c")],
+    [({"label_smoothing": -0.1}, "label_smoothing"), ({"z_loss": NAN}, "z_loss")],
 )
 def test_options_are_refused_by_name(options, argument):
     with pytest.raises((TypeError, ValueError), match=f"^softmax_cross_entropy_with_integer_labels: {argument}"):

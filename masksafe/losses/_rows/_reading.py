@@ -1,4 +1,4 @@
-"""The arguments that losses of a linear layer have in common, some with those of logits; the op's name comes first.
+"""The arguments that losses of a linear layer have in common, some with those of logits; the op's name comes first."""
 
 import math
 import numbers
