@@ -380,6 +380,7 @@ OPS = {
         (X, LABELS),
         "row, label",
         classes=CLASSES,
+        **_two_zeros,
     ),
     "poly_loss_cross_entropy": _by_row(losses.poly_loss_cross_entropy, of.poly, (X, P)),
     "poly_loss_cross_entropy, epsilon": _by_row(
