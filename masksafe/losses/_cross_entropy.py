@@ -136,6 +136,18 @@ def softmax_cross_entropy_with_integer_labels(
 ) -> tuple[Array, Array]: ...
 
 
+@overload
+def softmax_cross_entropy_with_integer_labels(
+    logits: ArrayLike,
+    labels: ArrayLike,
+    axis: Axis = -1,
+    where: ArrayLike | None = None,
+    *,
+    with_components: bool,
+    **options: Unpack[_Options],
+) -> Array | tuple[Array, Array]: ...
+
+
 @public_op
 def softmax_cross_entropy_with_integer_labels(
     logits: ArrayLike,
