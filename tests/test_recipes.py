@@ -68,6 +68,20 @@ def test_means_by_token_sequence_and_document_are_those_of_what_there_is():
         assert_safe(lambda loss, mean=mean: mean(loss).value, loss, masked={0: MASKED}, order=1)
 
 
+def test_experts_are_balanced_within_each_document():
+    ids, experts = SEGMENTS.ravel(), np.random.default_rng(22).integers(-1, 3, (SEGMENTS.size, 2))
+    probs = np.array(jax.nn.softmax(drawn(21, 3).reshape(-1, 3)))
+    of_all = masksafe.losses.load_balancing_loss
+    expected = [of_all(probs, experts, where=ids == n) for n in range(4) if (ids == n).any()]
+
+    def loss(probs, experts):
+        return recipes.balance_by_document(probs, experts, jnp.asarray(ids), most=4).value
+
+    close(loss(probs, experts), np.mean(expected))
+    masked = {0: np.broadcast_to(ids < 0, probs.T.shape).T, 1: np.broadcast_to(ids < 0, experts.T.shape).T}
+    assert_safe(loss, probs, experts, masked=masked, order=1)
+
+
 def test_a_recurrence_passes_over_what_is_masked():
     x, weights = drawn(21, 3), np.random.default_rng(22).normal(size=(3, 3)).astype(np.float32)
 

@@ -159,7 +159,8 @@ def linear_kl_divergence_with_top_k_targets(
         does not matter. They have no gradients.
       target_classes: the classes of these probabilities, integers `[..., k]` in [0, V), each once in a row.
       bias: `[V]`, or None.
-      where: booleans `[...]`; False masks a token.
+      where: booleans; False is masked. Of shape `[...]` it masks tokens; of one axis more, which broadcasts to
+        `[..., k]`, targets, for a teacher that knows fewer classes of some tokens. A token without a target is masked.
       class_mask: booleans `[V]`; False takes a class from the student. The teacher is not to name it.
       temperature: :math:`\tau`, positive; the student's logits are divided by it. The teacher's probabilities are
         taken as they are, so they have to be those at this temperature.
@@ -196,6 +197,9 @@ def linear_kl_divergence_with_top_k_targets(
     student = _reading.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
+    if where is not None and jnp.ndim(where) == len(tokens) + 1:
+        of_targets = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
+        targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
     live, class_mask = _read_masks(op, student, where, class_mask)
     with_rest = _reading.read_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
@@ -262,6 +266,7 @@ def _without_masked_classes(
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
     """Reports bad targets, and returns the bad rows, if label checks are on."""
     where, shape = None if live is None else live[..., None], targets.classes.shape
+    where = where if targets.live is None else targets.live
 
     def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
         bad = label_checks.check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
@@ -274,7 +279,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
     most = 8 * float(jnp.finfo(targets.log_probs.dtype).eps)
     found = [
         check_classes(lambda x: labels.is_class(x, num_classes), f"outside [0, {num_classes})"),
-        check_classes(lambda x: ~is_repeated(x), "repeated in their row"),
+        check_classes(lambda _: ~is_repeated(targets.distinct), "repeated in their row"),
         check("target_log_probs", targets.log_probs, lambda x: x <= most, "logarithms above 0 or NaN"),
         None if class_mask is None else check_classes(is_unmasked, "at a masked class"),
     ]

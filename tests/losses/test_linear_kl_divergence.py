@@ -480,6 +480,48 @@ def test_bad_top_k_targets_are_nan_in_their_own_row_and_those_at_a_masked_class_
     np.testing.assert_array_equal(np.isinf(losses), (classes == classes[8, 0]).any(-1))
 
 
+@pytest.mark.parametrize("rest", ["bucket", "drop"])
+@pytest.mark.parametrize("direction", [DIRECTIONS[0], *map(forms, DIRECTIONS[1:])])
+def test_masked_targets_are_as_if_the_teacher_had_not_named_them(rest, direction):
+    log_probs, classes = top_k_of()
+    live = np.random.default_rng(3).random(classes.shape) < 0.6
+    live[2], live[3] = False, True
+    garbage = np.where(live, log_probs, np.nan), np.where(live, classes, np.where(np.arange(K) % 2, 99, classes[:, :1]))
+    options = {"rest": rest, "direction": direction, "reduction": "none"}
+
+    @jax.jit
+    def both(log_probs, classes, live):
+        def losses(features, kernel):
+            return top_k(features, kernel, log_probs, classes, bias=BIAS, where=live, **options)
+
+        out, reverse = jax.vjp(losses, FEATURES, KERNEL)
+        return out, *reverse(jnp.asarray(COTANGENTS, out.dtype))
+
+    with masksafe.label_checks("raise"):
+        loss, d_features, d_kernel = both(*garbage, live)
+    for result, clean in zip(both(log_probs, classes, live), (loss, d_features, d_kernel), strict=True):
+        np.testing.assert_array_equal(result, clean)
+    assert loss[2] == 0
+    assert not d_features[2].any()
+    of_all = np.zeros(KERNEL.shape)
+    for i in np.flatnonzero(live.any(-1)):
+        one = functools.partial(top_k, target_log_probs=log_probs[i, live[i]], target_classes=classes[i, live[i]])
+        of_one = lambda x, w, one=one: one(x, w, bias=BIAS, rest=rest, direction=direction)  # noqa: E731
+        expected, (d_x, d_w) = jax.value_and_grad(of_one, (0, 1))(FEATURES[i], KERNEL)
+        np.testing.assert_allclose(loss[i], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(d_features[i], d_x * COTANGENTS[i], rtol=2e-4, atol=2e-6)
+        of_all += np.asarray(d_w) * COTANGENTS[i]
+    np.testing.assert_allclose(d_kernel, of_all, rtol=2e-4, atol=1e-5)
+
+
+def test_the_mean_is_that_of_the_tokens_with_a_target():
+    log_probs, classes = top_k_of()
+    live = np.ones(classes.shape, bool)
+    live[:4] = False
+    mean = top_k(FEATURES, KERNEL, log_probs, classes, where=live)
+    np.testing.assert_allclose(mean, top_k(FEATURES[4:], KERNEL, log_probs[4:], classes[4:]), rtol=1e-5)
+
+
 def test_label_checks_of_top_k_targets():
     log_probs, classes = top_k_of()
     out_of_range, repeated, above = classes.copy(), classes.copy(), log_probs.copy()

@@ -31,6 +31,7 @@ import jax.numpy as jnp
 
 from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
+from masksafe._core.masks import selected
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
 from masksafe._core.typing import Array, Pytree
 from masksafe.losses._rows._formula import Classes, Formula
@@ -44,6 +45,13 @@ class TopK(NamedTuple):
 
     log_probs: Array
     classes: Array
+    live: Array | None = None  # which of them count, None: all
+
+    @property
+    def distinct(self) -> Array:
+        """The classes, with numbers of their own, below 0, in place of those that do not count."""
+        index = -1 - jnp.arange(self.classes.shape[-1], dtype=self.classes.dtype)
+        return self.classes if self.live is None else jnp.where(self.live, self.classes, index)
 
 
 class DivergenceSums(NamedTuple):
@@ -166,16 +174,23 @@ class Divergence(Formula):
         return log_p, over(student - of_student.largest, self.temperature) - jnp.log(of_student.total)
 
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
-        """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated."""
+        """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated.
+
+        A target that does not count has no probability, and a class behind the last one.
+        """
         x = gathered_along(logits, -1)
-        is_valid = jnp.all(is_class(targets.classes, x.shape[-1]), -1) & ~jnp.any(is_repeated(targets.classes), -1)
-        classes = jnp.clip(targets.classes, 0, x.shape[-1] - 1)
-        targets = TopK(targets.log_probs.astype(x.dtype), classes)
+        live, number = targets.live, x.shape[-1]
+        has_class = is_class(targets.classes, number)
+        has_class = has_class if live is None else has_class | ~live
+        is_valid = jnp.all(has_class, -1) & ~jnp.any(is_repeated(targets.distinct), -1)
+        classes = jnp.clip(targets.classes, 0, number - 1)
+        classes = classes if live is None else jnp.where(live, classes, number)
+        targets = TopK(selected(targets.log_probs.astype(x.dtype), live, -jnp.inf), classes, live)
         return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
 
     def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
         """The logits of the student and the teacher at the targets, and of all others if their normalizer is given."""
-        student, teacher = _at_classes(x, targets.classes), targets.log_probs
+        student, teacher = selected(_at_classes(x, targets.classes), targets.live, -jnp.inf), targets.log_probs
         if rest is None:
             return student, teacher
         is_any = rest.total > 0  # of the student's other classes
@@ -216,7 +231,7 @@ def _at_classes(x: Array, classes: Array) -> Array:
 
 
 def _with_classes(x: Array, classes: Array, values: Array | float) -> Array:
-    """Rows `[..., V]` with other elements at some classes, none of which is repeated."""
+    """Rows `[..., V]` with other elements at some classes, none of which is repeated but V, which is no class."""
     if not may_loop((x, classes)):  # symbolic sizes cannot be indices either
         is_at, values = at_label(classes, x.shape[-1]), jnp.broadcast_to(values, classes.shape)
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
