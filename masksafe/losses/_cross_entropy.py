@@ -192,8 +192,7 @@ def softmax_cross_entropy_with_integer_labels(
 
       * A row that is masked, or that has no unmasked class, has loss 0, whatever its label. Masked logits have
         gradients of exactly 0.
-      * An unmasked label outside [0, num_classes) never wraps: its row has loss NaN and gradient NaN, with smoothing as
-        without; not its z-loss, which does not depend on it.
+      * An unmasked label outside [0, num_classes) never wraps: its row has loss and gradient NaN, but not its z-loss.
       * A label whose class is masked or has a logit of -inf has probability 0 and loss +inf. Logits of only -inf have
         no probabilities: the loss is NaN.
       * A NaN or +inf in an unmasked logit makes the gradient of its own row NaN. The loss is NaN too, or +inf
