@@ -10,7 +10,6 @@ where a reverse pass in blocks follows, which wants the largest logits and the s
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -107,18 +106,19 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
 
 def _bounded(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
-    most = _most_of_product(x)
+    most = x.dtype.type(_most_in_product(x))
     return lax.clamp(-most, _block.times(_block.finite_or_zero(x), factor), most)
 
 
 def _are_bounded(x: Array, factor: float = 1.0) -> Array:
     """Where all elements along the last axis are what `_bounded` leaves as they are `[..., 1]`; others are bad."""
-    return jnp.all(jnp.abs(_block.times(x, factor)) <= _most_of_product(x), -1, keepdims=True)
+    largest = float(jnp.finfo(x.dtype).max)
+    most = largest if factor == 0 else min(_most_in_product(x) / abs(factor), largest)
+    return jnp.all(jnp.abs(x) <= x.dtype.type(most), -1, keepdims=True)
 
 
-def _most_of_product(x: Array) -> Any:
-    most = math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
-    return x.dtype.type(most)
+def _most_in_product(x: Array) -> float:
+    return math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
 
 
 def _dot(a: Array, b: Array) -> Array:
