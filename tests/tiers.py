@@ -7,7 +7,19 @@ import pytest
 
 # By default the tests' processes do without the emitters (conftest.py), which later versions always have.
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if jax.__version_info__ < (0, 11) else None
-optimised_jit = functools.partial(jax.jit, compiler_options=EMITTERS)
+
+
+def optimised_jit(fn):
+    """`jax.jit` with them; within another program the function itself, for JAX refuses compiler options there."""
+    program = jax.jit(fn, compiler_options=EMITTERS)
+
+    @functools.wraps(fn)
+    def run(*args):
+        is_within = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
+        return (fn if is_within else program)(*args)
+
+    run.lower = program.lower
+    return run
 
 
 def few_of(values, *kept):
