@@ -310,8 +310,8 @@ def rms_norm(x, scale):
     return x / np.sqrt(np.mean(x**2) + 1e-6) * scale
 
 
-def standardize(x):
-    return standardize_by(x, np.mean(x), np.var(x))
+def standardize(x, epsilon=1e-5):
+    return standardize_by(x, np.mean(x), np.var(x), epsilon)
 
 
 def standardize_by(x, mean, variance, epsilon=1e-5):

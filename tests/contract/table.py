@@ -644,7 +644,10 @@ OPS = {
     "segment_softmax": _of_segments("segment_softmax", of.softmax, keeps_row=True),
     "segment_softmax, rows": _of_segments("segment_softmax", of.softmax, keeps_row=True, where=SOME_ROWS),
     "segment_log_softmax": _of_segments("segment_log_softmax", of.log_softmax, -np.inf, keeps_row=True),
-    "segment_standardize": _of_segments("segment_standardize", of.standardize, keeps_row=True),
+    # A segment of two elements has gradients of 0 but for epsilon: of a small one only rounding errors would be left.
+    "segment_standardize": _of_segments(
+        "segment_standardize", lambda x: of.standardize(x, 0.5), keeps_row=True, options={"epsilon": 0.5}
+    ),
     "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
     "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
     "segment_mean, weights of rows": _of_segments(
