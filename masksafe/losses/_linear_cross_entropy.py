@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -83,6 +82,7 @@ def linear_softmax_cross_entropy(
     class_weights: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     with_components: bool = False,
+    class_mask: ArrayLike | None = None,
 ) -> Array | tuple[Array, Array]:
     r"""Softmax cross-entropy of `features @ kernel + bias` and integer labels, without the logits in memory.
 
@@ -115,6 +115,8 @@ def linear_softmax_cross_entropy(
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
         weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0.
       with_components: whether to return the z-loss apart.
+      class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
+        vocabulary. :math:`V` and the sums are over the others.
 
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
@@ -123,20 +125,28 @@ def linear_softmax_cross_entropy(
 
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. So does an unmasked weight that is negative.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf. If it excludes all of them, the loss
-        is NaN. With a soft cap it excludes nothing, since the logit is finite.
+      * Masked classes have gradients of 0 and no influence. A label at one gives loss +inf, and is reported by
+        `masksafe.label_checks`.
+      * A bias of -inf excludes a class as well, with a soft cap and from label smoothing too. If it excludes all of
+        them, the loss is NaN.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
       >>> kernel = jnp.arange(12.0).reshape(3, 4)
-      >>> def loss(features, kernel):
+      >>> def loss(features, kernel, **options):
       ...     fn = masksafe.losses.linear_softmax_cross_entropy
-      ...     return fn(features, kernel, labels, where=labels >= 0)
+      ...     return fn(features, kernel, labels, where=labels >= 0, **options)
       >>> value, gradients = jax.value_and_grad(loss, (0, 1))(features, kernel)
       >>> print(f"{value:.4f}", gradients[0][2], gradients[1].shape)
       1.4402 [0. 0. 0.] (3, 4)
+
+      A vocabulary that is padded to eight classes:
+
+      >>> padded = jnp.pad(kernel, ((0, 0), (0, 4)), constant_values=jnp.nan)
+      >>> print(f"{loss(features, padded, class_mask=jnp.arange(8) < 4):.4f}")
+      1.4402
 
     References:
       Hsu et al., "Liger Kernel", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024;
@@ -152,8 +162,10 @@ def linear_softmax_cross_entropy(
     soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
     formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap)
     options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    class_mask = _reading.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
         class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
@@ -163,8 +175,10 @@ def linear_softmax_cross_entropy(
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
-    bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
-    inputs = LinearInputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
+    inputs = LinearInputs((layer,), labels, None, live).without_masked(class_mask, axis_name)
+    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
+    if formula.of_all_classes:
+        inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     if with_components or reduction == "none":
@@ -207,13 +221,7 @@ def _of_labels(
 ) -> Array | None:
     if class_weights is None:
         return of_tokens
-    here = sharding.Devices(axis_name).local(labels, class_weights.size)
-    is_here = is_class(here, class_weights.size)
-    index = jnp.where(is_here, here, 0)
-    out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
-    at_index = sharding.gathered_along(class_weights, 0).at[index]
-    weights = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
-    weights = sharding.Devices(axis_name).sum(jnp.where(is_here, weights, 0))
+    weights = _reading.at_labels(class_weights, labels, axis_name)
     classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
     if of_tokens is None:
@@ -221,6 +229,18 @@ def _of_labels(
     # The loss at the label may be infinite: the derivative of the product would be NaN.
     is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
     return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
+
+
+def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
+    """The weights of the classes in label smoothing: 0 where a bias of -inf excludes one; the others share its part."""
+    bias = inputs.layers[0].bias
+    if bias is None:
+        return class_weights
+    is_left = bias != -jnp.inf
+    devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
+    number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
+    part = bias.size * devices.size / number
+    return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
 
 
 def _factor(dtype: DType, number: float, weights: Array | None) -> Array:

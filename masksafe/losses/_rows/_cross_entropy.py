@@ -119,8 +119,9 @@ class CrossEntropy(Formula):
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
 
     def x(self, logits: Array, live: Array | None = None) -> Array:
-        """The x of some logits, -inf where they are not live."""
-        return selected(soft_capped(widened(selected(logits, live)), self.soft_cap), live, -jnp.inf)
+        """The x of some logits, -inf where they are not live; one that is -inf, as at an excluded class, stays so."""
+        x = widened(selected(logits, live, -jnp.inf))
+        return x if self.soft_cap is None else jnp.where(x == -jnp.inf, x, soft_capped(x, self.soft_cap))
 
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
