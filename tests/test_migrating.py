@@ -152,6 +152,12 @@ ROWS = {
         {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS % N},
         LINEAR | {"kernel": np.arange(V) < N},
     ),
+    "accuracy": Row(
+        "`jnp.argmax(features @ kernel, -1) == labels`",
+        lambda features, kernel, labels: masked_mean(jnp.argmax(features @ kernel, -1) == labels, MASK),
+        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
+        LINEAR,
+    ),
     "log-probabilities": Row(
         "`selective_log_softmax(",
         lambda logits, tokens: selective_log_softmax(logits / T, tokens) * MASK,

@@ -65,6 +65,18 @@ def linear_softmax_cross_entropy(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@overload
+def linear_softmax_cross_entropy(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_components: bool = False,
+    with_predictions: Literal[True],
+    **options: Unpack[_CrossEntropyOptions],
+) -> tuple[Array, ...]: ...
+
+
 @public_op
 def linear_softmax_cross_entropy(
     features: ArrayLike,
@@ -83,7 +95,8 @@ def linear_softmax_cross_entropy(
     weights: ArrayLike | None = None,
     with_components: bool = False,
     class_mask: ArrayLike | None = None,
-) -> Array | tuple[Array, Array]:
+    with_predictions: bool = False,
+) -> Array | tuple[Array, ...]:
     r"""Softmax cross-entropy of `features @ kernel + bias` and integer labels, without the logits in memory.
 
     .. math::
@@ -117,11 +130,16 @@ def linear_softmax_cross_entropy(
       with_components: whether to return the z-loss apart.
       class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
         vocabulary. :math:`V` and the sums are over the others.
+      with_predictions: whether to return what an accuracy needs too. "mean" and "sum" then cost as much as "none".
 
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
       loss. It has the promoted dtype of features and kernel, but at least float32, and is 0, with gradients of 0, if
       nothing is left. Masked tokens have gradients of 0 and no influence.
+
+      With `with_predictions` the class of the largest logit of every token follows, and :math:`\lambda`, both `[...]`.
+      The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked or NaN.
+      :math:`\lambda` is 0 at masked tokens, and has gradients.
 
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. So does an unmasked weight that is negative.
@@ -142,11 +160,13 @@ def linear_softmax_cross_entropy(
       >>> print(f"{value:.4f}", gradients[0][2], gradients[1].shape)
       1.4402 [0. 0. 0.] (3, 4)
 
-      A vocabulary that is padded to eight classes:
+      A vocabulary that is padded to eight classes, and what the layer predicts:
 
       >>> padded = jnp.pad(kernel, ((0, 0), (0, 4)), constant_values=jnp.nan)
-      >>> print(f"{loss(features, padded, class_mask=jnp.arange(8) < 4):.4f}")
-      1.4402
+      >>> options = {"class_mask": jnp.arange(8) < 4, "with_predictions": True}
+      >>> value, predictions, _ = loss(features, padded, **options)
+      >>> print(f"{value:.4f}", predictions)
+      1.4402 [ 3  3 -1]
 
     References:
       Hsu et al., "Liger Kernel", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024;
@@ -160,8 +180,7 @@ def linear_softmax_cross_entropy(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
     soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
-    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap)
-    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    block_size = _reading.read_block_size(_OP, block_size)
     class_mask = _reading.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
         class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
@@ -176,13 +195,19 @@ def linear_softmax_cross_entropy(
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
     inputs = LinearInputs((layer,), labels, None, live).without_masked(class_mask, axis_name)
+    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
+    options = Options(formula, block_size, axis_name)
     bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
     if formula.of_all_classes:
         inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
-    if with_components or reduction == "none":
-        losses = tuple(map(_weighted, evaluate(options, inputs), factors))
+    predictions: tuple[Array, ...] = ()
+    if with_components or with_predictions or reduction == "none":
+        outputs = evaluate(options, inputs)
+        predictions = _reading.predictions(*outputs[-2:]) if with_predictions else ()
+        losses = tuple(_weighted(*both) for both in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
@@ -197,8 +222,8 @@ def linear_softmax_cross_entropy(
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = unfolded.any_of(bad_rows)
-    cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)
-    return (cross_entropy, results[1]) if with_components else cross_entropy
+    results = (label_checks.nan_where_bad(results[0], bad_rows), *results[1:], *predictions)
+    return results if len(results) > 1 else results[0]
 
 
 # Weights: of tokens, as the user gives them, and of labels, those of the tokens times those of their classes. None

@@ -51,6 +51,18 @@ def linear_log_probs(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@overload
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_entropy: bool = False,
+    with_predictions: Literal[True],
+    **options: Unpack[_LogProbOptions],
+) -> tuple[Array, ...]: ...
+
+
 @public_op
 def linear_log_probs(
     features: ArrayLike,
@@ -65,7 +77,8 @@ def linear_log_probs(
     axis_name: str | None = None,
     with_entropy: bool = False,
     class_mask: ArrayLike | None = None,
-) -> Array | tuple[Array, Array]:
+    with_predictions: bool = False,
+) -> Array | tuple[Array, ...]:
     r"""Log-probability of each label under the softmax of a linear layer, without the logits in memory.
 
     .. math::
@@ -92,11 +105,15 @@ def linear_log_probs(
       with_entropy: whether to return the entropies too.
       class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
         vocabulary.
+      with_predictions: whether to return the most probable classes and the logsumexps too.
 
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
       is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
       gradients of 0 and no influence. Both have gradients.
+
+      With `with_predictions` the class with the largest :math:`x_{tc}` of every token follows, and
+      :math:`\log \sum_c e^{x_{tc}}`, as from `linear_softmax_cross_entropy`.
 
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
@@ -126,11 +143,15 @@ def linear_log_probs(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
-    formula = CrossEntropy(*of_logits, as_log_prob=True, with_entropy=with_entropy)
-    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    block_size = _reading.read_block_size(_OP, block_size)
     class_mask = _reading.read_class_mask(_OP, class_mask, layer.kernel)
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
-    log_probs, *entropies = evaluate(options, inputs)
+    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
+    formula = CrossEntropy(*of_logits, as_log_prob=True, **flags)
+    log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
+    if with_predictions:
+        others[-2:] = _reading.predictions(*others[-2:])
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
-    return (log_probs, entropies[0]) if with_entropy else log_probs
+    return (log_probs, *others) if others else log_probs

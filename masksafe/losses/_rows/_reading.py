@@ -7,7 +7,7 @@ from typing import TypedDict, get_args
 import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
+from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
 from masksafe._core.label_checks import Range, check_elements, check_integer_labels
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
@@ -132,3 +132,16 @@ def read_block_size(op: str, block_size: object) -> int | None:
     if not isinstance(block_size, numbers.Integral) or block_size < 1:
         raise ValueError(message(op, "block_size", f"value {block_size!r}", "a positive int or None"))
     return int(block_size)
+
+
+def read_with_predictions(op: str, with_predictions: object, inputs: LinearInputs, axis_name: str | None) -> bool:
+    wanted = as_bool(op, "with_predictions", with_predictions)
+    number, most = inputs.classes(axis_name).number, 2 ** (jnp.finfo(inputs.sum_dtype).nmant + 1)
+    if wanted and number >= most:  # classes are counted in the dtype of the sums
+        raise ValueError(message(op, "with_predictions", f"True for {number} classes", f"fewer than {most} classes"))
+    return wanted
+
+
+def predictions(logsumexps: Array, places: Array) -> tuple[Array, Array]:
+    """The classes, of which the formula gives the places from 1 on, and the logsumexps."""
+    return jnp.where(places > 0, places - 1, -1).astype(jnp.int32), logsumexps
