@@ -19,7 +19,8 @@ PUBLIC = {
 FUNCTIONS = {name: fn for name, fn in PUBLIC.items() if not inspect.isclass(fn)}
 
 MOST_LINES = 60
-LONGER = {"masksafe.dot_product_attention": 90}  # it has 24 parameters
+# They have 24 parameters and 16.
+LONGER = {"masksafe.dot_product_attention": 90, "masksafe.losses.linear_softmax_cross_entropy": 76}
 WIDEST_EXAMPLE = 88  # of a block of code on the site
 
 SECTION = re.compile(r"^([A-Z][a-z ]+):$", re.MULTILINE)

@@ -53,6 +53,10 @@ def flax_smoothed(logits, labels, mask):
     return t5x_cross_entropy(logits, targets, mask)
 
 
+def padded_cross_entropy(logits, labels, mask):
+    return t5x_cross_entropy(jnp.where(jnp.arange(V) < N, logits, -1e9), jax.nn.one_hot(labels, V), mask)
+
+
 def selective_log_softmax(logits, tokens):
     return jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0] - jax.nn.logsumexp(logits, -1)
 
@@ -139,6 +143,18 @@ ROWS = {
     "smoothing before a linear layer": Row(
         "such labels, and `features @ kernel`",
         linear(flax_smoothed),
+        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
+        LINEAR,
+    ),
+    "padded vocabulary": Row(
+        "`jnp.where(jnp.arange(V) < n",
+        linear(padded_cross_entropy),
+        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS % N},
+        LINEAR | {"kernel": np.arange(V) < N},
+    ),
+    "accuracy": Row(
+        "`jnp.argmax(features @ kernel, -1) == labels`",
+        lambda features, kernel, labels: masked_mean(jnp.argmax(features @ kernel, -1) == labels, MASK),
         {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
         LINEAR,
     ),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Literal, Unpack, overload
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -66,6 +65,18 @@ def linear_softmax_cross_entropy(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@overload
+def linear_softmax_cross_entropy(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_components: bool = False,
+    with_predictions: Literal[True],
+    **options: Unpack[_CrossEntropyOptions],
+) -> tuple[Array, ...]: ...
+
+
 @public_op
 def linear_softmax_cross_entropy(
     features: ArrayLike,
@@ -83,7 +94,9 @@ def linear_softmax_cross_entropy(
     class_weights: ArrayLike | None = None,
     weights: ArrayLike | None = None,
     with_components: bool = False,
-) -> Array | tuple[Array, Array]:
+    class_mask: ArrayLike | None = None,
+    with_predictions: bool = False,
+) -> Array | tuple[Array, ...]:
     r"""Softmax cross-entropy of `features @ kernel + bias` and integer labels, without the logits in memory.
 
     .. math::
@@ -115,28 +128,45 @@ def linear_softmax_cross_entropy(
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
         weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0.
       with_components: whether to return the z-loss apart.
+      class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
+        vocabulary. :math:`V` and the sums are over the others.
+      with_predictions: whether to return what an accuracy needs too. "mean" and "sum" then cost as much as "none".
 
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
       loss. It has the promoted dtype of features and kernel, but at least float32, and is 0, with gradients of 0, if
       nothing is left. Masked tokens have gradients of 0 and no influence.
 
+      With `with_predictions` the class of the largest logit of every token follows, and :math:`\lambda`, both `[...]`.
+      The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked or NaN.
+      :math:`\lambda` is 0 at masked tokens, and has gradients.
+
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. So does an unmasked weight that is negative.
-      * A bias of -inf excludes a class; a label at such a class gives loss +inf. If it excludes all of them, the loss
-        is NaN. With a soft cap it excludes nothing, since the logit is finite.
+      * Masked classes have gradients of 0 and no influence. A label at one gives loss +inf, and is reported by
+        `masksafe.label_checks`.
+      * A bias of -inf excludes a class as well, with a soft cap and from label smoothing too. If it excludes all of
+        them, the loss is NaN.
       * Where the cotangent of the loss is 0, the gradients are 0, even if the loss is NaN.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
       >>> features, labels = jnp.eye(3), jnp.array([1, 3, -100])
       >>> kernel = jnp.arange(12.0).reshape(3, 4)
-      >>> def loss(features, kernel):
+      >>> def loss(features, kernel, **options):
       ...     fn = masksafe.losses.linear_softmax_cross_entropy
-      ...     return fn(features, kernel, labels, where=labels >= 0)
+      ...     return fn(features, kernel, labels, where=labels >= 0, **options)
       >>> value, gradients = jax.value_and_grad(loss, (0, 1))(features, kernel)
       >>> print(f"{value:.4f}", gradients[0][2], gradients[1].shape)
       1.4402 [0. 0. 0.] (3, 4)
+
+      A vocabulary that is padded to eight classes, and what the layer predicts:
+
+      >>> padded = jnp.pad(kernel, ((0, 0), (0, 4)), constant_values=jnp.nan)
+      >>> options = {"class_mask": jnp.arange(8) < 4, "with_predictions": True}
+      >>> value, predictions, _ = loss(features, padded, **options)
+      >>> print(f"{value:.4f}", predictions)
+      1.4402 [ 3  3 -1]
 
     References:
       Hsu et al., "Liger Kernel", 2024; Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024;
@@ -150,10 +180,11 @@ def linear_softmax_cross_entropy(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
     soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
-    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap)
-    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
+    block_size = _reading.read_block_size(_OP, block_size)
+    class_mask = _reading.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
         class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
@@ -163,12 +194,20 @@ def linear_softmax_cross_entropy(
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
     live = _where_any_counts(where, factors)
-    bad_rows = _reading.check_labels(_OP, labels, live, kernel, axis_name)
-    inputs = LinearInputs((layer,), labels, class_weights if formula.of_all_classes else None, live)
+    inputs = LinearInputs((layer,), labels, None, live).without_masked(class_mask, axis_name)
+    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
+    options = Options(formula, block_size, axis_name)
+    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
+    if formula.of_all_classes:
+        inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
-    if with_components or reduction == "none":
-        losses = tuple(map(_weighted, evaluate(options, inputs), factors))
+    predictions: tuple[Array, ...] = ()
+    if with_components or with_predictions or reduction == "none":
+        outputs = evaluate(options, inputs)
+        predictions = _reading.predictions(*outputs[-2:]) if with_predictions else ()
+        losses = tuple(_weighted(*both) for both in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
@@ -183,8 +222,8 @@ def linear_softmax_cross_entropy(
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = unfolded.any_of(bad_rows)
-    cross_entropy = label_checks.nan_where_bad(results[0], bad_rows)
-    return (cross_entropy, results[1]) if with_components else cross_entropy
+    results = (label_checks.nan_where_bad(results[0], bad_rows), *results[1:], *predictions)
+    return results if len(results) > 1 else results[0]
 
 
 # Weights: of tokens, as the user gives them, and of labels, those of the tokens times those of their classes. None
@@ -207,13 +246,7 @@ def _of_labels(
 ) -> Array | None:
     if class_weights is None:
         return of_tokens
-    here = sharding.Devices(axis_name).local(labels, class_weights.size)
-    is_here = is_class(here, class_weights.size)
-    index = jnp.where(is_here, here, 0)
-    out_sharding = jax.typeof(index).sharding if sharding.is_sharded(index) else None
-    at_index = sharding.gathered_along(class_weights, 0).at[index]
-    weights = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
-    weights = sharding.Devices(axis_name).sum(jnp.where(is_here, weights, 0))
+    weights = _reading.at_labels(class_weights, labels, axis_name)
     classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
     if of_tokens is None:
@@ -221,6 +254,18 @@ def _of_labels(
     # The loss at the label may be infinite: the derivative of the product would be NaN.
     is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
     return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
+
+
+def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
+    """The weights of the classes in label smoothing: 0 where a bias of -inf excludes one; the others share its part."""
+    bias = inputs.layers[0].bias
+    if bias is None:
+        return class_weights
+    is_left = bias != -jnp.inf
+    devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
+    number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
+    part = bias.size * devices.size / number
+    return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
 
 
 def _factor(dtype: DType, number: float, weights: Array | None) -> Array:

@@ -12,7 +12,7 @@ from jax import lax
 
 from masksafe._core import label_checks, labels
 from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
-from masksafe._core.masks import as_mask, as_whole_mask_of, either, selected
+from masksafe._core.masks import as_whole_mask_of, either
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
@@ -20,7 +20,7 @@ from masksafe.losses._rows import _reading
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
 from masksafe.losses._rows._options import Options
 from masksafe.losses._rows._rules import evaluate
-from masksafe.losses._rows._sources import Linear, LinearInputs
+from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
 _PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
@@ -112,14 +112,16 @@ def linear_kl_divergence(
     if teacher.kernel.shape[1] != classes:
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
-    live, class_mask = _read_masks(_OP, student, where, class_mask)
+    live = as_whole_mask_of(_OP, where, tokens, "the tokens")
+    class_mask = _reading.read_class_mask(_OP, class_mask, student.kernel)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
     options = _read_options(_OP, temperature, direction, beta, reduction, block_size, target_gradients=target_gradients)
     if not target_gradients:
         teacher = lax.stop_gradient(teacher)
-    return _reduced(options, reduction, _without_masked_classes((student, teacher), None, live, class_mask), live)
+    inputs = LinearInputs((student, teacher), None, None, live).without_masked(class_mask)
+    return _reduced(options, reduction, inputs, live)
 
 
 @public_op
@@ -200,11 +202,13 @@ def linear_kl_divergence_with_top_k_targets(
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
         of_targets = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
         targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
-    live, class_mask = _read_masks(op, student, where, class_mask)
+    live = as_whole_mask_of(op, where, tokens, "the tokens")
+    class_mask = _reading.read_class_mask(op, class_mask, student.kernel)
     with_rest = _reading.read_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
-    losses = _reduced(options, reduction, _without_masked_classes((student,), targets, live, class_mask), live)
+    inputs = LinearInputs((student,), targets, None, live).without_masked(class_mask)
+    losses = _reduced(options, reduction, inputs, live)
     return label_checks.nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
@@ -224,18 +228,6 @@ def _read_top_k(tokens: tuple[int, ...], log_probs: ArrayLike, classes: ArrayLik
     return TopK(log_probs, classes)
 
 
-def _read_masks(
-    op: str, student: Linear, where: ArrayLike | None, class_mask: ArrayLike | None
-) -> tuple[Array | None, Array | None]:
-    tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
-    where = as_whole_mask_of(op, where, tokens, "the tokens")
-    if class_mask is not None:
-        class_mask = as_mask(op, "class_mask", class_mask)
-        if class_mask.shape != (classes,):
-            raise ValueError(message(op, "class_mask", f"shape {class_mask.shape}", f"{(classes,)}, the classes"))
-    return where, class_mask
-
-
 def _read_options(
     op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
@@ -245,22 +237,6 @@ def _read_options(
     hint = 'For the limits pass direction="forward" or "reverse".'
     beta = _reading.read_number(op, "beta", beta, _PART, hint)
     return Options(Divergence(direction, beta, temperature, **flags), _reading.read_block_size(op, block_size))
-
-
-def _without_masked_classes(
-    layers: tuple[Linear, ...], data: TopK | None, live: Array | None, class_mask: Array | None
-) -> LinearInputs:
-    """A kernel of 0 and a bias of -inf at masked classes, which have no gradients; no token is left if no class is."""
-    if class_mask is None:
-        return LinearInputs(layers, data, None, live)
-
-    def masked(layer: Linear) -> Linear:
-        bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
-        return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
-
-    layers, any_class = tuple(map(masked, layers)), any_of(class_mask)
-    live = jnp.broadcast_to(any_class, layers[0].features.shape[:-1]) if live is None else live & any_class
-    return LinearInputs(layers, data, None, live)
 
 
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:

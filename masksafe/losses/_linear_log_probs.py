@@ -51,6 +51,18 @@ def linear_log_probs(
 ) -> Array | tuple[Array, Array]: ...
 
 
+@overload
+def linear_log_probs(
+    features: ArrayLike,
+    kernel: ArrayLike,
+    labels: ArrayLike,
+    *,
+    with_entropy: bool = False,
+    with_predictions: Literal[True],
+    **options: Unpack[_LogProbOptions],
+) -> tuple[Array, ...]: ...
+
+
 @public_op
 def linear_log_probs(
     features: ArrayLike,
@@ -64,7 +76,9 @@ def linear_log_probs(
     block_size: int | None = None,
     axis_name: str | None = None,
     with_entropy: bool = False,
-) -> Array | tuple[Array, Array]:
+    class_mask: ArrayLike | None = None,
+    with_predictions: bool = False,
+) -> Array | tuple[Array, ...]:
     r"""Log-probability of each label under the softmax of a linear layer, without the logits in memory.
 
     .. math::
@@ -89,16 +103,24 @@ def linear_log_probs(
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       with_entropy: whether to return the entropies too.
+      class_mask: booleans `[V]`, split like the classes; False takes a class from the softmax, as for a padded
+        vocabulary.
+      with_predictions: whether to return the most probable classes and the logsumexps too.
 
     Returns:
       The log-probabilities `[...]`; with `with_entropy` a pair of these and the entropies `[...]` in nats. Their dtype
       is the promoted one of features and kernel, but at least float32. Both are 0 at masked tokens, which have
       gradients of 0 and no influence. Both have gradients.
 
+      With `with_predictions` the class with the largest :math:`x_{tc}` of every token follows, and
+      :math:`\log \sum_c e^{x_{tc}}`, as from `linear_softmax_cross_entropy`.
+
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
-      * A bias of -inf excludes a class: it adds nothing to the entropy, and its log-probability is -inf. If it excludes
-        all of them, both are NaN. With a soft cap it excludes nothing, since the logit is finite.
+      * Masked classes have gradients of 0 and no influence. A label at one has log-probability -inf, and is reported by
+        `masksafe.label_checks`. With no class left both are 0, as at masked tokens.
+      * A bias of -inf excludes a class as well, with a soft cap too: it adds nothing to the entropy, and its
+        log-probability is -inf. If it excludes all of them, both are NaN.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.
 
     Example:
@@ -121,9 +143,15 @@ def linear_log_probs(
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
     of_logits = _reading.read_soft_cap(_OP, logit_soft_cap), _reading.read_temperature(_OP, temperature)
-    formula = CrossEntropy(*of_logits, as_log_prob=True, with_entropy=with_entropy)
-    options = Options(formula, _reading.read_block_size(_OP, block_size), axis_name)
-    bad_rows = _reading.check_labels(_OP, labels, where, layer.kernel, axis_name)
-    log_probs, *entropies = evaluate(options, LinearInputs((layer,), labels, None, where))
+    block_size = _reading.read_block_size(_OP, block_size)
+    class_mask = _reading.read_class_mask(_OP, class_mask, layer.kernel)
+    inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
+    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
+    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
+    formula = CrossEntropy(*of_logits, as_log_prob=True, **flags)
+    log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
+    if with_predictions:
+        others[-2:] = _reading.predictions(*others[-2:])
     log_probs = label_checks.nan_where_bad(log_probs, bad_rows)
-    return (log_probs, entropies[0]) if with_entropy else log_probs
+    return (log_probs, *others) if others else log_probs

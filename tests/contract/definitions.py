@@ -237,7 +237,8 @@ def linear_cross_entropy(f, kernel, label):
 
 
 def soft_capped(x):
-    return 3 * np.tanh(x / 3)
+    """By 3; a logit of -inf excludes its class as without a cap."""
+    return np.where(x == -np.inf, x, 3 * np.tanh(x / 3))
 
 
 def weighted_linear_cross_entropy(class_weights, f, kernel, bias, weight, label):

@@ -135,6 +135,7 @@ LOSS_RNG = np.random.default_rng(1)
 CLASS_BIAS, TARGET_BIAS = LOSS_RNG.normal(size=(2, 5)).astype(np.float32)
 TOKEN_WEIGHTS, CLASS_WEIGHTS = (LOSS_RNG.uniform(0.2, 2, n).astype(np.float32) for n in (ROWS, 5))
 SOME_CLASSES = np.array([True, True, False, True, True])
+PADDED = np.arange(5) < 4  # the last class is padding of the vocabulary
 LINEAR_OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 
@@ -299,14 +300,28 @@ def _ranked_with_weights(x: Any, t: Any, weights: Any, where: Any = None) -> Any
     return losses.ranking_softmax_loss(x, t, weights=weights, reduce_fn=None, where=where)
 
 
-def _linear_with_weights(x: Any, k: Any, b: Any, v: Any, y: Any, where: Any = None, reduction: str = "none") -> Any:
-    options = {"class_weights": CLASS_WEIGHTS, "reduction": reduction, "block_size": 2, **LINEAR_OPTIONS}
+def _linear_with_weights(x: Any, k: Any, b: Any, v: Any, y: Any, where: Any = None, **others: Any) -> Any:
+    options = {"class_weights": CLASS_WEIGHTS, "reduction": "none", "block_size": 2, **LINEAR_OPTIONS, **others}
     return losses.linear_softmax_cross_entropy(x, k, y, bias=b, weights=v, where=where, **options)
 
 
-def _linear_log_probs_with_options(x: Any, k: Any, b: Any, y: Any, where: Any = None) -> Any:
-    options = {"temperature": 0.7, "logit_soft_cap": 3.0, "with_entropy": True, "block_size": 2}
+def _linear_log_probs_with_options(x: Any, k: Any, b: Any, y: Any, where: Any = None, **others: Any) -> Any:
+    options = {"temperature": 0.7, "logit_soft_cap": 3.0, "with_entropy": True, "block_size": 2, **others}
     return losses.linear_log_probs(x, k, y, bias=b, where=where, **options)
+
+
+def _with_padding(op: Callable[..., Any], formula: Callable[..., Any], args: Any, kinds: str, **others: Any) -> Op:
+    """A loss of tokens whose kernel and bias, which are whole, have a masked class."""
+
+    def hidden(where: np.ndarray) -> list[np.ndarray]:
+        of_tokens = [_hidden(kind, where, x.shape) for kind, x in zip(kinds.split(", "), args, strict=True)]
+        return [h | ~PADDED if kind == "whole" else h for kind, h in zip(kinds.split(", "), of_tokens, strict=True)]
+
+    def of_classes_left(f: Any, k: Any, b: Any, *row: Any) -> Any:
+        return formula(f, k[:, PADDED], b[PADDED], *row)
+
+    with_mask = functools.partial(op, class_mask=PADDED)
+    return _of_tokens(with_mask, of_classes_left, args, kinds, classes=5, hidden=hidden, **others)
 
 
 def _linear_divergence(direction: str) -> Op:
@@ -504,6 +519,12 @@ OPS = {
         has_rows=False,
         tier="forms",
     ),
+    "linear_softmax_cross_entropy, a masked class": _with_padding(
+        _linear_with_weights,
+        functools.partial(of.weighted_linear_cross_entropy, CLASS_WEIGHTS[PADDED]),
+        (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
+        "row, whole, whole, row, label",
+    ),
     "linear_log_probs": _of_tokens(
         functools.partial(losses.linear_log_probs, with_entropy=True, block_size=2),
         of.linear_log_prob,
@@ -518,6 +539,14 @@ OPS = {
         (FEATURES, KERNEL, CLASS_BIAS, LABELS),
         "row, whole, whole, label",
         classes=5,
+        tier="forms",
+        **_two_zeros,
+    ),
+    "linear_log_probs, a masked class": _with_padding(
+        _linear_log_probs_with_options,
+        lambda f, k, b, label: of.log_prob(of.soft_capped(f @ k + b) / 0.7, label),
+        (FEATURES, KERNEL, CLASS_BIAS, LABELS),
+        "row, whole, whole, label",
         tier="forms",
         **_two_zeros,
     ),

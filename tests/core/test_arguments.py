@@ -101,12 +101,12 @@ STATIC = {
     "linear_log_probs": (
         losses.linear_log_probs,
         [LOGITS, KERNEL, LABELS],
-        {"temperature": 1.0, "with_entropy": True, "logit_soft_cap": 2.0, "block_size": 2},
+        {"temperature": 1.0, "with_entropy": True, "with_predictions": True, "logit_soft_cap": 2.0, "block_size": 2},
     ),
     "linear_softmax_cross_entropy": (
         losses.linear_softmax_cross_entropy,
         [LOGITS, KERNEL, LABELS],
-        {"label_smoothing": 0.1, "z_loss": 0.1, "with_components": True, "block_size": 2},
+        {"label_smoothing": 0.1, "z_loss": 0.1, "with_components": True, "with_predictions": True, "block_size": 2},
     ),
     "linear_kl_divergence": (
         losses.linear_kl_divergence,

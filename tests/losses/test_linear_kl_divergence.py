@@ -499,6 +499,8 @@ def test_masked_targets_are_as_if_the_teacher_had_not_named_them(rest, direction
 
     with masksafe.label_checks("raise"):
         loss, d_features, d_kernel = both(*garbage, live)
+    error, _ = jax.jit(checkify.checkify(both, errors=checkify.index_checks))(*garbage, live)
+    assert error.get() is None
     for result, clean in zip(both(log_probs, classes, live), (loss, d_features, d_kernel), strict=True):
         np.testing.assert_array_equal(result, clean)
     assert loss[2] == 0

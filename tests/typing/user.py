@@ -73,6 +73,8 @@ def flags(flag: bool) -> None:
     assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_entropy=True), Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_components=True), Pair)
     assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_components=flag), jax.Array | Pair)
+    assert_type(losses.linear_softmax_cross_entropy(X, KERNEL, LABELS, with_predictions=True), tuple[jax.Array, ...])
+    assert_type(losses.linear_log_probs(X, KERNEL, LABELS, with_predictions=True), tuple[jax.Array, ...])
 
 
 def mean_loss(params: dict[str, jax.Array], x: jax.Array, *, factor: int = 1) -> MaskedMean:

@@ -40,10 +40,11 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
-from masksafe._core.typing import Array, Pytree
+from masksafe._core.typing import Array, Index, Pytree
 from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
+_NOWHERE = 2**30  # in place of a class
 _FAR = -1000.0  # exp(-1000) is 0 in every dtype, and times -1000 still 0, unlike 0 times -infinity
 
 
@@ -55,6 +56,7 @@ class LogitPart(NamedTuple):
     live: Array | None = None  # which of the classes count; None means all
     class_weights: Array | None = None  # [n]
     label: Array | None = None  # `[..., 1]`, if it may be looked up
+    first: Index = 0  # the number of the first of the classes
 
 
 class LabelSums(NamedTuple):
@@ -66,6 +68,7 @@ class LabelSums(NamedTuple):
     weight: Any = None  # the sum of w
     weighted: Any = None  # the sum of w z
     spread: Any = None  # the sum of exp(z) z
+    best: Any = None  # the lowest class whose x is m
 
 
 class Slopes(NamedTuple):
@@ -82,8 +85,9 @@ class Slopes(NamedTuple):
 class CrossEntropy(Formula):
     r"""Outputs of a row with a label, from :math:`x = \kappa \tanh(a / \kappa)`, where :math:`a` are its logits.
 
-    They are those that it has of the cross-entropy, its mean over all classes, the square of the logsumexp and the
-    entropy, in this order. Its sums are those of parts of the classes, added up.
+    They are those that it has of the cross-entropy, its mean over all classes, the square of the logsumexp, the entropy
+    and, as predictions, the logsumexp and the class of the largest x, in this order. The class counts from 1, since a
+    masked row has 0, and is NaN if there is none. The sums are those of parts of the classes, added up.
     """
 
     by_parts = True
@@ -94,6 +98,7 @@ class CrossEntropy(Formula):
     of_all_classes: bool = False
     of_logsumexp: bool = False
     with_entropy: bool = False
+    with_predictions: bool = False
     over_live_classes: bool = False  # the mean over all classes is that over the unmasked ones, which have no weights
 
     @classmethod
@@ -112,15 +117,17 @@ class CrossEntropy(Formula):
 
     @property
     def of_labels(self) -> tuple[bool, ...]:
-        return (True,) * (self.of_label + self.of_all_classes) + (False,) * (self.of_logsumexp + self.with_entropy)
+        without_label = self.of_logsumexp + self.with_entropy + 2 * self.with_predictions
+        return (True,) * (self.of_label + self.of_all_classes) + (False,) * without_label
 
     def at(self, temperature: Array | None) -> "CrossEntropy":
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)
 
     def x(self, logits: Array, live: Array | None = None) -> Array:
-        """The x of some logits, -inf where they are not live."""
-        return selected(soft_capped(widened(selected(logits, live)), self.soft_cap), live, -jnp.inf)
+        """The x of some logits, -inf where they are not live; one that is -inf, as at an excluded class, stays so."""
+        x = widened(selected(logits, live, -jnp.inf))
+        return x if self.soft_cap is None else jnp.where(x == -jnp.inf, x, soft_capped(x, self.soft_cap))
 
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
@@ -132,6 +139,8 @@ class CrossEntropy(Formula):
 
     def nothing(self, zero: Array) -> LabelSums:
         none = dict.fromkeys(self._terms(zero, None), zero)
+        if self.with_predictions:
+            none["best"] = jnp.full_like(zero, _NOWHERE, jnp.int32)
         return LabelSums(jnp.full_like(zero, jnp.finfo(zero.dtype).min), zero, zero, **none)
 
     def sums(self, part: LogitPart) -> LabelSums:
@@ -142,6 +151,8 @@ class CrossEntropy(Formula):
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
         others = {name: total(selected(term, part.live)) for name, term in terms.items()}
+        if self.with_predictions:
+            others["best"] = jnp.full_like(largest, part.first, jnp.int32)  # `_with_best` looks within the part
         return LabelSums(largest, total(jnp.exp(z)), self._at_label(x, part), **others)
 
     def _at_label(self, x: Array, part: LogitPart) -> Array:
@@ -156,7 +167,8 @@ class CrossEntropy(Formula):
         largest = jnp.clip(x, -most, most)
         z = self._over_temperature(x - largest)
         label = jnp.where(part.is_label, x, 0.0)
-        return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights))
+        best = _classes_where(x >= largest, part.first) if self.with_predictions else None
+        return LabelSums(largest, jnp.exp(z), label, **self._terms(z, part.class_weights), best=best)
 
     def _terms(self, z: Array, class_weights: Array | None) -> dict[str, Array]:
         """What the other sums add up, by their names."""
@@ -171,21 +183,30 @@ class CrossEntropy(Formula):
         """The sums over two parts together."""
         largest = jnp.maximum(a.largest, b.largest)
         total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
-        return total._replace(largest=largest)
+        best = (
+            jnp.minimum(*(jnp.where(x.largest == largest, x.best, _NOWHERE) for x in (a, b)))
+            if self.with_predictions
+            else None
+        )
+        return total._replace(largest=largest, best=best)
 
-    def add_devices(self, axis_name: sharding.AxisName, sums: LabelSums) -> LabelSums:
+    def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
         """The sums over the classes of all devices."""
-        if axis_name is None:
+        devices = sharding.Devices(classes.axis_name)
+        if not devices.are_many:
             return sums
-        largest = sharding.Devices(axis_name).max(lax.stop_gradient(sums.largest))
-        total: LabelSums = jax.tree.map(sharding.Devices(axis_name).sum, self._rebased(largest, sums))
-        return total._replace(largest=largest)
+        largest, best = devices.max(lax.stop_gradient(sums.largest)), None
+        total: LabelSums = jax.tree.map(devices.sum, self._rebased(largest, sums))
+        if self.with_predictions:
+            best = jnp.where(sums.largest == largest, sums.best + devices.first(classes.here), _NOWHERE)
+            best = lax.pmin(best, classes.axis_name)
+        return total._replace(largest=largest, best=best)
 
     def _rebased(self, largest: Array, sums: LabelSums) -> LabelSums:
         """The same sums relative to another largest x, but for that itself."""
         step = self._over_temperature(sums.largest - largest)
         factor = jnp.exp(step)
-        moved = sums._replace(largest=None, total=sums.total * factor)  # type: ignore[arg-type]
+        moved = sums._replace(largest=None, total=sums.total * factor, best=None)  # type: ignore[arg-type]
         if sums.weight is not None:
             step = jnp.maximum(step, float(jnp.finfo(step.dtype).min))  # it may overflow where the weight is 0
             moved = moved._replace(weighted=sums.weighted + sums.weight * step)
@@ -209,6 +230,10 @@ class CrossEntropy(Formula):
             outputs += [jnp.square(self._logsumexp(sums))]
         if self.with_entropy:
             outputs += [log_total - sums.spread / sums.total]
+        if self.with_predictions:
+            is_class_of_row = (sums.best < classes) & ~jnp.isnan(sums.total)
+            place = jnp.where(is_class_of_row, (sums.best + 1).astype(log_total.dtype), jnp.nan)
+            outputs += [self._logsumexp(sums), place]
         return tuple(outputs)
 
     def _number_of_mean(self, sums: LabelSums, classes: int) -> Array | int:
@@ -234,6 +259,8 @@ class CrossEntropy(Formula):
             d_entropy = d_rest.pop(0)
             of_exp += d_entropy * (sums.spread * rate)
             of_spread = -d_entropy * rate
+        if self.with_predictions:
+            of_exp += d_rest.pop(0)
         slopes = Slopes(sums.largest, of_exp * rate, of_spread, of_weights, None)
         return slopes if of_label is None else slopes._replace(at_label=self._of_exps(sums.label, slopes) - of_label)
 
@@ -265,7 +292,20 @@ class CrossEntropy(Formula):
             nothing = self.nothing(jnp.zeros_like(x[..., :1]))
             of_tile = lambda j: self.sums(logit_part(x, data, classes, tiles.tile(j)))  # noqa: E731
             sums = loop(0, tiles.number, lambda j, sums: self.add(sums, of_tile(j)), nothing)
-        return self.add_devices(classes.axis_name, sums)
+        return self.add_devices(classes, self._with_best(x, sums, tiles.size))
+
+    def _with_best(self, logits: Array, sums: LabelSums, size: int) -> LabelSums:
+        """The sums with the class of the largest x, from the first class of the tile, of this size, that has it.
+
+        To look through all tiles takes as long as a sum over the logits.
+        """
+        if sums.best is None:
+            return sums
+        if size < logits.shape[-1]:
+            first = jnp.minimum(sums.best, logits.shape[-1] - size)
+            logits = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, size))(logits, first[:, 0])
+        best = jnp.min(_classes_where(self.x(logits) >= sums.largest, sums.best), -1, keepdims=True)
+        return sums._replace(best=best)
 
     def cotangents(
         self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
@@ -274,7 +314,8 @@ class CrossEntropy(Formula):
         return (self.logit_cotangents(logit_part(logits[0], data, classes), slopes),)
 
     def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
-        sums = self.add_devices(classes.axis_name, self.sums(logit_part(logits[0], data, classes)))
+        sums = self._with_best(logits[0], self.sums(logit_part(logits[0], data, classes)), classes.here)
+        sums = self.add_devices(classes, sums)
         return self.outputs(sums, data, classes.number)
 
 
@@ -299,9 +340,13 @@ def logit_part(logits: Array, labels: Array, classes: Classes, tile: Tile | None
     index = jnp.asarray(tile.start, jnp.int32) + class_index(logits.shape)
     weights = None if classes.weights is None else take(classes.weights, 0, tile)
     if not tile.is_ragged:
-        return LogitPart(logits, index == labels, None, weights)
+        return LogitPart(logits, index == labels, None, weights, first=tile.start)
     live = index >= tile.first
-    return LogitPart(logits, (index == labels) & live, live, weights)
+    return LogitPart(logits, (index == labels) & live, live, weights, first=tile.start)
+
+
+def _classes_where(found: Array, first: Index) -> Array:
+    return jnp.where(found, jnp.asarray(first, jnp.int32) + class_index(found.shape), _NOWHERE)
 
 
 def _weighted(x: Array, weights: Array | None) -> Array:

@@ -55,14 +55,15 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
     live = _live_rows(x, where, config.axis_name)
     labels = selected(labels, live)  # one that is out of range is gone with its row
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
+    classes = Classes(x.shape[-1], config.axis_name)
     of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
     if devices.are_many:  # in blocks, the devices would have to exchange sums once per block
-        sums = formula.add_devices(config.axis_name, of_sums(x, labels, where))
+        sums = formula.add_devices(classes, of_sums(x, labels, where))
     else:
         sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
     # The logarithm has no derivative at 0.
     sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
-    outputs = formula.outputs(sums, labels, Classes(x.shape[-1], config.axis_name).number)
+    outputs = formula.outputs(sums, labels, classes.number)
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
 

@@ -34,6 +34,7 @@ from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
 from masksafe._core.typing import Array, Pytree
+from masksafe._core.unfolded import unknown
 from masksafe.losses._rows._formula import Classes, Formula
 
 Direction = Literal["forward", "reverse", "jensen_shannon"]
@@ -97,7 +98,7 @@ class Divergence(Formula):
             x, targets, valid = self._top_k(logits[0], data)
             rest = None
             if self.with_rest:
-                rest = Exponentials.of(_with_classes(x, targets.classes, -jnp.inf), temperature=self.temperature)
+                rest = Exponentials.of(_with_classes(x, targets, -jnp.inf), temperature=self.temperature)
             student, teacher = self._few_classes(x, targets, rest)
         else:
             (student, teacher), rest, valid = logits, None, None
@@ -135,11 +136,11 @@ class Divergence(Formula):
         x, targets, _ = self._top_k(logits[0], data)
         d_student = self._slopes(*self._few_classes(x, targets, sums.rest), sums)[0] * (d * sums.valid)
         if sums.rest is None:
-            return (_with_classes(jnp.zeros_like(x), targets.classes, d_student),)
+            return (_with_classes(jnp.zeros_like(x), targets, d_student),)
         d_student, d_rest = d_student[..., :-1], d_student[..., -1:]
         total = jnp.where(sums.rest.total > 0, sums.rest.total, 1)
         d_x = jnp.exp(over(x - sums.rest.largest, self.temperature)) * (d_rest / total)
-        return (_with_classes(d_x, targets.classes, d_student),)
+        return (_with_classes(d_x, targets, d_student),)
 
     def _slopes(self, student: Array, teacher: Array, sums: DivergenceSums) -> tuple[Array, Array]:
         """The derivatives by the logits of the student, and by those of the teacher."""
@@ -176,16 +177,15 @@ class Divergence(Formula):
     def _top_k(self, logits: Array, targets: TopK) -> tuple[Array, TopK, Array]:
         """The student's rows, the targets with classes in range, and NaN for rows of which some is out or repeated.
 
-        A target that does not count has no probability, and a class behind the last one.
+        A target that does not count has no probability, and any class in range.
         """
         x = gathered_along(logits, -1)
         live, number = targets.live, x.shape[-1]
         has_class = is_class(targets.classes, number)
         has_class = has_class if live is None else has_class | ~live
         is_valid = jnp.all(has_class, -1) & ~jnp.any(is_repeated(targets.distinct), -1)
-        classes = jnp.clip(targets.classes, 0, number - 1)
-        classes = classes if live is None else jnp.where(live, classes, number)
-        targets = TopK(selected(targets.log_probs.astype(x.dtype), live, -jnp.inf), classes, live)
+        log_probs = selected(targets.log_probs.astype(x.dtype), live, -jnp.inf)
+        targets = TopK(log_probs, jnp.clip(targets.classes, 0, number - 1), live)
         return x, targets, nan_unless(is_valid, x.dtype)[..., None]  # a product makes the derivatives NaN as well
 
     def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
@@ -230,9 +230,14 @@ def _at_classes(x: Array, classes: Array) -> Array:
     return jnp.take_along_axis(x, classes, -1)
 
 
-def _with_classes(x: Array, classes: Array, values: Array | float) -> Array:
-    """Rows `[..., V]` with other elements at some classes, none of which is repeated but V, which is no class."""
+def _with_classes(x: Array, targets: TopK, values: Array | float) -> Array:
+    """Rows `[..., V]` with other elements at the classes of the targets that count, none of which is repeated."""
+    classes, live, values = targets.classes, targets.live, jnp.broadcast_to(values, targets.classes.shape)
     if not may_loop((x, classes)):  # symbolic sizes cannot be indices either
-        is_at, values = at_label(classes, x.shape[-1]), jnp.broadcast_to(values, classes.shape)
+        is_at = selected(at_label(classes, x.shape[-1]), None if live is None else live[..., None])
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
+    if live is not None:  # the others repeat the first one that counts: a class past the end would alarm checkify
+        first = jnp.argmax(unknown(live), -1, keepdims=True)
+        place = jnp.where(live, jnp.arange(live.shape[-1], dtype=first.dtype), first)
+        classes, values = (jnp.take_along_axis(a, place, -1) for a in (classes, values))
     return jnp.put_along_axis(x, classes, values, -1, inplace=False)

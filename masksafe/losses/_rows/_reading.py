@@ -4,12 +4,16 @@ import math
 import numbers
 from typing import TypedDict, get_args
 
+import jax
 import jax.numpy as jnp
 
-from masksafe._core.arguments import as_float_array, as_label_array, as_number, check_is_known, message
-from masksafe._core.label_checks import Range, check_integer_labels
+from masksafe._core.arguments import as_bool, as_float_array, as_label_array, as_number, check_is_known, message
+from masksafe._core.label_checks import Range, check_elements, check_integer_labels
+from masksafe._core.labels import is_class
+from masksafe._core.masks import as_mask, either
+from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
 from masksafe._core.typing import Array, ArrayLike, LossReduction
-from masksafe.losses._rows._sources import Linear
+from masksafe.losses._rows._sources import Linear, LinearInputs
 
 REDUCTIONS = get_args(LossReduction)
 
@@ -22,6 +26,7 @@ class LabelOptions(TypedDict, total=False):
     logit_soft_cap: float | None
     block_size: int | None
     axis_name: str | None
+    class_mask: ArrayLike | None
 
 
 def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike | None, of: str = "") -> Linear:
@@ -56,10 +61,36 @@ def read_labels(op: str, features: Array, labels: ArrayLike) -> Array:
     return labels
 
 
-def check_labels(op: str, labels: Array, live: Array | None, kernel: Array, axis_name: str | None) -> Array | None:
+def read_class_mask(op: str, class_mask: ArrayLike | None, kernel: Array) -> Array | None:
+    """Booleans `[V]`, or None."""
+    if class_mask is None:
+        return None
+    mask = as_mask(op, "class_mask", class_mask)
+    if mask.shape != kernel.shape[1:]:
+        raise ValueError(message(op, "class_mask", f"shape {mask.shape}", f"{kernel.shape[1:]}, the classes"))
+    return mask
+
+
+def check_labels(op: str, inputs: LinearInputs, class_mask: Array | None, axis_name: str | None) -> Array | None:
     """Reports bad labels of live tokens, and returns them, if label checks are on."""
+    labels, live, number = inputs.data, inputs.live, inputs.layers[0].kernel.shape[1]
     where = None if live is None else live[..., None]
-    return check_integer_labels(op, labels, where, (labels.ndim,), (*labels.shape, kernel.shape[1]), axis_name)
+    bad = check_integer_labels(op, labels, where, (labels.ndim,), (*labels.shape, number), axis_name)
+    if class_mask is None:
+        return bad
+    is_unmasked = lambda labels: at_labels((~class_mask).astype(jnp.int32), labels, axis_name) == 0  # noqa: E731
+    return either(bad, check_elements(op, labels, labels.shape, live, is_unmasked, "at a masked class"))
+
+
+def at_labels(of_classes: Array, labels: Array, axis_name: AxisName) -> Array:
+    """The number of the class of each label, from those of the classes `[V]` of this device; 0 for no class."""
+    here = Devices(axis_name).local(labels, of_classes.size)
+    is_here = is_class(here, of_classes.size)
+    index = jnp.where(is_here, here, 0)
+    out_sharding = jax.typeof(index).sharding if is_sharded(index) else None
+    at_index = gathered_along(of_classes, 0).at[index]
+    found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
+    return Devices(axis_name).sum(jnp.where(is_here, found, 0))
 
 
 def read_choice(op: str, argument: str, value: str, choices: tuple[str, ...]) -> str:
@@ -101,3 +132,16 @@ def read_block_size(op: str, block_size: object) -> int | None:
     if not isinstance(block_size, numbers.Integral) or block_size < 1:
         raise ValueError(message(op, "block_size", f"value {block_size!r}", "a positive int or None"))
     return int(block_size)
+
+
+def read_with_predictions(op: str, with_predictions: object, inputs: LinearInputs, axis_name: str | None) -> bool:
+    wanted = as_bool(op, "with_predictions", with_predictions)
+    number, most = inputs.classes(axis_name).number, 2 ** (jnp.finfo(inputs.sum_dtype).nmant + 1)
+    if wanted and number >= most:  # classes are counted in the dtype of the sums
+        raise ValueError(message(op, "with_predictions", f"True for {number} classes", f"fewer than {most} classes"))
+    return wanted
+
+
+def predictions(logsumexps: Array, places: Array) -> tuple[Array, Array]:
+    """The classes, of which the formula gives the places from 1 on, and the logsumexps."""
+    return jnp.where(places > 0, places - 1, -1).astype(jnp.int32), logsumexps

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import precision, sharding
+from masksafe._core import precision, sharding, unfolded
+from masksafe._core.masks import selected
 from masksafe._core.tiles import add_to_part, divide, loop, take
 from masksafe._core.typing import Array, DType, Index, Pytree
 from masksafe.losses._rows._formula import Classes
@@ -57,6 +58,22 @@ class LinearInputs(NamedTuple):
     def classes(self, axis_name: sharding.AxisName) -> Classes:
         """The classes, which are split over the axis of a mesh."""
         return Classes(self.layers[0].kernel.shape[1], axis_name, self.class_weights)
+
+    def without_masked(self, class_mask: Array | None, axis_name: sharding.AxisName = None) -> "LinearInputs":
+        """A kernel of 0 and a bias of -inf at masked classes, which have no gradients; no token is left if no class is.
+
+        The classes are those of this device; None masks nothing.
+        """
+        if class_mask is None:
+            return self
+
+        def masked(layer: Linear) -> Linear:
+            bias = jnp.zeros(class_mask.shape, layer.kernel.dtype) if layer.bias is None else layer.bias
+            return layer._replace(kernel=selected(layer.kernel, class_mask), bias=selected(bias, class_mask, -math.inf))
+
+        any_class = sharding.Devices(axis_name).any(unfolded.any_of(class_mask))
+        live = jnp.broadcast_to(any_class, self.tokens) if self.live is None else self.live & any_class
+        return self._replace(layers=tuple(map(masked, self.layers)), live=live)
 
     @property
     def sum_dtype(self) -> Any:

@@ -45,7 +45,7 @@ class _ClassTile(NamedTuple):
         """The logits of some tokens, and which of them are at their labels, if that is not known."""
         logits = Linear(features, self.kernel, self.bias).logits(dtype)
         is_label = _is_label(logits.shape, labels, self.start) if is_label is None else is_label
-        return LogitPart(logits, is_label, None, self.class_weights)
+        return LogitPart(logits, is_label, None, self.class_weights, first=self.start)
 
 
 def sums(
@@ -72,7 +72,7 @@ def sums(
         return rows if packed.is_one_block else loop(1, packed.blocks, of_block, rows)
 
     nothing = sharding.vary_with(formula.nothing(jnp.zeros((packed.length, 1), dtype)), inputs)
-    rows = formula.add_devices(options.axis_name, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
+    rows = formula.add_devices(classes, _over_tiles(inputs, sizes.class_tile, of_tile, nothing))
     gradients = () if d_outputs is None else (inputs.layers[0].zeros(number, Linear(dtype, dtype, dtype)),)
     return sharding.vary_with((jax.tree.map(lambda x: packed.unpacked(x, number), rows), gradients), inputs)
 

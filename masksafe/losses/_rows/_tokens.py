@@ -57,7 +57,8 @@ class Packed(NamedTuple):
             return cls(jnp.minimum(index, number - 1), None, index[:, None] < number, length // size, size, length)
         place = jnp.cumsum(unknown(live), dtype=jnp.int32)  # counted from 1
         places = jnp.where(live, place - 1, length)
-        order = jnp.zeros_like(index).at[places].set(index[:number], mode="drop", wrap_negative_indices=False)
+        # A place of their own for dead tokens, since an index past the end would alarm checkify.
+        order = jnp.zeros(length + 1, jnp.int32).at[places].set(index[:number], wrap_negative_indices=False)[:length]
         is_live, blocks = index < place[-1], lax.div(place[-1] + (size - 1), jnp.int32(size))
         place = jnp.maximum(place, 1) - 1
         return cls(jnp.where(is_live, order, order[0]), place, is_live[:, None], blocks, size, length)
