@@ -113,6 +113,10 @@ class Choices(NamedTuple):
     # which jax 0.12 has and jax 0.10 has not. What lies between was not measured.
     has_kernel_library: bool = jax.__version_info__ >= (0, 12)
 
+    # A row of so many elements is still in the cache when the second sum over it is made. One of 50257 is not: the
+    # logsumexps of such rows take a third of the time in blocks.
+    longest_row_of_kernels: int = 2**15
+
     # Elsewhere than on a CPU the rows of an array with fewer elements are not sampled for a number near their mean.
     fewest_elements_of_few_passes: int = 2**16
 

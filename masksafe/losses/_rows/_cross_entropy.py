@@ -57,6 +57,7 @@ class LogitPart(NamedTuple):
     class_weights: Array | None = None  # [n]
     label: Array | None = None  # `[..., 1]`, if it may be looked up
     first: Index = 0  # the number of the first of the classes
+    live_rows: Array | None = None  # `[..., 1]`: sums of the others mean nothing, but their largest is finite
 
 
 class LabelSums(NamedTuple):
@@ -146,7 +147,7 @@ class CrossEntropy(Formula):
     def sums(self, part: LogitPart) -> LabelSums:
         total = lambda terms: jnp.sum(terms, -1, keepdims=True)  # noqa: E731
         x = self.x(part.logits, part.live)
-        largest = finite_largest(x)
+        largest = selected(finite_largest(x), part.live_rows)
         # Divided after the subtraction, which is exact: a low temperature would enlarge the error of a quotient.
         z = self._over_temperature(x - largest)
         terms = self._terms(z, part.class_weights)
@@ -264,9 +265,12 @@ class CrossEntropy(Formula):
         slopes = Slopes(sums.largest, of_exp * rate, of_spread, of_weights, None)
         return slopes if of_label is None else slopes._replace(at_label=self._of_exps(sums.label, slopes) - of_label)
 
-    def logit_cotangents(self, part: LogitPart, slopes: Slopes) -> Array:
+    def logit_cotangents(self, part: LogitPart, slopes: Slopes, *, computed_again: bool = True) -> Array:
         """The cotangents of some logits of some rows."""
-        d_x = self._of_exps(self.x(part.logits, part.live), slopes)
+        x = self.x(part.logits, part.live)
+        # What a product gives once more may be a rounding larger than the largest. Logits that are an array are the
+        # same as before, and so are their exponentials: XLA computes these once.
+        d_x = self._of_exps(jnp.minimum(x, slopes.shift) if computed_again else x, slopes)
         if slopes.at_label is not None:
             # Selected: with a difference XLA's compiler for GPUs would write the cotangents to memory once more.
             d_x = jnp.where(part.is_label, slopes.at_label, d_x)
@@ -277,8 +281,7 @@ class CrossEntropy(Formula):
         return pulled_back(d_x, capped, self.soft_cap)
 
     def _of_exps(self, x: Array, slopes: Slopes) -> Array:
-        # Logits that a product gives once more may be a rounding larger than the largest.
-        z = jnp.minimum(self._over_temperature(x - slopes.shift), 0)
+        z = self._over_temperature(x - slopes.shift)
         d_x: Array = jnp.exp(z) * slopes.of_exp
         return d_x if slopes.of_spread is None else d_x + _spread(z) * slopes.of_spread
 

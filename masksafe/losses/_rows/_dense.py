@@ -4,18 +4,22 @@ The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
-from masksafe._core import row_blocks, sharding, unfolded
+from masksafe._core import platforms, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
-from masksafe._core.masks import both, selected
-from masksafe._core.typing import Array, Axes, Pytree
+from masksafe._core.masks import both, masks_rows, selected
+from masksafe._core.precision import widened
+from masksafe._core.typing import Array, Axes, Pytree, Tree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
+    LabelSums,
     LogitPart,
     is_sound,
     logit_part,
@@ -38,7 +42,10 @@ class OfLabels(NamedTuple):
 
     def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
         part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
-        return part._replace(live=where, label=labels if self.looks_up and self.axis_name is None else None)
+        # Rows are masked by what comes out of them. Derivatives of JAX's own would have a NaN of masked logits.
+        is_of_rows = self.looks_up and masks_rows(where, (-1,))
+        part = part._replace(live_rows=where) if is_of_rows else part._replace(live=where)
+        return part._replace(label=labels if self.looks_up and self.axis_name is None else None)
 
 
 class OfTargets(NamedTuple):
@@ -50,7 +57,9 @@ class OfTargets(NamedTuple):
 Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
 
 
-def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None) -> tuple[Outputs, Kept]:
+def _label_forward(
+    config: OfLabels, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
+) -> tuple[Outputs, Kept]:
     x, labels, where = inputs.rows(config.axes)
     live = _live_rows(x, where, config.axis_name)
     labels = selected(labels, live)  # one that is out of range is gone with its row
@@ -60,9 +69,10 @@ def _label_forward(config: OfLabels, inputs: Labelled, temperature: Array | None
     if devices.are_many:  # in blocks, the devices would have to exchange sums once per block
         sums = formula.add_devices(classes, of_sums(x, labels, where))
     else:
-        sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
+        sums = _map_rows(value_alone, of_sums, x, labels, where)
+    largest, total, *others = sums
     # The logarithm has no derivative at 0.
-    sums = sums._replace(total=selected(sums.total, live, 1), label=selected(sums.label, live))
+    sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
     outputs = formula.outputs(sums, labels, classes.number)
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
@@ -75,6 +85,19 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
 
 
+def _map_rows(value_alone: bool, fn: Callable[..., Tree], x: Array, labels: Array, where: Array | None) -> Tree:
+    """`fn` of the rows, in blocks unless the library of XLA's CPU compiler makes one kernel of each of its sums.
+
+    The library does not select, and what is widened is written to memory. Before a reverse pass the exponentials of all
+    rows are kept where the cotangents will be; for values alone a long row would have left the cache when it is read
+    once more.
+    """
+    are_kernels = platforms.choices().has_kernel_library and masks_rows(where, (-1,)) and widened(x).dtype == x.dtype
+    if are_kernels and not (value_alone and x.shape[-1] > platforms.choices().longest_row_of_kernels):
+        return fn(x, labels, where)
+    return row_blocks.map_row_blocks(fn, x, labels, where)
+
+
 def _label_reverse(
     config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, None]:
@@ -85,7 +108,8 @@ def _label_reverse(
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
     slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
     # Selected once more after the product, since the cotangent of a masked row may be infinite, as for sqrt(0).
-    d_x = selected(formula.logit_cotangents(config.part(x, labels, where), slopes), where)
+    d_x = formula.logit_cotangents(config.part(x, labels, where), slopes, computed_again=False)
+    d_x = selected(d_x, where)
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
@@ -103,6 +127,7 @@ label_outputs = rule_of_kernels(
     _label_forward,
     _label_reverse,
     _in_reverse,
+    value=lambda *args: _label_forward(*args, value_alone=True)[0],
     plain=lambda config, *args: _label_forward(config._replace(looks_up=False), *args)[0],
 )
 
@@ -124,7 +149,7 @@ def _target_reverse(
     (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
     x, t, where = inputs.rows(config.axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
-    slopes, costs = target_slopes(x, t, where, of_rows, sums)
+    slopes, costs = target_slopes(x, t, None if masks_rows(where, (-1,)) else where, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
     d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
     d_labels, d_epsilon = from_rows(config.axes, inputs.labels, selected(d_t, where)), None
