@@ -22,7 +22,7 @@ def mask_where(mask: ArrayLike, x: ArrayLike, y: ArrayLike) -> Array:
     .. math::
       \text{out}_i = \begin{cases} y_i & \text{mask}_i \\ x_i & \text{otherwise} \end{cases}
 
-    This is a selection, not arithmetic: a NaN under the mask is gone from both value and gradient, and a NaN elsewhere
+    This is a selection, not arithmetic: a NaN under the mask reaches neither value nor gradient, and a NaN elsewhere
     stays. The three arguments broadcast together.
 
     Args:

@@ -19,7 +19,7 @@ def next_tokens(
     where: ArrayLike | None = None,
     axis_name: sharding.AxisName = None,
 ) -> tuple[Array, Array]:
-    r"""The labels of a language model: of each token the one `steps` further on; and which of them there are.
+    r"""The labels of a language model, which are the tokens `steps` further on, and the mask of those that exist.
 
     .. math::
       \text{label}_t = \text{token}_{t + s}, \qquad

@@ -84,7 +84,7 @@ def logsumexp(
       An array of the dtype of `a` (and `b`); float16 and bfloat16 are computed in float32 and rounded once. With
       `return_sign`, a tuple of it and the sign: 1, -1, or 0 where the sum is 0; for a complex sum, the sum divided by
       its magnitude. Without `return_sign` a negative sum gives NaN. The gradient is the softmax; it is exactly 0 with
-      respect to masked elements and in a row with nothing left, or with nothing but -inf.
+      respect to masked elements, and in a row that is fully masked or -inf throughout.
 
     Raises:
       TypeError: if `a` or `b` is not an array of numbers or `where` is not boolean.
@@ -121,8 +121,8 @@ def softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = None
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
 
     Returns:
-      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A row with
-      nothing left is 0, and so are its derivatives of any order. The unmasked elements of a row are NaN if one of them
+      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A fully
+      masked row is 0, and so are its derivatives of any order. The unmasked elements of a row are NaN if one of them
       is NaN or +inf, or if all of them are -inf.
 
     Raises:

@@ -28,7 +28,7 @@ def functions_of_the_guide(name):
     return types.SimpleNamespace(**names)
 
 
-recipes, policies = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning"))
+recipes, policies, averages = map(functions_of_the_guide, ("recipes", "rl_and_preference_tuning", "averaging"))
 assert_safe = functools.partial(assert_mask_safe, transforms=["jit"])
 
 # The rows of sequences: all tokens, a hole inside, padding behind, padding before, one token, none.
@@ -59,9 +59,9 @@ def test_means_by_token_sequence_and_document_are_those_of_what_there_is():
         if (ids == number).any()
     ]
     for mean, expected in (
-        (lambda loss: recipes.by_token(loss, TOKENS), loss[TOKENS]),
-        (lambda loss: recipes.by_sequence(loss, TOKENS), sequences),
-        (lambda loss: recipes.by_document(loss, SEGMENTS, TOKENS, most=3), documents),
+        (lambda loss: averages.by_token(loss, TOKENS), loss[TOKENS]),
+        (lambda loss: averages.by_sequence(loss, TOKENS), sequences),
+        (lambda loss: averages.by_document(loss, SEGMENTS, TOKENS, most=3), documents),
     ):
         close(mean(loss).value, np.mean(expected))
         assert mean(loss).count == len(expected)

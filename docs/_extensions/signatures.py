@@ -71,7 +71,7 @@ def default_of(default: Any) -> Any:
 def with_types(
     app: Sphinx, what: str, name: str, documented: Callable[..., Any], options: Any, signature: str | None, returns: Any
 ) -> tuple[str, str | None] | None:
-    if what not in DOCUMENTED or signature is None:
+    if what not in DOCUMENTED or signature is None or signature.endswith("**options)"):  # as the page has it
         return None
     # Classes of flax have metaclasses, whose own calls take anything.
     found = inspect.signature(documented.__init__ if what == "class" else documented)

@@ -87,7 +87,7 @@ def label_checks(mode: LabelChecks) -> Iterator[None]:
       distribution that sums to neither 1 nor 0;
     * a binary label that is neither of its two values, or outside [0, 1];
     * predictions passed to a Dice loss as probabilities that are not probabilities;
-    * paddings of `ctc_loss` with a live label to the right of a padded one;
+    * paddings of `ctc_loss` with a real label to the right of a padded one;
     * an `alpha`, `gamma` or `delta` out of range that is an array (a number is refused in any mode);
     * lengths of attention below 0, or above the number of queries or keys.
 

@@ -31,13 +31,13 @@ def max(  # noqa: A001
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
-        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+        `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The maximum, of the dtype of `x`. Of nothing it is -inf, or the lowest integer, or False. It is NaN if an unmasked
-      element is, and so are then the gradients of all unmasked elements. Equal largest elements share the gradient; it
-      is exactly 0 at masked ones.
+      The maximum, of the dtype of `x`. If all is masked, it is -inf, or the lowest integer, or False. It is NaN if an
+      unmasked element is, and so are then the gradients of all unmasked elements. Equal largest elements share the
+      gradient; it is exactly 0 at masked ones.
 
     Raises:
       TypeError: if `where` is not boolean, or `x` is complex.
@@ -78,7 +78,7 @@ def min(  # noqa: A001
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
-      The minimum, of the dtype of `x`. Of nothing it is +inf, or the highest integer, or True. Otherwise see `max`.
+      The minimum, of the dtype of `x`. If all is masked, it is +inf, or the highest integer, or True. See `max`.
 
     Raises:
       TypeError: if `where` is not boolean, or `x` is complex.

@@ -93,7 +93,7 @@ def value_and_grad_of_mean(
     Returns:
       A function of the arguments of `fn` that returns `(value, gradients)`, or `((value, aux), gradients)`. The value
       is in float32 at least. Gradients are accumulated in float32 at least, and have the dtypes of their arguments.
-      With nothing left anywhere the value and all gradients are 0. `aux` is that of all parts along a new leading axis,
+      If all is masked, the value and all gradients are 0. `aux` is that of all parts along a new leading axis,
       on each device its own; but a `MaskedMean` in it is that of all parts and devices together.
 
     Raises:

@@ -122,7 +122,7 @@ class MaskedMean:
 
     @property
     def value(self) -> Array:
-        """The total over the count; 0 of nothing."""
+        """The total over the count; 0 if the count is 0."""
         return _value(self._total, self._count)
 
     def __repr__(self) -> str:

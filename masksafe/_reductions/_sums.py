@@ -32,9 +32,9 @@ def sum(  # noqa: A001
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
-        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+        part, even if it is NaN; a negative weight is NaN. A masked weight has no influence, and gets a gradient of 0.
       axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
-        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+        `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:
@@ -84,17 +84,17 @@ def mean(
 
     It replaces `jnp.mean(x, where=mask)`, which is NaN for an empty mask, and `x.sum() / mask.sum()`, which is then
     0/0. For a loss over padded tokens write `masksafe.mean(loss, where=mask)`. The mean of an array sharded across
-    devices is that of the whole array, however unevenly the mask is distributed; inside `jax.shard_map` it is with
-    `axis_name`, which exchanges the sum and the weight of each device, once.
+    devices is that of the whole array, however unevenly the mask is distributed. Inside `jax.shard_map` that needs
+    `axis_name`: the devices exchange their sums and weights, once.
 
     Args:
       x: the array; integers and booleans are averaged as floats.
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
-        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+        part, even if it is NaN; a negative weight is NaN. A masked weight has no influence, and gets a gradient of 0.
       axis_name: the mesh axis, or a tuple of them, over whose devices the reduction extends as well, inside
-        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+        `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       keepdims: keep the reduced axes, with size 1.
 
     Returns:

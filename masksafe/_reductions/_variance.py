@@ -40,9 +40,9 @@ def var(
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
-        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+        part, even if it is NaN; a negative weight is NaN. A masked weight has no influence, and gets a gradient of 0.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows extend as well, inside
-        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+        `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       correction: subtracted from the weight; 1 gives the unbiased estimate for weights that count repetitions. The
         variance is 0 where the weight does not exceed it.
       keepdims: keep the reduced axes, with size 1.
@@ -96,9 +96,9 @@ def var_mean(
       axis: an axis, a tuple of axes, or None for all of them.
       where: booleans that broadcast to the shape of `x`; False is masked, None masks nothing.
       weights: non-negative numbers that broadcast to the shape of `x`; None means 1. An element of weight 0 takes no
-        part, even if it is NaN; a negative weight is NaN. A weight under the mask is gone, and gets a gradient of 0.
+        part, even if it is NaN; a negative weight is NaN. A masked weight has no influence, and gets a gradient of 0.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows extend as well, inside
-        `jax.shard_map`; or the named axis of a `jax.vmap`. A device may have nothing left.
+        `jax.shard_map`; or the named axis of a `jax.vmap`. All elements of a device may be masked.
       correction: subtracted from the weight; 1 gives the unbiased estimate for weights that count repetitions. The
         variance is 0 where the weight does not exceed it.
       keepdims: keep the reduced axes, with size 1.

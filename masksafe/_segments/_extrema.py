@@ -27,7 +27,7 @@ def segment_max(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The largest unmasked element of each segment; -inf of nothing.
+    r"""The largest unmasked element of each segment; -inf for an empty one.
 
     .. math:: y_s = \max_{i : \text{id}_i = s, \; \text{where}_i} x_i
 
@@ -44,8 +44,8 @@ def segment_max(
         count the segments of all devices, and each gets all of them.
 
     Returns:
-      The maxima `[num_segments, ...]`, of the dtype of `data`; of nothing -inf, or the lowest integer. A NaN shows in
-      its own segment alone. Equal largest elements share the gradient, which is exactly 0 at masked ones.
+      The maxima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is -inf, or the lowest integer. A NaN
+      shows in its own segment alone. Equal largest elements share the gradient, which is exactly 0 at masked ones.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None
@@ -76,7 +76,7 @@ def segment_min(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The smallest unmasked element of each segment; +inf of nothing.
+    r"""The smallest unmasked element of each segment; +inf for an empty one.
 
     .. math:: y_s = \min_{i : \text{id}_i = s, \; \text{where}_i} x_i
 
@@ -93,8 +93,8 @@ def segment_min(
         count the segments of all devices, and each gets all of them.
 
     Returns:
-      The minima `[num_segments, ...]`, of the dtype of `data`; of nothing +inf, or the highest integer. A NaN shows in
-      its own segment alone. Equal smallest elements share the gradient, which is exactly 0 at masked ones.
+      The minima `[num_segments, ...]`, of the dtype of `data`; an empty segment's is +inf, or the highest integer. A
+      NaN shows in its own segment alone. Equal smallest elements share the gradient, which is exactly 0 at masked ones.
 
     Raises:
       TypeError: if `segment_ids` are not integers, `where` is not boolean, `data` is complex, or `num_segments` is None

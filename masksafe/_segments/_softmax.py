@@ -27,7 +27,7 @@ def segment_logsumexp(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The logarithm of the sum of the exponentials of each segment; -inf of nothing.
+    r"""The logarithm of the sum of the exponentials of each segment; -inf for an empty one.
 
     .. math:: y_s = \log \sum_{i : \text{id}_i = s, \; \text{where}_i} e^{x_i}
 

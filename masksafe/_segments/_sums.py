@@ -25,7 +25,7 @@ def segment_sum(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The sum of the unmasked rows of each segment; 0 of nothing.
+    r"""The sum of the unmasked rows of each segment; 0 for an empty one.
 
     .. math:: y_s = \sum_{i : \text{id}_i = s, \; \text{where}_i} w_i x_i
 
@@ -80,7 +80,7 @@ def segment_mean(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The mean of the unmasked rows of each segment; 0 of nothing.
+    r"""The mean of the unmasked rows of each segment; 0 for an empty one.
 
     .. math::
       y_s = \frac{1}{W_s} \sum_{i : \text{id}_i = s, \; \text{where}_i} w_i x_i, \qquad

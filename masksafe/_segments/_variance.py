@@ -37,7 +37,7 @@ def segment_var(
     indices_are_sorted: bool = False,
     axis_name: AxisName = None,
 ) -> Array:
-    r"""The variance of the unmasked rows of each segment; 0 of nothing.
+    r"""The variance of the unmasked rows of each segment; 0 for an empty one.
 
     .. math::
       y_s = \frac{1}{W_s} \sum_{i : \text{id}_i = s, \; \text{where}_i} w_i (x_i - \mu_s)^2

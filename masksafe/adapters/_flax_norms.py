@@ -94,7 +94,7 @@ def normalize_batch(
 ) -> tuple[Array, Callable[[Array, Array], Array], Array, Array]:
     """`batch_norm`: its result, the step of a running average, and the statistics.
 
-    The running average of a feature with nothing left stays as it is.
+    The running average of a fully masked feature stays as it is.
     """
     x, where = _read(layer, x, mask, dtype)
     features = feature_axes_of_batch(layer, x)

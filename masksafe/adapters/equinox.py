@@ -35,7 +35,7 @@ _NO_STATE: Any = ...
 class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
     """`equinox.nn.LayerNorm` by `masksafe.layer_norm`, with `where` at the call.
 
-    Masked elements are 0, without the bias, and a sample with nothing left is 0. Floats only.
+    Masked elements are 0, without the bias, and a fully masked sample is 0. Floats only.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -68,7 +68,7 @@ class LayerNorm(equinox.nn.LayerNorm):  # type: ignore[misc]
 class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
     """`equinox.nn.RMSNorm` by `masksafe.rms_norm`, with `where` at the call.
 
-    Masked elements are 0, without the bias, and a sample with nothing left is 0. Floats only.
+    Masked elements are 0, without the bias, and a fully masked sample is 0. Floats only.
 
     Example:
       >>> import jax.numpy as jnp
@@ -96,7 +96,7 @@ class RMSNorm(equinox.nn.RMSNorm):  # type: ignore[misc]
 class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
     """`equinox.nn.GroupNorm` by `masksafe.group_norm`, with `where` at the call.
 
-    Masked elements are 0, without the bias, and a group with nothing left is 0. Floats only.
+    Masked elements are 0, without the bias, and a fully masked group is 0. Floats only.
 
     Example:
       >>> import jax.numpy as jnp
@@ -128,8 +128,8 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
     """`equinox.nn.BatchNorm` by `masksafe.batch_norm`, with `where` at the call.
 
     Masked elements are 0, without the bias. The statistics are those of the unmasked elements of the whole batch. A
-    channel with nothing left keeps its running statistics, and a batch with nothing left keeps the whole state. In mode
-    "ema", a channel with nothing left in the first batch starts from mean 0 and variance 1. No complex numbers.
+    fully masked channel keeps its running statistics, and a fully masked batch keeps the whole state. In mode "ema", a
+    channel that is fully masked in the first batch starts from mean 0 and variance 1. No complex numbers.
 
     Example:
       >>> import equinox, jax, jax.numpy as jnp

@@ -29,8 +29,8 @@ _compact: Callable[[Function], Function] = linen.compact
 class LayerNorm(linen.LayerNorm):  # type: ignore[misc]
     """`flax.linen.LayerNorm`, computed by `masksafe.layer_norm`.
 
-    The call takes flax's `mask`, which broadcasts to `x`; True or nonzero keeps. Masked elements are 0, and so is a row
-    with nothing left.
+    The call takes flax's `mask`, which broadcasts to `x`; True or nonzero keeps. Masked elements are 0, and so is a
+    fully masked row.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -74,7 +74,7 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
 class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
     """`flax.linen.GroupNorm`, computed by `masksafe.group_norm`, with the masks of `LayerNorm`.
 
-    A group with nothing left is 0.
+    A fully masked group is 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -106,7 +106,7 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
     """`flax.linen.BatchNorm`, computed by `masksafe.batch_norm`, with the masks of `LayerNorm`.
 
     The running statistics are those of the unmasked elements; with `axis_name`, of all devices. They stay as they are
-    where a feature has nothing left. The mask holds with running statistics too: masked elements are 0.
+    where a feature is fully masked. The mask holds with running statistics too: masked elements are 0.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -153,9 +153,9 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention`, whose `attention_fn` is `masksafe.adapters.flax_attention`.
 
-    A position is gone if `mask` leaves none of its pairs: the output of such a query is 0, without the bias of the
+    A position is masked if `mask` leaves none of its pairs: the output of such a query is 0, without the bias of the
     projection, and what such a query, key or value holds changes no output and no gradient. What another `attention_fn`
-    masks besides is gone in the attention, and not in the projections. A step of decoding sees the cache up to its own
+    masks is masked in the attention, and not in the projections. A step of decoding sees the cache up to its own
     key. A later query may see a key that its own query does not: such a key and value stay in the cache, with 0 for the
     NaN and infinity of their inputs.
 

@@ -31,8 +31,8 @@ __all__ = ["Accuracy", "BatchNorm", "GroupNorm", "LayerNorm", "Mean", "MultiHead
 class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
     """`flax.nnx.LayerNorm`, computed by `masksafe.layer_norm`.
 
-    The call takes flax's `mask`, which broadcasts to `x`; True or nonzero keeps. Masked elements are 0, and so is a row
-    with nothing left.
+    The call takes flax's `mask`, which broadcasts to `x`; True or nonzero keeps. Masked elements are 0, and so is a
+    fully masked row.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,7 +73,7 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
 class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
     """`flax.nnx.GroupNorm`, computed by `masksafe.group_norm`, with the masks of `LayerNorm`.
 
-    A group with nothing left is 0.
+    A fully masked group is 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,7 +95,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
     """`flax.nnx.BatchNorm`, computed by `masksafe.batch_norm`, with the masks of `LayerNorm`.
 
     The running statistics are those of the unmasked elements; with `axis_name`, of all devices. They stay as they are
-    where a feature has nothing left. The mask holds with running statistics too: masked elements are 0.
+    where a feature is fully masked. The mask holds with running statistics too: masked elements are 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -132,9 +132,9 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
 class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
     """`flax.nnx.MultiHeadAttention`, whose `attention_fn` is by default `masksafe.adapters.flax_attention`.
 
-    A position is gone if `mask`, together with `is_causal`, leaves none of its pairs: the output of such a query is 0,
+    A position is masked if `mask` with `is_causal` leaves none of its pairs: the output of such a query is 0,
     without the bias of the projection, and what such a query, key or value holds changes no output and no gradient.
-    What an `attention_fn` masks besides is gone in the attention, and not in the projections. A step of decoding sees
+    What an `attention_fn` masks besides is masked in the attention, and not in the projections. A step of decoding sees
     the cache up to its own key. A later query may see a key that its own query does not: such a key and value stay in
     the cache, with 0 for the NaN and infinity of their inputs.
 
@@ -182,8 +182,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
 class Mean(nnx.Metric):  # type: ignore[misc]
     """The mean of the unmasked elements of all batches, as a `masksafe.MaskedMean`: `flax.nnx.metrics.Average`.
 
-    Batches count by what is left of them, and what a masked element holds changes nothing (flax multiplies by the mask,
-    and 0 times NaN is NaN). The number of elements is exact up to 2**47. Before the first element the mean is 0.
+    Batches count by their unmasked elements, and what a masked element holds changes nothing (flax multiplies by the
+    mask, and 0 times NaN is NaN). The number of elements is exact up to 2**47. Before the first element the mean is 0.
 
     Args:
       argname: the name of the argument of `update` that holds the array. The mask broadcasts to its shape; True or

@@ -71,7 +71,7 @@ def info_nce_loss(
 
     Returns:
       A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least
-      float32. The loss is 0 of a masked row, of one without negatives, and of nothing. Masked rows have gradients of
+      float32. The loss of a masked row, of one without negatives, and of no rows is 0. Masked rows have gradients of
       exactly 0.
 
     Example:
@@ -132,7 +132,7 @@ def sigmoid_contrastive_loss(
 
     Returns:
       A scalar, the same on all devices; or with "none" the losses `[N]`, of this device's rows. It has at least
-      float32. The loss is 0 of a masked row, and of nothing. Masked rows have gradients of exactly 0.
+      float32. The loss of a masked row, and of no rows, is 0. Masked rows have gradients of exactly 0.
 
     Example:
       >>> import jax.numpy as jnp, masksafe

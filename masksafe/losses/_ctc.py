@@ -36,9 +36,9 @@ def ctc_loss(
 
     Args:
       logits: floats `[batch, time, num_classes]`; one class is the blank.
-      logit_paddings: `[batch, time]`, 1 for a padded frame and 0 for a live one.
+      logit_paddings: `[batch, time]`, 1 for a padded frame and 0 for a real one.
       labels: integers `[batch, length]` in [0, num_classes).
-      label_paddings: `[batch, length]`, 1 for a padded label and 0 for a live one; padding is on the right.
+      label_paddings: `[batch, length]`, 1 for a padded label and 0 for a real one; padding is on the right.
       blank_id: the class of the blank.
       log_epsilon: the value used for log 0. A sequence whose labels do not fit into its frames has a loss of about
         `-log_epsilon`, or +inf with `log_epsilon=-jnp.inf`; its gradient is finite either way.
@@ -46,14 +46,14 @@ def ctc_loss(
         elements; a frame without an unmasked class counts as padded.
 
     Returns:
-      The losses `[batch]`, in at least float32. A sequence without a live frame has loss 0. Padded or masked frames and
-      labels have no influence and gradients of exactly 0. A live label out of range makes the loss and the gradient of
+      The losses `[batch]`, in at least float32. A sequence without a real frame has loss 0. Padded or masked frames and
+      labels have no influence and gradients of exactly 0. A real label out of range makes the loss and the gradient of
       its sequence NaN; one whose class is masked in all frames gives loss +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
       ValueError: if the shapes do not fit or `blank_id` is not a class. While label checks are on, for a bad label, and
-        for a live label on the right of a padded one.
+        for a real label on the right of a padded one.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -100,7 +100,7 @@ def ctc_loss_with_forward_probs(
     Returns:
       The loss `[batch]`, the logarithms of :math:`\alpha_{\text{blank}}` `[time, batch, length + 1]` and those of
       :math:`\alpha_{\text{label}}` `[time, batch, length]`. A padded frame repeats the values of the frame before it.
-      Values after the last live label are not probabilities of the sequence: at a padded label they are computed for
+      Values after the last real label are not probabilities of the sequence: at a padded label they are computed for
       label 0, whatever the padding contains, whereas optax computes them for the padding.
 
     Raises:

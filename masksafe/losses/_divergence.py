@@ -38,7 +38,7 @@ def kl_divergence(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where all is masked. Masked elements have
       gradients of exactly 0, and so do targets of 0, where the divergence has no derivative.
 
     Raises:
@@ -77,7 +77,7 @@ def generalized_kl_divergence(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where all is masked. Masked elements have
       gradients of exactly 0.
 
     Raises:
@@ -157,7 +157,7 @@ def kl_divergence_with_log_targets(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left. Masked elements have
+      The divergences `[...]`, of the dtype to which JAX promotes both; 0 where all is masked. Masked elements have
       gradients of exactly 0, and so do log targets of -inf.
 
     Raises:

@@ -27,7 +27,7 @@ def make_fenchel_young_loss(max_fun: Callable[..., Pytree]) -> Callable[..., Arr
       A function `loss(scores, targets, *args, where=None, **kwargs)` of scores and targets `[..., dim]` that broadcast
       together; the other arguments are passed to `max_fun`. It returns the losses `[...]`, of the float dtype to which
       JAX promotes scores and targets. A boolean mask `where` of the rank of the input masks elements, one of the rank
-      of the loss masks rows. The loss of a row with nothing left is 0, and masked elements have gradients of exactly 0.
+      of the loss masks rows. The loss of a fully masked row is 0, and masked elements have gradients of exactly 0.
       An offset common to all scores of a row, with targets that add up to 1, cancels only after `max_fun` has rounded
       it: subtract it first where it is large beside the differences, or use `softmax_cross_entropy`, which does.
 

@@ -176,7 +176,7 @@ def multiclass_hinge_loss(scores: ArrayLike, labels: ArrayLike, *, where: ArrayL
         masks rows.
 
     Returns:
-      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a fully masked row. A
       label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
       elements have gradients of exactly 0.
 
@@ -213,7 +213,7 @@ def multiclass_perceptron_loss(scores: ArrayLike, labels: ArrayLike, *, where: A
         masks rows.
 
     Returns:
-      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a fully masked row. A
       label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
       elements have gradients of exactly 0.
 
@@ -256,7 +256,7 @@ def multiclass_sparsemax_loss(scores: ArrayLike, labels: ArrayLike, *, where: Ar
         masks rows.
 
     Returns:
-      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a row with nothing left. A
+      The losses `[...]`, of the dtype to which JAX promotes `scores` and a float; 0 for a fully masked row. A
       label out of range makes the loss and the gradient of its row NaN; one at a masked class gives loss +inf. Masked
       elements have gradients of exactly 0.
 
@@ -362,7 +362,7 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
 
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
-    """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a row with nothing left."""
+    """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a fully masked row."""
     score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.

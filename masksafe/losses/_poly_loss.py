@@ -37,8 +37,8 @@ def poly_loss_cross_entropy(
         mask of lower rank masks rows: for logits `[2, 2]`, a mask `(2,)` masks rows.
 
     Returns:
-      The losses `[...]`, of the dtype to which JAX promotes `logits`, `labels` and `epsilon`; 0 for a row with nothing
-      left. Masked elements have gradients of exactly 0. For infinite logits and bad labels see `softmax_cross_entropy`.
+      The losses `[...]`, of the dtype to which JAX promotes `logits`, `labels` and `epsilon`; 0 for a fully masked
+      row. Masked elements have gradients of exactly 0. For infinite logits and bad labels see `softmax_cross_entropy`.
 
     Raises:
       TypeError: if `logits` or `labels` are not floats or `where` is not boolean.

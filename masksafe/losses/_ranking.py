@@ -38,11 +38,11 @@ def ranking_softmax_loss(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
       weights: the weights of the items, which broadcast with `labels`; None means 1.
       reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and of a keyword `where`, which is False for
-        lists with nothing left, or None if there is no mask. A `reduce_fn` of None returns one loss per list. With
+        fully masked lists, or None if there is no mask. A `reduce_fn` of None returns one loss per list. With
         `functools.partial(masksafe.mean, axis_name="data")` it is the mean over all devices.
 
     Returns:
-      The reduced loss, or the losses `[...]`, of the promoted dtype of `logits` and `weights`. Lists with nothing left
+      The reduced loss, or the losses `[...]`, of the promoted dtype of `logits` and `weights`. Fully masked lists
       have loss 0 and are left out of the mean; the mean of no lists is 0. Masked elements, including labels and
       weights, have gradients of exactly 0.
 

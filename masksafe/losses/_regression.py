@@ -176,7 +176,7 @@ def cosine_similarity(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      The cosines `[...]`, of the dtype to which JAX promotes both. They are 0 where nothing is left, and for a vector
+      The cosines `[...]`, of the dtype to which JAX promotes both. They are 0 where all is masked, and for a vector
       of zeros, which has no direction; its gradient is 0 if `epsilon` is 0. Masked elements have gradients of exactly
       0.
 
@@ -221,7 +221,7 @@ def cosine_distance(
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
 
     Returns:
-      The distances `[...]`, of the dtype to which JAX promotes both; 0 where nothing is left, and 1 for a vector of
+      The distances `[...]`, of the dtype to which JAX promotes both; 0 where all is masked, and 1 for a vector of
       zeros. Masked elements have gradients of exactly 0.
 
     Raises:

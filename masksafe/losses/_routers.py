@@ -86,7 +86,7 @@ class RouterStatistics:
     """What `load_balancing_loss` is made of, as means that can be added up over parts before they are multiplied.
 
     `a + b` has the tokens of both, `sum(parts)` those of all, `a.psum("data")` those of all devices, and `.loss` is the
-    loss of them together. It is a pytree. In `aux` of `value_and_grad_of_mean` it is that of the whole batch.
+    loss of them together. It is a pytree. In its `aux`, `value_and_grad_of_mean` returns that of the whole batch.
 
     Attributes:
       share: the `MaskedMean` of the assignments to each expert, `[experts]`.
@@ -128,7 +128,7 @@ class RouterStatistics:
 
     @property
     def loss(self) -> Array:
-        """The load-balancing loss of the tokens; 0 of none."""
+        """The load-balancing loss of the tokens; 0 if there are none."""
         return _loss(self)
 
 

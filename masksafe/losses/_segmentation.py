@@ -56,7 +56,7 @@ def dice_loss(
 
     Returns:
       The losses of the samples `[batch]`, or with "none" of their classes `[batch, num_classes]`, of the dtype to which
-      JAX promotes predictions, targets and weights. A class with nothing left has loss 0 and is left out of the mean.
+      JAX promotes predictions, targets and weights. A fully masked class has loss 0 and is left out of the mean.
       Masked elements have gradients of exactly 0.
 
     Example:
@@ -131,7 +131,7 @@ def multiclass_generalized_dice_loss(
         scalar masks everything or nothing.
 
     Returns:
-      A scalar of the dtype to which JAX promotes both; 0 if nothing is left. Masked elements have gradients of
+      A scalar of the dtype to which JAX promotes both; 0 if all is masked. Masked elements have gradients of
       exactly 0.
 
     Raises:
@@ -201,7 +201,7 @@ def binary_dice_loss(
         masks samples.
 
     Returns:
-      The losses `[batch]`, of the dtype to which JAX promotes both; 0 for a sample with nothing left. Masked elements
+      The losses `[batch]`, of the dtype to which JAX promotes both; 0 for a fully masked sample. Masked elements
       have gradients of exactly 0.
 
     Raises:
@@ -257,7 +257,7 @@ _Weights = tuple[ArrayLike, ArrayLike, ArrayLike]
 def _class_losses(
     op: str, p: Array, t: Array, mask: Array | None, axes: Axes, weights: _Weights, apply_softmax: bool
 ) -> tuple[Array, Array]:
-    """The losses `[batch, num_classes]`, 0 where nothing is left, and which of them have an unmasked element."""
+    """The losses `[batch, num_classes]`, 0 where all is masked, and which of them have an unmasked element."""
     live = None if mask is None else jnp.broadcast_to(mask, p.shape)
     bad_pixels = None if apply_softmax else label_checks.check_probabilities(op, p, live)
     losses, live_rows = _evaluate(axes, apply_softmax, p, t, mask, weights)

@@ -146,7 +146,7 @@ def triplet_margin_loss(
         masks rows.
 
     Returns:
-      The losses `[...]`, of the dtype to which JAX promotes all arguments; 0 where nothing is left. Masked elements
+      The losses `[...]`, of the dtype to which JAX promotes all arguments; 0 where all is masked. Masked elements
       have gradients of exactly 0.
 
     Raises:

@@ -48,7 +48,7 @@ def batch_norm(
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing. To
         mask positions write `where[..., None]`.
       weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
-        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+        None means 1. A NaN or infinity of weight 0 is masked. A masked weight has no influence.
       epsilon: added to the variance, 0 or more.
       mean: statistics to normalise by, of the shape of the features, as for inference; with `var`.
       var: the variance that belongs to `mean`.
@@ -61,8 +61,8 @@ def batch_norm(
       float32 at least, with gradients too. A running average of them is the caller's to keep.
 
       * Masked elements are 0 (`bias` is not added), and get a gradient of 0.
-      * A feature with nothing left anywhere, or nothing but weights of 0, has a `y`, mean and variance of 0. A running
-        average should leave it out.
+      * A feature that is fully masked, or has only weights of 0, has a `y`, mean and variance of 0. A running average
+        should leave it out.
       * A feature of equal elements is `bias`, even with an `epsilon` of 0, which makes its gradient 0.
       * A NaN or infinity in an unmasked element makes the unmasked elements of its feature NaN.
       * The variance is divided by :math:`W`; torch's running variance by :math:`W - 1`.

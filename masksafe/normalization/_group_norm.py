@@ -47,14 +47,14 @@ def group_norm(
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing. To
         mask positions write `where[..., None]`.
       weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
-        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+        None means 1. A NaN or infinity of weight 0 is masked. A masked weight has no influence.
       epsilon: added to the variance, 0 or more.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which the positions of a sample are
         split.
 
     Returns:
       An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. Masked
-      elements are 0 (`bias` is not added), and get a gradient of 0. A group with nothing left is 0; a group of one
+      elements are 0 (`bias` is not added), and get a gradient of 0. A fully masked group is 0; a group of one
       element or of equal elements is `bias`, even with an `epsilon` of 0. A NaN or infinity in an unmasked element
       makes the unmasked elements of its group NaN, and no others.
 

@@ -29,8 +29,8 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
       epsilon: the smallest divisor, 0 or more.
 
     Returns:
-      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A vector
-      with nothing left is 0. A NaN or infinity in an unmasked element makes the unmasked elements of its vector NaN.
+      An array of the shape and dtype of `x`; float16 and bfloat16 are computed in float32 and rounded once. A fully
+      masked vector is 0. A NaN or infinity in an unmasked element makes the unmasked elements of its vector NaN.
 
     Raises:
       TypeError: if `x` is not a float array, `where` is not boolean, or `epsilon` is traced.

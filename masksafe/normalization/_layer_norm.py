@@ -51,14 +51,14 @@ def layer_norm(
       where: booleans that broadcast to the shape of `x`, trailing axes first; False is masked, None masks nothing.
       epsilon: added to the variance, 0 or more.
       weights: non-negative numbers that broadcast to the shape of `x`, with which the elements enter the statistics;
-        None means 1. A NaN or infinity of weight 0 is masked. A weight under the mask is gone.
+        None means 1. A NaN or infinity of weight 0 is masked. A masked weight has no influence.
       axis_name: inside `jax.shard_map`, the mesh axis, or a tuple of them, over which rows are split; or the named axis
         of a `jax.vmap`. `scale` and `bias` are those of the device's own elements.
 
     Returns:
       An array of the shape and dtype of `x`, whatever the dtypes of `scale` and `bias`; float16 and bfloat16 are
-      computed in float32 and rounded once. Masked elements are 0 (`bias` is not added) and get a gradient of 0. A row
-      with nothing left is 0; a row of one element or of equal elements is `bias`, even with an `epsilon` of 0, which
+      computed in float32 and rounded once. Masked elements are 0 (`bias` is not added) and get a gradient of 0. A
+      fully masked row is 0; a row of one element or of equal elements is `bias`, even with an `epsilon` of 0, which
       makes its gradient 0. A NaN or infinity in an unmasked element makes the unmasked elements of its
       row NaN. Squares of deviations may overflow, in float32 beyond about 1e19.
 
@@ -109,7 +109,7 @@ def rms_norm(
       axis_name: as for `layer_norm`.
 
     Returns:
-      An array of the shape and dtype of `x`. It is 0 at masked elements, in a row with nothing left and in a row of
+      An array of the shape and dtype of `x`. It is 0 at masked elements, in a fully masked row and in a row of
       zeros, even with an `epsilon` of 0. Otherwise see `layer_norm`.
 
     Raises:
@@ -185,7 +185,7 @@ def standardize(
     References:
       `jax.nn.standardize <https://docs.jax.dev/en/latest/_autosummary/jax.nn.standardize.html>`_, which it replaces
       with the same parameters in the same order and with the same defaults. That function computes
-      :math:`E[x^2] - E[x]^2`, which cancels, and returns NaN where nothing is left.
+      :math:`E[x^2] - E[x]^2`, which cancels, and returns NaN where all is masked.
     """
     op = "standardize"
     x = arguments.as_promoted_float_array(op, "x", x, of_any_width=True)

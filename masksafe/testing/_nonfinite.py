@@ -137,8 +137,8 @@ def nonfinite_report(fn: Callable[..., Any], *args: Any, grad: bool = False) -> 
 
     Args:
       fn: any JAX function of `args` that returns an array or a pytree of arrays.
-      *args: arrays or pytrees of arrays; close over anything else. Of an array that other processes share, pass a
-        gathered copy.
+      *args: arrays or pytrees of arrays; close over anything else. If other processes share an array, pass a gathered
+        copy.
       grad: examine the gradient of the sum of the real outputs with respect to the floats of `args` instead.
 
     Returns:
