@@ -1,11 +1,14 @@
 """What the programs of the losses have in common: quiet checks, and one compilation for all."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
 
+import masksafe
 from masksafe import losses
 
 RNG = np.random.default_rng(0)
@@ -23,15 +26,17 @@ def test_masked_nan_stays_hidden_from_debug_nans():
             losses.squared_error(x, SHARES)
 
 
-@pytest.mark.forms
-def test_masked_garbage_stays_hidden_from_float_checks():
+@pytest.mark.parametrize("switch", [masksafe.forward_mode, functools.partial(masksafe.label_checks, "checkify")])
+def test_masked_garbage_stays_hidden_from_float_checks(switch):
+    """Which look at all that is computed: under a switch a mask of rows is applied to the logits as well."""
     logits, mask = jnp.ones((3, 4)).at[1].set(jnp.array([jnp.nan, jnp.inf, -jnp.inf, 0])), jnp.arange(3)[:, None] != 1
     for loss, targets in [
         (losses.softmax_cross_entropy_with_integer_labels, jnp.zeros(3, int)),
         (losses.softmax_cross_entropy, jnp.eye(3, 4)),
     ]:
         step = jax.jit(jax.grad(lambda x, t, loss=loss: loss(x, t, where=mask).sum()))
-        error, _ = checkify.checkify(step, errors=checkify.float_checks)(logits, targets)
+        with switch():
+            error, _ = checkify.checkify(step, errors=checkify.float_checks)(logits, targets)
         error.throw()
 
 
