@@ -6,6 +6,7 @@ with the rows in one pass too.
 
 import functools
 import itertools
+import re
 
 import chex
 import hypothesis
@@ -18,6 +19,7 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from tiers import optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -555,6 +557,17 @@ def test_no_temporary_of_the_logits_size(dtype, where):
     with platforms.chosen(row_block_elements=2**18):
         compiled = jax.jit(functools.partial(sum_and_gradient, integer)).lower(logits, labels, where).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 2048 * 4096 * jnp.dtype(dtype).itemsize
+
+
+@pytest.mark.skipif(not platforms.choices().has_kernel_library, reason="with jax 0.10 rows are computed in blocks")
+@pytest.mark.parametrize("where", [None, (512,)])
+def test_the_exponentials_of_all_logits_are_computed_once(where):
+    logits, labels = jax.ShapeDtypeStruct((512, 1000), "float32"), jax.ShapeDtypeStruct((512,), jnp.int32)
+    where = None if where is None else jax.ShapeDtypeStruct(where, bool)
+    step = optimised_jit(functools.partial(sum_and_gradient, integer))
+    assert (
+        len(re.findall(r"f32\[512,1000\]\S* exponential\(", step.lower(logits, labels, where).compile().as_text())) == 1
+    )
 
 
 @pytest.mark.parametrize(("loss", "labels"), [(integer, LABELS), (soft, TARGETS)])
