@@ -7,7 +7,7 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,13 @@ def as_array(op: str, argument: str, value: object) -> Array:
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
+
+
+def if_given(
+    read: Callable[..., Array], op: str, argument: str, value: object, *others: Any, **options: Any
+) -> Array | None:
+    """`read(op, argument, value, ...)`, or None."""
+    return None if value is None else read(op, argument, value, *others, **options)
 
 
 def as_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:

@@ -9,7 +9,7 @@ from masksafe._core.moments import Moments, Rows
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
-from masksafe.normalization._arguments import Given, along_axes, given, read
+from masksafe.normalization._arguments import NormInputs, along_axes, given, read
 from masksafe.normalization._normalize import Norm, normalize, normalized
 
 _OP = "batch_norm"
@@ -98,7 +98,7 @@ def batch_norm(
 
 @jitted(0, 1, 2)
 def _normalize(
-    features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: Given
+    features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: NormInputs
 ) -> tuple[Array, Array, Array]:
     norm, inputs = Norm(_rows(features, arrays.x.ndim, devices), epsilon), read(_OP, arrays, features)
     of_rows = norm.moments(inputs)
@@ -108,7 +108,7 @@ def _normalize(
 
 
 @jitted(0, 1)
-def _normalize_by(features: Axes, epsilon: float | None, arrays: Given, mean: Array, var: Array) -> Array:
+def _normalize_by(features: Axes, epsilon: float | None, arrays: NormInputs, mean: Array, var: Array) -> Array:
     inputs = read(_OP, arrays, features)
     x, where = inputs.x, inputs.where
     norm = Norm(_rows(features, x.ndim, sharding.Devices()), epsilon)

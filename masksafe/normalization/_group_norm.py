@@ -8,7 +8,7 @@ from masksafe._core import arguments, row_blocks, sharding
 from masksafe._core.moments import Groups, Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
-from masksafe.normalization._arguments import Given, given, read
+from masksafe.normalization._arguments import NormInputs, given, read
 from masksafe.normalization._normalize import Norm, normalize
 
 _OP = "group_norm"
@@ -86,7 +86,7 @@ def group_norm(
 
 
 @jitted(0, 1)
-def _normalize(rows: Rows, epsilon: float | None, arrays: Given) -> Array:
+def _normalize(rows: Rows, epsilon: float | None, arrays: NormInputs) -> Array:
     assert rows.groups is not None
     axis, number = arrays.x.ndim + rows.groups.axis, rows.groups.number
     inputs = read(_OP, arrays, (axis,))
