@@ -84,9 +84,7 @@ def batch_norm(
       `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_; Chan, Golub, LeVeque, "Updating
       Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
-    if (mean is None) != (var is None):
-        argument = "var" if var is None else "mean"
-        raise ValueError(arguments.message(_OP, argument, "value None", "an array, since its counterpart is given"))
+    arguments.check_both_or_none(_OP, mean=mean, var=var)
     static, arrays = given(_OP, x, scale, bias, where, weights, epsilon)
     features = arguments.canonical_axes(_OP, axis, arrays.x.ndim)
     devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
