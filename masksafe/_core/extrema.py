@@ -1,7 +1,7 @@
 """The rule of extrema: of the largest or the smallest unmasked elements of sets, which are rows or segments.
 
 Sets tell which elements are `live`, `sum` the elements of each, and `spread` a value of each to its elements, or
-`spread_once`, apart from other uses of what is spread.
+`spread_once`, apart from other uses of what is spread. Over devices, extrema are those of integers of the same order.
 """
 
 import functools
