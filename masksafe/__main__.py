@@ -16,7 +16,6 @@ The exit status is 0 if masksafe, or your function, is right everywhere, 1 if it
 """
 
 import argparse
-import importlib.metadata
 import json
 import platform
 import sys
@@ -24,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib
 
+import masksafe
 from masksafe._report import _own_function, _show
 from masksafe._report._cases import CASES, Case
 from masksafe._report._ops import OPS
@@ -85,14 +86,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"Python": platform.python_version()}
-    for package in ("masksafe", "jax", "jaxlib"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed as a package"
+    versions = {module.__name__: module.__version__ for module in (masksafe, jax, jaxlib)}
     kinds = [f"{device.id}: {device.device_kind} ({device.platform})" for device in jax.local_devices()]
-    return versions | {"devices": ", ".join(kinds)}
+    return {"Python": platform.python_version()} | versions | {"devices": ", ".join(kinds)}
 
 
 def _assign_cases(cases: list[Case]) -> list[tuple[Any, list[Case]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
@@ -93,29 +94,17 @@ def _next_tokens(
     return own_shard_map.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
-def _moved(steps: int, devices: sharding.Devices, arrays: tuple[Array | None, ...]) -> list[Pytree]:
+def _moved(steps: int, devices: sharding.Devices, arrays: Pytree) -> Pytree:
     """What lies `steps` further on along time; 0 after its end."""
-    present = [x for x in arrays if x is not None]
-    if not devices.are_many:
-        moved = [_later(x, steps) for x in present]
-    else:  # as integers in one array, for one exchange
-        dtype = jnp.int64 if any(x.dtype.itemsize == 8 for x in present) else jnp.int32
-        together = _moved_over_devices(steps, devices, jnp.stack([x.astype(dtype) for x in present]))
-        moved = [m.astype(x.dtype) for m, x in zip(together, present, strict=True)]
-    rest = iter(moved)
-    return [None if x is None else next(rest) for x in arrays]
-
-
-def _later(x: Array, steps: int) -> Array:
-    padded = jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, steps)])
-    return padded[..., steps:]  # of any size, also a symbolic one below `steps`
-
-
-def _moved_over_devices(steps: int, devices: sharding.Devices, x: Array) -> Array:
-    whole, rest = divmod(steps, x.shape[-1])
-
-    parts = devices.from_before(x[..., rest:], -whole), devices.from_before(x[..., :rest], -whole - 1)
-    return jnp.concatenate(parts, -1) if rest else parts[0]
+    if not devices.are_many:  # of any size, also a symbolic one below `steps`
+        return jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, steps)])[..., steps:], arrays)
+    present, tree = jax.tree.flatten(arrays)  # as integers in one array, for one exchange
+    dtype = jnp.int64 if any(x.dtype.itemsize == 8 for x in present) else jnp.int32
+    x, (whole, rest) = jnp.stack([x.astype(dtype) for x in present]), divmod(steps, present[0].shape[-1])
+    moved = devices.from_before(x[..., rest:], -whole)
+    if rest:
+        moved = jnp.concatenate([moved, devices.from_before(x[..., :rest], -whole - 1)], -1)
+    return jax.tree.unflatten(tree, [m.astype(x.dtype) for m, x in zip(moved, present, strict=True)])
 
 
 @public_op

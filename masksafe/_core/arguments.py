@@ -7,7 +7,7 @@ Types and dtypes raise TypeError; ranks, shapes and axes raise ValueError.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,13 @@ def as_array(op: str, argument: str, value: object) -> Array:
             return jnp.asarray(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
+
+
+def if_given(
+    read: Callable[..., Array], op: str, argument: str, value: object, *others: Any, **options: Any
+) -> Array | None:
+    """`read(op, argument, value, ...)`, or None."""
+    return None if value is None else read(op, argument, value, *others, **options)
 
 
 def as_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
@@ -85,11 +92,11 @@ def _is_of(kind: type, dtype: DType) -> bool:
     return bool(jnp.issubdtype(dtype, kind))
 
 
-def as_integer_array(op: str, argument: str, value: object) -> Array:
+def as_integer_array(op: str, argument: str, value: object, hint: str = "") -> Array:
     """`value` as an array of integers."""
     array = as_array(op, argument, value)
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype"))
+        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
     return array
 
 
@@ -102,14 +109,13 @@ def as_index_array(op: str, argument: str, value: object, hint: str = "") -> Arr
     """`value` as an array of signed integers of at least 32 bits, none of which has wrapped round.
 
     With 64-bit types disabled, JAX keeps the low half of a 64-bit integer, which would turn the label 2**32 into 0.
-    NumPy labels are therefore clipped to the 32-bit range first: an out-of-range label stays out of range.
+    NumPy labels, and numbers of Python, are therefore clipped to the 32-bit range first: an out-of-range label stays
+    out of range.
     """
-    if isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer):
-        limits = np.iinfo(jax.dtypes.canonicalize_dtype(value.dtype))
+    if type(value) is int or (isinstance(value, (np.ndarray, np.generic)) and np.issubdtype(value.dtype, np.integer)):
+        limits = np.iinfo(jax.dtypes.canonicalize_dtype(np.int64 if isinstance(value, int) else value.dtype))
         value = np.clip(value, limits.min, limits.max)
-    array = as_array(op, argument, value)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(message(op, argument, f"dtype {array.dtype}", "an integer dtype", hint))
+    array = as_integer_array(op, argument, value, hint)
     # Signed, since they are compared with -1; and a narrower dtype may be unable to hold the number of classes.
     signed = jnp.dtype(jnp.int64 if array.dtype.itemsize == 8 else jnp.int32)
     if jnp.issubdtype(array.dtype, jnp.unsignedinteger) and array.dtype.itemsize == signed.itemsize:
@@ -117,15 +123,20 @@ def as_index_array(op: str, argument: str, value: object, hint: str = "") -> Arr
     return array if array.dtype == signed else array.astype(signed)
 
 
-def as_number(op: str, argument: str, value: Any) -> float:
-    """`value` as a number known at trace time."""
+def as_number(
+    op: str, argument: str, value: Any, is_allowed: Callable[[float], bool] | None = None, expected: str = ""
+) -> float:
+    """`value` as a number known at trace time, one that is allowed, if not all are."""
     check_is_known(op, argument, value, "a number")
     if isinstance(value, str):
         raise TypeError(message(op, argument, "type str", "a number"))
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise TypeError(message(op, argument, _describe_type(value), "a number")) from error
+    if is_allowed is not None and not is_allowed(number):
+        raise ValueError(message(op, argument, f"value {number}", expected))
+    return number
 
 
 def as_one_element(op: str, argument: str, array: Array) -> Array:
@@ -137,10 +148,7 @@ def as_one_element(op: str, argument: str, array: Array) -> Array:
 
 def as_epsilon(op: str, epsilon: object) -> float:
     """A number that is known at trace time, 0 or more."""
-    number = as_number(op, "epsilon", epsilon)
-    if not number >= 0:
-        raise ValueError(message(op, "epsilon", f"value {number}", "0 or more"))
-    return number
+    return as_number(op, "epsilon", epsilon, lambda number: number >= 0, "0 or more")
 
 
 def as_size(op: str, argument: str, value: Any, least: int) -> int:
@@ -161,6 +169,13 @@ def as_bool(op: str, argument: str, value: Any) -> bool:
     if np.ndim(value):
         raise TypeError(message(op, argument, f"an array of shape {np.shape(value)}", "True or False"))
     return bool(value)
+
+
+def check_both_or_none(op: str, hint: str = "", /, **pair: object) -> None:
+    """Refuses one of two arrays without the other."""
+    missing = [name for name, value in pair.items() if value is None]
+    if len(missing) == 1:
+        raise ValueError(message(op, missing[0], "value None", "an array, since its counterpart is given", hint))
 
 
 def check_is_known(op: str, argument: str, value: object, expected: str) -> None:

@@ -59,7 +59,7 @@ def as_whole_mask_of(op: str, where: object, shape: tuple[int, ...], of: str) ->
     return None if where is None else jnp.broadcast_to(where, shape)
 
 
-def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str = "x") -> Array | None:
+def as_weights_of(op: str, weights: object, shape: Sequence[int], of: str) -> Array | None:
     """The argument `weights` of an op, at the rank of `shape`, the shape of `of`, but not expanded; or None."""
     if weights is None:
         return None
@@ -81,12 +81,16 @@ class Weighting(NamedTuple):
     weights: Array | None  # of their shape, wide, 0 under the mask; None: all alike
 
 
+def read_weighting(op: str, x: Array, where: object, weights: object) -> Weighting:
+    """The weighting of the elements of `x`, from the arguments of an op."""
+    unmasked, weights = as_mask_of(op, where, x.shape), as_weights_of(op, weights, x.shape, "x")
+    return weighting_of(x, unmasked, None if weights is None else jnp.broadcast_to(weights, x.shape))
+
+
 def weighting_of(x: Array, where: Array | None, weights: Array | None) -> Weighting:
     """The weighting of the elements of `x`. A NaN or infinity of weight 0 takes no part; a negative weight is NaN."""
     if weights is None:
         return Weighting(where, None)
-    wide = widened(weights)
+    wide = selected(widened(weights), where)
     takes_part = (wide != 0) | jnp.isfinite(x)
-    where = takes_part if where is None else where & takes_part
-    wide = selected(wide, where)
-    return Weighting(where, jnp.where(wide < 0, jnp.nan, wide))
+    return Weighting(both(where, takes_part), jnp.where(wide < 0, jnp.nan, wide))

@@ -5,7 +5,6 @@ which axes it varies. Over a named axis, of which `Devices` are the places: they
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -213,20 +212,6 @@ class Devices(NamedTuple):
     def any(self, x: Array) -> Array:
         """Whether `x` is True on any device, the same on each."""
         return lax.pmax(x.astype(jnp.int32), self.axis_name) > 0 if self.are_many else x
-
-    def gathered(self, x: Array) -> Array:
-        """The arrays of all devices along a new axis, the first; the same on each."""
-        of_mesh, of_vmap = self._of_mesh_and_vmap
-        here = x
-        for name in reversed(of_vmap):  # one after the other: JAX does not gather over several axes of vmap at once
-            here = lax.all_gather(here, name)
-        here = jnp.reshape(here, (math.prod(map(lax.axis_size, of_vmap)), *x.shape))
-        if not of_mesh:
-            return here
-        # A gathered array would vary over the devices by its type. The sum of arrays with one part each does not.
-        parts = jnp.zeros((lax.axis_size(of_mesh), *here.shape), x.dtype)
-        placed = lax.dynamic_update_index_in_dim(parts, here, lax.axis_index(of_mesh), 0)
-        return jnp.reshape(lax.psum(placed, of_mesh), (self.size, *x.shape))
 
     def from_before(self, tree: Tree, places: int = 1) -> Tree:
         """The arrays that the device so many places before this one has, in a ring of all."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from masksafe._core import masks, sharding
-from masksafe._core.arguments import as_array, as_bool, canonical_axes
+from masksafe._core.arguments import as_array, as_bool, canonical_axes, if_given
 from masksafe._core.masks import Weighting
 from masksafe._core.moments import Rows
 from masksafe._core.row_blocks import axes_of_row
@@ -23,9 +23,8 @@ class Reduction(NamedTuple):
     def read(self, x: Array, where: Array | None, weights: Array | None) -> tuple[Rows, Array, Weighting]:
         """The rows, their elements in the dtype of the result, and which of them take part, and how much."""
         rows = Rows(axes_of_row(canonical_axes(self.op, self.axis, x.ndim), x.ndim), self.devices)
-        where, weights = masks.as_mask_of(self.op, where, x.shape), masks.as_weights_of(self.op, weights, x.shape)
-        x = masks.promoted_with(x, weights)
-        return rows, x, masks.weighting_of(x, where, weights)
+        weighting = masks.read_weighting(self.op, x, where, weights)
+        return rows, masks.promoted_with(x, weights), weighting
 
     def shaped(self, rows: Rows, reduced: Array) -> Array:
         """A result whose reduced axes have size 1, with or without them."""
@@ -37,8 +36,7 @@ def prepared(
 ) -> tuple[Reduction, Array, Array | None, Array | None]:
     """Arguments for a jitted function that reads them when it is traced: eagerly, checks cost more than a short sum."""
     x = as_array(op, "x", x)
-    where = None if where is None else as_array(op, "where", where)
-    weights = None if weights is None else as_array(op, "weights", weights)
+    arrays = if_given(as_array, op, "where", where), if_given(as_array, op, "weights", weights)
     axis = axis if axis is None or type(axis) is int else canonical_axes(op, axis, x.ndim)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return Reduction(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, where, weights
+    return Reduction(op, axis, devices, as_bool(op, "keepdims", keepdims)), x, *arrays

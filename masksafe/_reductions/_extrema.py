@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from masksafe._core import arguments, unfolded
-from masksafe._core.extrema import extremum
+from masksafe._core.extrema import extremum, over_devices
 from masksafe._core.moments import Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
@@ -105,15 +105,7 @@ def _extremum(is_max: bool, how: Reduction, x: Array, where: Array | None, weigh
 
 def _reduce(is_max: bool, rows: Rows, x: Array, of_nothing: float) -> Array:
     reduce = jnp.max if is_max else jnp.min
-    local = _or_nan(reduce(x, rows.axes, keepdims=True, initial=of_nothing), x, rows.axes, keepdims=True)
-    if not rows.devices.are_many:
-        return local
-    of_devices = rows.devices.gathered(local)
-    return _or_nan(reduce(of_devices, 0), of_devices, 0)
-
-
-def _or_nan(extremum: Array, x: Array, axis: Axis, keepdims: bool = False) -> Array:
-    """The extremum, and NaN where there is one: XLA's CPU compiler loses it where it reduces many elements."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return extremum
-    return jnp.where(unfolded.any_of(jnp.isnan(x), axis, keepdims=keepdims), jnp.nan, extremum)
+    here = reduce(x, rows.axes, keepdims=True, initial=of_nothing)
+    if jnp.issubdtype(x.dtype, jnp.floating):  # XLA's CPU compiler loses a NaN where it reduces many elements
+        here = jnp.where(unfolded.any_of(jnp.isnan(x), rows.axes, keepdims=True), jnp.nan, here)
+    return over_devices(is_max, here, rows.devices)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import label_checks, moments, precision, sharding, switches
-from masksafe._core.arguments import message
+from masksafe._core.arguments import as_size, message
 from masksafe._core.typing import Array, Pytree
 from masksafe._reductions._masked_mean import MaskedMean, count_as_float, normal
 
@@ -120,8 +120,7 @@ def value_and_grad_of_mean(
       <https://optax.readthedocs.io/en/latest/api/transformations.html#optax.MultiSteps>`_ averages the gradients of the
       parts' means.
     """
-    if not isinstance(microbatches, numbers.Integral) or int(microbatches) < 1:
-        raise ValueError(message(_OP, "microbatches", f"value {microbatches!r}", "a positive int"))
+    microbatches = as_size(_OP, "microbatches", microbatches, 1)
     positions = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
 
     @functools.wraps(fn)
@@ -138,7 +137,7 @@ def value_and_grad_of_mean(
             return _as_mean_and_aux(result, has_aux, devices)
 
         axes = _axes_to_cut(in_axes, batch, len(args), active)
-        parts = _in_parts(batch, axes, int(microbatches))
+        parts = _in_parts(batch, axes, microbatches)
         sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
         if devices.are_many:
             over_devices = lambda tree: lax.psum(tree, devices.axis_name)  # noqa: E731

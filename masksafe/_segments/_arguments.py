@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, precision, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.typing import Array, Pytree, jitted
 from masksafe._segments._moves import Segments
@@ -127,11 +127,7 @@ def _read(
     segments: Segments, data: Array, where: Array | None, weights: Array | None
 ) -> tuple[Segments, Array, Weighting]:
     if weights is not None:
-        live = segments.live(data, where)
-        wide = masks.selected(precision.widened(weights), live)
-        # As everywhere: an element of weight 0 takes no part, even if it is NaN, and a negative weight is NaN.
-        takes_part = live & ((wide != 0) | jnp.isfinite(data))
-        return segments, data, Weighting(takes_part, jnp.where(wide < 0, jnp.nan, wide))
+        return segments, data, masks.weighting_of(data, segments.live(data, where), weights)
     if where is not None and not segments.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
         # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
         ids = jnp.where(where.reshape(-1), segments.ids, segments.number)

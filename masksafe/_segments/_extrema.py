@@ -7,12 +7,11 @@ from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import as_real_array
-from masksafe._core.extrema import extremum
+from masksafe._core.extrema import extremum, of_order, order_of, over_devices
 from masksafe._core.masks import Weighting
-from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
-from masksafe._core.typing import Array, ArrayLike, DType
+from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute
 from masksafe._segments._moves import Segments
 
@@ -125,33 +124,11 @@ def _min(segments: Segments, x: Array, weighting: Weighting) -> Array:
 
 def _reduce(is_max: bool, segments: Segments, x: Array, of_nothing: Array | float) -> Array:
     """The extremum of each segment, over all devices; NaN if an element is."""
-    scatter, of_devices = (lax.scatter_max, lax.pmax) if is_max else (lax.scatter_min, lax.pmin)
+    scatter = lax.scatter_max if is_max else lax.scatter_min
 
     def by_order(x: Array) -> Array:
-        start = _order(jnp.asarray(of_nothing, x.dtype), is_max)
-        return _of_order(segments.combined(scatter, _order(x, is_max), start), x.dtype)
+        start = order_of(jnp.asarray(of_nothing, x.dtype), is_max)
+        return of_order(segments.combined(scatter, order_of(x, is_max), start), x.dtype)
 
-    extremum = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, of_nothing), by_order, x)
-    if not segments.devices.are_many:
-        return extremum
-    return _of_order(of_devices(_order(extremum, is_max), segments.devices.axis_name), x.dtype)
-
-
-# Numbers as integers of the same order. GPUs find extrema of integers at once, and no order of a NaN is undefined.
-
-
-def _order(x: Array, nan_is_highest: bool) -> Array:
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x.astype(jnp.int32) if x.dtype == jnp.bool_ else x
-    bits = lax.bitcast_convert_type(widened(x), jnp.int64 if x.dtype.itemsize == 8 else jnp.int32)
-    limits = jnp.iinfo(bits.dtype)
-    order = jnp.where(bits < 0, bits ^ limits.max, bits)
-    return jnp.where(jnp.isnan(x), limits.max if nan_is_highest else limits.min, order)
-
-
-def _of_order(order: Array, dtype: DType) -> Array:
-    """The number; both the highest and the lowest integer are the bits of a NaN."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return order.astype(dtype)
-    bits = jnp.where(order < 0, order ^ jnp.iinfo(order.dtype).max, order)
-    return lax.bitcast_convert_type(bits, wide_dtype(dtype)).astype(dtype)
+    here = platforms.on_cpu_or_elsewhere(lambda x: segments.combined(scatter, x, of_nothing), by_order, x)
+    return over_devices(is_max, here, segments.devices)

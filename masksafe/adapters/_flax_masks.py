@@ -11,15 +11,6 @@ from masksafe._core.masks import selected
 from masksafe._core.typing import Array, jitted
 
 
-class Cleared(NamedTuple):
-    """The inputs of a layer, 0 at the positions that are in no unmasked pair, and which queries are in one."""
-
-    queries: Any
-    keys: Any
-    values: Any
-    sees: Array | None  # [..., time]; None: all do
-
-
 class Cache(NamedTuple):
     """The cache of a layer that decodes, before the step."""
 
@@ -29,12 +20,13 @@ class Cache(NamedTuple):
 
 def cleared_inputs(
     layer: Any, mask: Any, queries: Any, keys: Any, values: Any, *, is_causal: bool = False, cache: Cache | None = None
-) -> Cleared:
-    """For the mask of a layer, which broadcasts to `[..., heads, time, keys]`, and its inputs `[..., time, features]`.
+) -> tuple[Any, Any, Any, Array | None]:
+    """The inputs, 0 at the positions that are in no unmasked pair, and which queries `[..., time]` are in one.
 
-    Else a NaN there would reach the gradients of the projections, as 0 * NaN. With a cache, the keys of the mask are
-    those of the cache. A key that its own query does not see may be seen by a later one, so its finite numbers stay,
-    and only NaN and infinity become 0.
+    The mask of a layer broadcasts to `[..., heads, time, keys]`, its inputs are `[..., time, features]`. Else a NaN
+    there would reach the gradients of the projections, as 0 * NaN. With a cache, the keys of the mask are those of the
+    cache. A key that its own query does not see may be seen by a later one, so its finite numbers stay, and only NaN
+    and infinity become 0.
     """
     if keys is None and values is None:
         keys = queries
@@ -42,7 +34,7 @@ def cleared_inputs(
     number_given = jnp.shape(queries if keys is None else keys)[-2]
     number = number_given if cache is None else cache.length
     if mask is None and not (is_causal and number > time):
-        return Cleared(queries, keys, values, None)
+        return queries, keys, values, None
     name, pairs = type(layer).__name__, (*batch, layer.num_heads, time, number)
     _check_leading_axes(name, (*batch, number_given), inputs_k=keys, inputs_v=values)
     mask = jnp.ones((), bool) if mask is None else as_array(name, "mask", mask)
@@ -51,7 +43,7 @@ def cleared_inputs(
     mask = at_rank_of(name, "mask", mask, pairs, "batch, heads, queries and keys")
     sees, seen = _positions(is_causal, time, number, mask, None if cache is None else cache.position)
     clear = cleared if cache is None else _without_nan
-    return Cleared(cleared(queries, sees), clear(keys, seen), clear(values, seen), sees)
+    return cleared(queries, sees), clear(keys, seen), clear(values, seen), sees
 
 
 def cleared(x: Any, is_live: Array | None) -> Any:

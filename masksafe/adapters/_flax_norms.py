@@ -28,11 +28,19 @@ def feature_axes_of_batch(layer: Any, x: Array) -> Axes:
     return axes_of(layer, x, layer.axis)
 
 
+def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
+    """The dtype of the result, as flax has it: that of the layer, or the one to which all promote."""
+    if layer.dtype is not None:
+        return layer.dtype
+    dtype = jnp.result_type(x, *(p for p in parameters if p is not None))
+    return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
+
+
 def normalize_rows(
-    layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any, dtype: Any
+    layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
-    x, where = _read(layer, x, mask, dtype)
+    x, where, dtype = _read(layer, x, mask, scale, bias)
     rows, features = (axes_of(layer, x, axes) for axes in (layer.reduction_axes, layer.feature_axes))
     _check_features(layer, x, features, scale, bias)
     shape = [x.shape[a] for a in features]
@@ -49,10 +57,10 @@ def normalize_rows(
 
 
 def normalize_groups(
-    layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any, dtype: Any
+    layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
-    x, where = _read(layer, x, mask, dtype)
+    x, where, dtype = _read(layer, x, mask, scale, bias)
     _check_features(layer, x, (x.ndim - 1,), scale, bias)
     given = layer.reduction_axes
     rows = axes_of(layer, x, (*range(1, x.ndim - 1), -1) if given is None else given)
@@ -86,7 +94,6 @@ def normalize_batch(
     scale: Array | None,
     bias: Array | None,
     mask: Any,
-    dtype: Any,
     *,
     mean: Array | None = None,
     var: Array | None = None,
@@ -96,7 +103,7 @@ def normalize_batch(
 
     The running average of a fully masked feature stays as it is.
     """
-    x, where = _read(layer, x, mask, dtype)
+    x, where, dtype = _read(layer, x, mask, scale, bias)
     features = feature_axes_of_batch(layer, x)
     _check_features(layer, x, features, scale, bias, mean, var)
     options = {"axis": features, "where": where, "epsilon": layer.epsilon, "axis_name": axis_name}
@@ -113,18 +120,18 @@ def normalize_batch(
     return y.astype(dtype), step, mean, var
 
 
-def _read(layer: Any, x: Any, mask: Any, dtype: Any) -> tuple[Array, Array | None]:
-    """`x` in the dtype of the result, unless it is wider, and the mask at its rank."""
+def _read(layer: Any, x: Any, mask: Any, *parameters: Array | None) -> tuple[Array, Array | None, Any]:
+    """`x` in the dtype of the result, unless it is wider, the mask at its rank, and that dtype."""
     name = _name(layer)
     if layer.axis_index_groups is not None:
         found, hint = f"value {layer.axis_index_groups}", "The statistics are those of all devices of axis_name."
         raise ValueError(arguments.message(name, "axis_index_groups", found, "None", hint))
-    x = arguments.as_array(name, "x", x)
+    x, dtype = arguments.as_array(name, "x", x), dtype_of(layer, x, *parameters)
     x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
     if mask is None:
-        return x, None
+        return x, None, dtype
     where = arguments.as_array(name, "mask", mask).astype(bool)  # flax's masks may be numbers
-    return x, arguments.at_rank_of(name, "mask", where, x.shape, "x")
+    return x, arguments.at_rank_of(name, "mask", where, x.shape, "x"), dtype
 
 
 def _check_features(layer: Any, x: Array, features: Axes, *parameters: Array | None) -> None:

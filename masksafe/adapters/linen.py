@@ -12,7 +12,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen
-from flax.linen.dtypes import canonicalize_dtype
 
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array, ArrayLike, Axes, Function
@@ -46,8 +45,7 @@ class LayerNorm(linen.LayerNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, bias = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        return _flax_norms.normalize_rows(self, layer_norm, x, scale, bias, mask, dtype)
+        return _flax_norms.normalize_rows(self, layer_norm, x, scale, bias, mask)
 
 
 class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
@@ -67,8 +65,7 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, _ = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        dtype = canonicalize_dtype(x, scale, dtype=self.dtype)
-        return _flax_norms.normalize_rows(self, rms_norm, x, scale, None, mask, dtype)
+        return _flax_norms.normalize_rows(self, rms_norm, x, scale, None, mask)
 
 
 class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
@@ -98,8 +95,7 @@ class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
                 raise ValueError(message("GroupNorm", "group_size", f"value {self.group_size}", expected))
             num_groups = channels // self.group_size
         scale, bias = _parameters(self, x, (x.ndim - 1,))
-        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
-        return _flax_norms.normalize_groups(self, x, num_groups, scale, bias, mask, dtype)
+        return _flax_norms.normalize_groups(self, x, num_groups, scale, bias, mask)
 
 
 class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
@@ -135,14 +131,13 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, of_averages)
         var_average = self.variable("batch_stats", "var", jnp.ones, shape, of_averages)
         scale, bias = _parameters(self, x, features)
-        dtype = canonicalize_dtype(x, scale, bias, dtype=self.dtype)
         if uses_average:
             mean, var = mean_average.value, var_average.value
-            return _flax_norms.normalize_batch(self, x, scale, bias, mask, dtype, mean=mean, var=var)[0]
+            return _flax_norms.normalize_batch(self, x, scale, bias, mask, mean=mean, var=var)[0]
         axis_name = None if self.is_initializing() else self.axis_name
-        y, step, mean, var = _flax_norms.normalize_batch(self, x, scale, bias, mask, dtype, axis_name=axis_name)
+        y, step, mean, var = _flax_norms.normalize_batch(self, x, scale, bias, mask, axis_name=axis_name)
         if not self.is_initializing():
-            of_statistics = canonicalize_dtype(x, dtype=self.dtype)
+            of_statistics = _flax_norms.dtype_of(self, x)
             if self.force_float32_reductions:
                 of_statistics = jnp.promote_types(of_statistics, jnp.float32)
             for average, statistic in ((mean_average, mean), (var_average, var)):

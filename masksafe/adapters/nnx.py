@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.module import first_from
-from flax.nnx.nn.dtypes import canonicalize_dtype
 
 from masksafe._core.arguments import as_float_array, as_label_array, message
 from masksafe._core.labels import as_classes
@@ -47,8 +46,7 @@ class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         parameters = _value(self.scale), _value(self.bias)
         promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
-        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
-        return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask, dtype)
+        return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask)
 
 
 class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
@@ -66,8 +64,7 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:
         promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
-        dtype = canonicalize_dtype(promoted, scale, dtype=self.dtype)
-        return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask, dtype)
+        return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask)
 
 
 class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
@@ -87,8 +84,7 @@ class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         parameters = _value(self.scale), _value(self.bias)
         promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
-        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
-        return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask, dtype)
+        return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask)
 
 
 class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
@@ -118,12 +114,9 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
         uses_average = first_from(use_running_average, self.use_running_average, error_msg=error)
         values = (_value(variable) for variable in (self.mean, self.var, self.scale, self.bias))
         promoted, mean, var, scale, bias = self.promote_dtype((x, *values), dtype=self.dtype)
-        dtype = canonicalize_dtype(promoted, scale, bias, dtype=self.dtype)
         if uses_average:
-            return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, dtype, mean=mean, var=var)[0]
-        y, step, mean, var = _flax_norms.normalize_batch(
-            self, promoted, scale, bias, mask, dtype, axis_name=self.axis_name
-        )
+            return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
+        y, step, mean, var = _flax_norms.normalize_batch(self, promoted, scale, bias, mask, axis_name=self.axis_name)
         for average, statistic in ((self.mean, mean), (self.var, var)):
             average[...] = jax.lax.stop_gradient(step(average[...], statistic))
         return y

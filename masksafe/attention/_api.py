@@ -224,13 +224,17 @@ def dot_product_attention(
     """
     is_causal = arguments.as_bool(_OP, "is_causal", is_causal)
     return_residual = arguments.as_bool(_OP, "return_residual", return_residual)
-    soft_cap, dropout_rate = _as_soft_cap(logit_soft_cap), _as_dropout_rate(dropout_rate)
+    soft_cap = _as_soft_cap(logit_soft_cap)
+    dropout_rate = arguments.as_number(
+        _OP, "dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "a number in [0, 1)"
+    )
     axis_name, window = sharding.as_axis_name(_OP, axis_name), _as_window(local_window_size)
     q, k, v = operands = _operands(query, key, value)
     num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
     knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
-    _check_both_or_none(query_segment_ids, key_value_segment_ids)
+    of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    arguments.check_both_or_none(_OP, "For self-attention give the same ids twice.", **of_both)
     arrays = _Arrays(
         *operands,
         scale=scale,
@@ -394,12 +398,7 @@ def _at_rank(x: Array, rank: int) -> Array:
 
 def _clipped(x: Array) -> Array:
     """Integers as int32, so that none wraps around."""
-    return jnp.clip(x, *_limits(x.dtype)).astype(jnp.int32)
-
-
-def _limits(dtype: Any) -> tuple[int, int]:
-    info = jnp.iinfo(dtype)
-    return max(-_FARTHEST, int(info.min)), min(_FARTHEST, int(info.max))
+    return jnp.clip(x, -_FARTHEST, _FARTHEST).astype(jnp.int32)
 
 
 def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:
@@ -486,23 +485,14 @@ def _without_ones(x: Array, target: Sequence[int]) -> tuple[int, ...]:
 
 def _per_sample(argument: str, x: ArrayLike, q: Array) -> Array:
     """Integers that broadcast to the batch."""
-    integers, batch = _as_small_integers(_OP, argument, x), q.shape[:-3]
+    integers, batch = arguments.as_index_array(_OP, argument, x), q.shape[:-3]
     shape = integers.shape if batch else _without_ones(integers, batch)
     arguments.check_broadcasts_to(_OP, argument, shape, batch, "the batch")
     return integers
 
 
-def _as_small_integers(op: str, argument: str, x: ArrayLike) -> Array:
-    """Integers, none of which JAX truncates to 32 bits."""
-    if isinstance(x, numbers.Integral):
-        x = np.asarray(max(-_FARTHEST, min(_FARTHEST, int(x))))
-    elif isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
-        x = np.clip(x, *_limits(x.dtype))
-    return arguments.as_integer_array(op, argument, x)
-
-
 def _per_time(
-    argument: str, x: ArrayLike, operand: Array, as_integers: Callable[..., Array] = _as_small_integers
+    argument: str, x: ArrayLike, operand: Array, as_integers: Callable[..., Array] = arguments.as_index_array
 ) -> Array:
     """Integers that broadcast to `[*batch, time]`, of queries or keys."""
     integers = as_integers(_OP, argument, x)
@@ -517,13 +507,6 @@ def _as_window(window: int | Sequence[int] | None) -> tuple[int, int] | None:
     sides = tuple(window) if isinstance(window, Sequence) else (window, window)
     left, right = as_window(_OP, "local_window_size", sides)
     return max(-2 * _FARTHEST, min(2 * _FARTHEST, left)), max(-2 * _FARTHEST, min(2 * _FARTHEST, right))
-
-
-def _check_both_or_none(query_ids: ArrayLike | None, key_ids: ArrayLike | None) -> None:
-    if (query_ids is None) != (key_ids is None):
-        argument = "query_segment_ids" if query_ids is None else "key_value_segment_ids"
-        hint = "For self-attention give the same ids twice."
-        raise ValueError(message(_OP, argument, "value None", "an array, since its counterpart is given", hint))
 
 
 def _as_offset(
@@ -566,17 +549,9 @@ def _as_sinks(argument: str, sinks: ArrayLike, q: Array) -> Array:
 
 
 def _as_soft_cap(soft_cap: Any) -> float | None:
-    number = None if soft_cap is None else arguments.as_number(_OP, "logit_soft_cap", soft_cap)
-    if number is not None and not number > 0:
-        raise ValueError(message(_OP, "logit_soft_cap", f"value {soft_cap}", "a positive number or None"))
-    return number
-
-
-def _as_dropout_rate(rate: Any) -> float:
-    number = arguments.as_number(_OP, "dropout_rate", rate)
-    if not 0 <= number < 1:
-        raise ValueError(message(_OP, "dropout_rate", f"value {rate}", "a number in [0, 1)"))
-    return number
+    if soft_cap is None:
+        return None
+    return arguments.as_number(_OP, "logit_soft_cap", soft_cap, lambda cap: cap > 0, "a positive number or None")
 
 
 def _as_dropout_key(key: Any, rate: float) -> Array | None:

@@ -24,7 +24,7 @@ from masksafe._core.derivatives import rule, with_derivatives_of
 from masksafe._core.own_shard_map import on_own_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
-from masksafe._core.sharding import may_loop
+from masksafe._core.sharding import may_loop, vary_with
 from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
@@ -285,20 +285,10 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
         there = plan._replace(on_accelerator=True)
         return solved(there, _steps_elsewhere(there, queries.q, k, pairs), None, queries, k, v, pairs, sums)
 
-    args = queries, k, v, adjustments.of(pairs), _zero_sums(adjustments, queries.d_lse)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, queries.d_lse.dtype)), adjustments)
+    args = queries, k, v, adjustments.of(pairs), vary_with(zeros, queries.d_lse)
     d_q, (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
     return Gradients(d_q, d_k, d_v, sums)
-
-
-def _zero_sums(adjustments: Adjustments, d_lse: Array) -> Any:
-    """Where sums of the cotangents of the adjustments begin."""
-
-    # Adds a 0 that depends on the cotangent: a loop in shard_map needs a carry that varies over the same axes as its
-    # result.
-    def zero(x: Array) -> Array:
-        return jnp.zeros_like(x, jnp.promote_types(x.dtype, d_lse.dtype)) + jnp.sum(d_lse[..., :0])
-
-    return jax.tree.map(zero, adjustments)
 
 
 # Problems, at once or in turn.

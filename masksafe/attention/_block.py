@@ -39,7 +39,7 @@ from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._merge import Partial, shift_of
-from masksafe.attention._mods import KEYS_FIRST, QUERIES_FIRST, modified, modified_where
+from masksafe.attention._mods import modified, modified_where
 from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
 
 Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
@@ -232,8 +232,8 @@ def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:
     return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), plan.soft_cap)
 
 
-def _with_bias(x: Array, block: Block, axes: str = QUERIES_FIRST) -> Array:
-    return x if block.bias is None else x + _in_order(block.bias.astype(x.dtype), axes)
+def _with_bias(x: Array, block: Block) -> Array:
+    return x if block.bias is None else x + block.bias.astype(x.dtype)
 
 
 def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
@@ -241,15 +241,15 @@ def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
     return x if mask is None else jnp.where(mask, x, -jnp.inf)
 
 
-def drop(plan: Plan, block: Block, p: Array, axes: str = QUERIES_FIRST) -> Array:
-    return p if block.kept is None else jnp.where(_in_order(block.kept, axes), p / (1 - plan.dropout_rate), 0)
+def drop(plan: Plan, block: Block, p: Array) -> Array:
+    return p if block.kept is None else jnp.where(block.kept, p / (1 - plan.dropout_rate), 0)
 
 
 # Reverse.
 
 
 class Reversed(NamedTuple):
-    """Of a block, in its order of axes: what the gradients are products and sums of."""
+    """Of a block: what the gradients are products and sums of."""
 
     weights: Array  # with dropout
     d_dots: Array  # the cotangents of the products q k, but for the scale
@@ -257,43 +257,40 @@ class Reversed(NamedTuple):
     d_captured: tuple[Array, ...]  # those of what it captured
 
 
-def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block, axes: str = QUERIES_FIRST) -> Reversed:
-    """The reverse of `attend_to_block`, computed in the order of `axes`; `block` has a mask."""
-    assert block.mask is not None
-    mask = _in_order(block.mask, axes)
-    dots = times(_dot_keys_as_forward(queries.q, keys.k, axes), split_scale(plan, queries.q)[1])
-    p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, mask, axes)
+def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block) -> Reversed:
+    """The reverse of `attend_to_block`; `block` has a mask."""
+    mask = block.mask
+    assert mask is not None
+    dots = times(dot_keys(queries.q, keys.k), split_scale(plan, queries.q)[1])
+    p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, mask)
     weights = p
     if plan.on_accelerator:
         # The weights for the product with d_out are another kernel than those in the cotangents of the logits, which is
         # kept from reading the first.
         held = lax.optimization_barrier(dots)
-        p, capped, pull_back_adjustments = _weights(plan, queries, block, held, mask, axes)
-    d_p = drop(plan, block, _dot_keys_as_forward(queries.d_out, keys.v, axes), axes)
+        p, capped, pull_back_adjustments = _weights(plan, queries, block, held, mask)
+    d_p = drop(plan, block, dot_keys(queries.d_out, keys.v))
     d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
-    d_x = jnp.where(mask, _slopes(queries, p, d_p, axes), 0)
+    d_x = jnp.where(mask, _slopes(queries, p, d_p), 0)
     d_biased, d_captured = pull_back_adjustments(d_x)
     d_dots = d_biased
     if plan.soft_cap is not None:
         d_dots = jnp.where(mask, pulled_back(d_biased, capped, plan.soft_cap), 0)
-    return Reversed(drop(plan, block, weights, axes), d_dots, d_biased, d_captured)
+    return Reversed(drop(plan, block, weights), d_dots, d_biased, d_captured)
 
 
 PullBack = Callable[[Array], tuple[Array, tuple[Array, ...]]]
 
 
-def _weights(
-    plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: Array, axes: str
-) -> tuple[Array, Array, PullBack]:
+def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: Array) -> tuple[Array, Array, PullBack]:
     """The weights without dropout, 0 at masked pairs; the capped products; and the rule of what comes after these."""
     capped = _capped(plan, dots, mask)
-    x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block, axes)
+    x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block)
     if queries.largest is None or queries.total is None:
         exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
         p = jnp.where(mask, exps / nonzero_divisor(total), 0)
     else:
-        p = jnp.exp(jnp.where(mask, x - _in_order(queries.largest, axes), -jnp.inf))
-        p = p * _in_order(1 / queries.total, axes)
+        p = jnp.exp(jnp.where(mask, x - queries.largest, -jnp.inf)) * (1 / queries.total)
     return p, capped, pull_back_adjustments
 
 
@@ -302,35 +299,34 @@ def nonzero_divisor(total: Array) -> Array:
     return jnp.maximum(total, 0.5)
 
 
-def _slopes(queries: Cotangents, p: Array, d_p: Array, axes: str) -> Array:
+def _slopes(queries: Cotangents, p: Array, d_p: Array) -> Array:
     """The cotangents of the logits from those of the weights."""
     if queries.delta is None or queries.total is None:
         # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
         return p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + queries.d_lse)
     # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    has_all = p > _in_order(jnp.where(queries.total == 1, 0.5, jnp.inf), axes)
-    return jnp.where(has_all, _in_order(queries.d_lse, axes), p * (d_p - _in_order(queries.delta, axes)))
+    has_all = p > jnp.where(queries.total == 1, 0.5, jnp.inf)
+    return jnp.where(has_all, queries.d_lse, p * (d_p - queries.delta))
 
 
-def _adjusted_with_rule(capped: Array, mask: Array, block: Block, axes: str) -> tuple[Array, PullBack]:
+def _adjusted_with_rule(capped: Array, mask: Array, block: Block) -> tuple[Array, PullBack]:
     """The logits, the capped products with their bias after `score_mod`, and their reverse rule.
 
     The rule takes the cotangent of the logits, 0 under the mask, and returns those of the capped products with their
     bias, and of what `score_mod` captured.
     """
-    x, mod, indices = _with_bias(capped, block, axes), block.score_mod, block.indices
+    x, mod, indices = _with_bias(capped, block), block.score_mod, block.indices
     if mod is None or indices is None:
         return x, lambda d_x: (d_x, ())
     x = jnp.where(mask, x, 0)  # a NaN here would make the rule look closer, although no unmasked pair needs it
-    result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices, axes), x, mod.captured)
+    result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices), x, mod.captured)
 
     def pull_back(d_x: Array) -> tuple[Array, tuple[Array, ...]]:
         d_argument, d_captured = reverse(d_x)
 
         def leave_out_masked(_: Any) -> Any:
-            own = [queries_first(a, axes) for a in (x, jnp.broadcast_to(mask, x.shape), d_x)]
-            fn = lambda captured: modified_where(mod, captured, own[0], indices, own[1])  # noqa: E731
-            return jax.vjp(fn, mod.captured)[1](own[2])[0]
+            fn = lambda captured: modified_where(mod, captured, x, indices, mask)  # noqa: E731
+            return jax.vjp(fn, mod.captured)[1](d_x)[0]
 
         # At a masked pair the derivative may be NaN, and 0 times it, in the sums of what is captured.
         has_bad = [any_of(~jnp.isfinite(d)) for d in d_captured]
@@ -354,27 +350,6 @@ def dot_values(p: Array, v: Array) -> Array:
     return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
 
 
-def _dot_keys_as_forward(q: Array, k: Array, axes: str) -> Array:
-    """The products of `dot_keys` in the order of `axes`, with the same rounding errors.
-
-    The sum of the weights comes from the forward pass, so different errors here would be errors of the weights. A CPU
-    rounds a product and its transpose alike only if the sizes are multiples of 64.
-    """
-    if axes == QUERIES_FIRST or k.shape[2] % 64 or q.shape[2] * q.shape[3] % 64:
-        return _in_order(dot_keys(q, k), axes)
-    return _dot(k, _merge_heads(q), 3, 3).reshape(*k.shape[:3], *q.shape[2:4])
-
-
-def dot_pairs_with_queries(p: Array, q: Array) -> Array:
-    """`[B, K, S, G, T]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
-    return _dot(p.reshape(*p.shape[:3], -1), _merge_heads(q), 3, 2)
-
-
-def dot_pairs_with_keys(p: Array, k: Array) -> Array:
-    """`[B, K, S, G, T]` and `[B, K, S, H]` to `[B, K, G, T, H]`."""
-    return _dot(p.reshape(*p.shape[:3], -1), k, 2, 2).reshape(*p.shape[:2], *p.shape[3:], k.shape[3])
-
-
 def dot_queries_of_rows(p: Array, q: Array) -> Array:
     """`[B, K, G, T, S]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
     return _dot(_merge_heads(p), _merge_heads(q), 2, 2)
@@ -389,13 +364,3 @@ def _dot(a: Array, b: Array, axis_of_a: int, axis_of_b: int) -> Array:
     dimensions = (((axis_of_a,), (axis_of_b,)), ((0, 1), (0, 1)))
     product = lax.dot_general(a.astype(b.dtype), b, dimensions, preferred_element_type=wide_dtype(b.dtype))
     return without_sign_of_zero(product) if 1 in (*a.shape[2:], *b.shape[2:]) else product
-
-
-def _in_order(x: Array, axes: str) -> Array:
-    """A block of pairs, or an array over queries, from the order of `QUERIES_FIRST` to that of `axes`."""
-    return jnp.moveaxis(x, -1, 2) if axes == KEYS_FIRST else x
-
-
-def queries_first(x: Array, axes: str) -> Array:
-    """The inverse of `_in_order`."""
-    return jnp.moveaxis(x, 2, -1) if axes == KEYS_FIRST else x

@@ -17,7 +17,6 @@ from masksafe._core.typing import Array
 from masksafe.attention import _block
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
 from masksafe.attention._merge import Partial
-from masksafe.attention._mods import KEYS_FIRST
 from masksafe.attention._pairs import Pairs, block_of, live_blocks
 
 
@@ -75,20 +74,21 @@ def pull_back_in_blocks(
         def add_queries(i: Any, state: Gradients) -> Gradients:
             query_tile = of_queries.tile(i)
             block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), take(queries, 3, query_tile)
-            # Transposed, `[B, K, keys, G, queries]`: two of the three products over the pairs then need no transpose.
-            d = _block.pull_back_block(plan, part, tile_keys, block, KEYS_FIRST)
-            d_q = _block.dot_pairs_with_keys(d.d_dots, tile_keys.k)
+            d = _block.pull_back_block(plan, part, tile_keys, block)
+            d_q = _block.dot_values(d.d_dots, tile_keys.k)
+            # Transposed, `[B, K, H, keys]`: else the blocks of pairs would be transposed for the products.
             return Gradients(
                 add_to_part(state.query, d_q, {3: (query_tile.start, query_tile.size)}),
-                state.key + _block.dot_pairs_with_queries(d.d_dots, part.q),
-                state.value + _block.dot_pairs_with_queries(d.weights, part.d_out),
-                state.adjustments.plus(_block.queries_first(d.d_biased, KEYS_FIRST), d.d_captured, block.places),
+                state.key + _block.dot_queries_of_rows(part.q, d.d_dots),
+                state.value + _block.dot_queries_of_rows(part.d_out, d.weights),
+                state.adjustments.plus(d.d_biased, d.d_captured, block.places),
             )
 
-        no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in (tile_keys.k, tile_keys.v))
+        transposed = jnp.swapaxes(tile_keys.k, 2, 3), jnp.swapaxes(tile_keys.v, 2, 3)
+        no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in transposed)
         state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
         state = for_live_tiles(None if live is None else element(live, j, 1), of_queries.number, add_queries, state)
-        return (state.query, state.adjustments), (state.key, state.value)
+        return (state.query, state.adjustments), (jnp.swapaxes(state.key, 2, 3), jnp.swapaxes(state.value, 2, 3))
 
     carry = jnp.zeros_like(queries.q, queries.d_lse.dtype), sums
     if of_keys.number == 1:

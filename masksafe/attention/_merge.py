@@ -167,25 +167,17 @@ def _reverse(residuals: _Residuals, cotangents: _Result) -> tuple[Outs, Arrays]:
     # A query without cotangents takes no part, as in the reverse pass of attention: it may be full of NaN.
     is_wanted = any_of(d_out != 0, -1) | (d_lse != 0)
     live_lses = tuple(jnp.where(is_wanted, lse, -jnp.inf) for lse in lses)
-    largest, weights, _ = _softmax(live_lses)
+    _, weights, _ = _softmax(live_lses)
 
     def pull_back(part: Array | None, weight: Array, lse: Array) -> tuple[Array | None, Array]:
         is_live = (lse != -jnp.inf)[..., None]
         difference = jnp.where(is_live, (0 if part is None else part) - out, 0)
-        slope = weight * jnp.sum(jnp.where(d_out == 0, 0, difference * d_out), -1)
+        slope = jnp.sum(jnp.where(d_out == 0, 0, difference * d_out), -1)
         d_part = None if part is None else jnp.where(is_live, weight[..., None] * d_out, 0)
-        return d_part, jnp.where(is_live[..., 0], slope, 0)
+        return d_part, jnp.where(is_live[..., 0], weight * (slope + d_lse), 0)
 
-    d_outs, slopes = zip(*map(pull_back, outs, weights, live_lses), strict=True)
-    # The slopes add up to 0. That of the largest part, from its small difference to the output, may have lost its
-    # digits, and follows from the others.
-    d_lses, is_found = [], jnp.zeros_like(is_wanted)
-    for lse, weight, slope in zip(live_lses, weights, slopes, strict=True):
-        is_main = (lse == largest) & ~is_found
-        others = functools.reduce(jnp.add, (s for s in slopes if s is not slope), jnp.zeros_like(slope))
-        is_found |= is_main
-        d_lses.append(jnp.where(lse == -jnp.inf, 0, jnp.where(is_main, -others, slope) + weight * d_lse))
-    return d_outs, tuple(d_lses)
+    d_outs, d_lses = zip(*map(pull_back, outs, weights, live_lses), strict=True)
+    return d_outs, d_lses
 
 
 # The merged output and logsumexp, for wide arrays of one dtype; an output of None is 0 everywhere.

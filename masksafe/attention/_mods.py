@@ -211,16 +211,15 @@ def _check_result(argument: str, result: Any, is_mask: bool) -> None:
 
 # Applied to the pairs of a block.
 
-# The axes of a block of pairs, and which of the indices, of sample, head, query and key, go along them, each with its
-# first axis that is left.
-QUERIES_FIRST, KEYS_FIRST = "bkgts", "bksgt"
-_INDICES_ALONG = {
-    "b": (0, None, 0, 0),
-    "k": (None, 0, None, None),
-    "g": (None, 0, None, None),
-    "t": (None, None, 0, None),
-    "s": (None, None, None, 0),
-}
+# Which of the indices, of sample, head, query and key, go along each axis of a block of pairs, each with its first axis
+# that is left.
+_INDICES_ALONG = (
+    (0, None, 0, 0),
+    (None, 0, None, None),
+    (None, 0, None, None),
+    (None, None, 0, None),
+    (None,) * 3 + (0,),
+)
 Indices = tuple[Array, Array, Array, Array]  # [B], [K, G], [B, T], [B, S]
 
 
@@ -238,26 +237,25 @@ def mask_of(mod: Mod, indices: Indices) -> Array:
     whole = [jax.sharding.reshard(x, PartitionSpec()) if is_sharded(x) else x for x in indices]
     used = [x if is_used else 0 for x, is_used in zip(whole, uses, strict=True)]
     along = [
-        tuple(a if is_used else None for a, is_used in zip(_INDICES_ALONG[axis], uses, strict=True))
-        for axis in QUERIES_FIRST
+        tuple(a if is_used else None for a, is_used in zip(in_axes, uses, strict=True)) for in_axes in _INDICES_ALONG
     ]
     differing = [in_axes for in_axes in along if set(in_axes) != {None}]
     result = _over_axes(functools.partial(mod.of_pair, mod.captured), differing)(*used)
     return jnp.expand_dims(result, [i for i, in_axes in enumerate(along) if set(in_axes) == {None}])
 
 
-def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices, axes: str = QUERIES_FIRST) -> Array:
+def modified(mod: Mod, captured: Arrays, x: Array, indices: Indices) -> Array:
     """The logits of a block after `score_mod`."""
 
     def of_block(x: Array, captured: Arrays, *indices: Array) -> Array:
-        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0, *_INDICES_ALONG[axis]) for axis in axes])
+        fn = _over_axes(functools.partial(mod.of_pair, captured), [(0, *in_axes) for in_axes in _INDICES_ALONG])
         return fn(x, *indices).astype(x.dtype)
 
     return _with_automatic_axes(of_block, x, captured, *indices)
 
 
 def modified_where(mod: Mod, captured: Arrays, x: Array, indices: Indices, mask: Array) -> Array:
-    """The same of a block in the order of `QUERIES_FIRST`, in whose derivatives a masked pair has no part.
+    """The same, in whose derivatives a masked pair has no part.
 
     In its place stands an unmasked pair of the block: so the function is never asked about a masked one. In a block
     without any, what was captured gets no gradient.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from masksafe._core.arguments import as_array, canonical_axes, check_is_known, message
+from masksafe._core.arguments import as_array, as_size, canonical_axes, message
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import gathered_along
 from masksafe._core.typing import Array, ArrayLike
@@ -79,7 +78,7 @@ def _reordered(op: str, x: ArrayLike, shards: int, axis: int, *, undo: bool) -> 
     xp: Any = np if isinstance(x, np.ndarray) else jnp
     array: Any = x if isinstance(x, np.ndarray) else as_array(op, "x", x)
     (axis,) = canonical_axes(op, axis, array.ndim)
-    shards, size = _as_number_of_shards(op, shards), array.shape[axis]
+    shards, size = as_size(op, "shards", shards, 1), array.shape[axis]
     if size % (2 * shards):
         expected = f"a multiple of {2 * shards}, twice the number of shards, along axis {axis}"
         raise ValueError(message(op, "x", f"shape {array.shape}", expected, "Pad it, and mask the padding."))
@@ -91,14 +90,3 @@ def _reordered(op: str, x: ArrayLike, shards: int, axis: int, *, undo: bool) -> 
     both = [early, xp.flip(late, axis)]
     ordered: Array = xp.concatenate(both, axis) if undo else xp.stack(both, axis + 1)
     return ordered.reshape(array.shape)
-
-
-def _as_number_of_shards(op: str, shards: Any) -> int:
-    check_is_known(op, "shards", shards, "an int")
-    try:
-        number = operator.index(shards)
-    except TypeError as error:
-        raise TypeError(message(op, "shards", f"type {type(shards).__name__}", "an int")) from error
-    if number < 1:
-        raise ValueError(message(op, "shards", f"value {number}", "a positive number"))
-    return number

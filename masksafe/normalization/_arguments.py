@@ -10,54 +10,39 @@ from masksafe._core.typing import Array, Axes
 TINIEST = float(jnp.finfo(jnp.float32).tiny)
 
 
-class Given(NamedTuple):
-    """Arrays as the user gives them. A jitted function reads them: eagerly, that would cost more than a small norm."""
-
-    x: Array
-    scale: Array | None
-    bias: Array | None
-    where: Array | None
-    weights: Array | None
-    epsilon: Any  # None where the program knows it
-
-
 class NormInputs(NamedTuple):
-    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat."""
+    """What a norm is computed from: arrays of one rank, whose size is 1 where they repeat; or what is `given`."""
 
     x: Array
-    where: Array | None = None
-    weights: Array | None = None  # of the shape of `x`, as is then `where`
     scale: Array | None = None
     bias: Array | None = None
+    where: Array | None = None
+    weights: Array | None = None  # of the shape of `x`, as is then `where`
     epsilon: Any = None  # None where the program knows it
 
 
 def given(
     op: str, x: object, scale: object, bias: object, where: object, weights: object, epsilon: object
-) -> tuple[float | None, Given]:
-    """The epsilon, if the program has to know it, and the arrays."""
+) -> tuple[float | None, NormInputs]:
+    """The epsilon, if the program has to know it, and the arrays as the user gives them.
 
-    def as_array(argument: str, value: object) -> Array | None:
-        return None if value is None else arguments.as_array(op, argument, value)
-
+    A jitted function has to `read` them: eagerly, that would cost more than a small norm.
+    """
     x, number = arguments.as_array(op, "x", x), arguments.as_epsilon(op, epsilon)
     static, array = (number, None) if number < TINIEST else arguments.as_static_or_array(number, x)
-    parameters = as_array("scale", scale), as_array("bias", bias)
-    return static, Given(x, *parameters, as_array("where", where), as_array("weights", weights), array)
+    named = {"scale": scale, "bias": bias, "where": where, "weights": weights}
+    arrays = {name: arguments.if_given(arguments.as_array, op, name, value) for name, value in named.items()}
+    return static, NormInputs(x, epsilon=array, **arrays)
 
 
-def read(op: str, given: Given, axes: Axes) -> NormInputs:
+def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
     """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes."""
     x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
-
-    def parameter(argument: str, value: Array | None) -> Array | None:
-        return None if value is None else along_axes(op, argument, value, x, axes)
-
-    where, weights = masks.as_mask_of(op, given.where, x.shape), masks.as_weights_of(op, given.weights, x.shape)
-    weighting = masks.weighting_of(x, where, weights)
-    parameters = parameter("scale", given.scale), parameter("bias", given.bias)
+    weighting = masks.read_weighting(op, x, given.where, given.weights)
+    scale = arguments.if_given(along_axes, op, "scale", given.scale, x, axes)
+    bias = arguments.if_given(along_axes, op, "bias", given.bias, x, axes)
     epsilon = None if given.epsilon is None else jnp.reshape(given.epsilon, (1,) * x.ndim)
-    return NormInputs(x, weighting.where, weighting.weights, *parameters, epsilon)
+    return NormInputs(x, scale, bias, *weighting, epsilon)
 
 
 def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:

@@ -9,7 +9,7 @@ from masksafe._core.moments import Moments, Rows
 from masksafe._core.precision import wide_dtype
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, jitted
-from masksafe.normalization._arguments import Given, along_axes, given, read
+from masksafe.normalization._arguments import NormInputs, along_axes, given, read
 from masksafe.normalization._normalize import Norm, normalize, normalized
 
 _OP = "batch_norm"
@@ -84,9 +84,7 @@ def batch_norm(
       `Ioffe, Szegedy, Batch Normalization, 2015 <https://arxiv.org/abs/1502.03167>`_; Chan, Golub, LeVeque, "Updating
       Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
     """
-    if (mean is None) != (var is None):
-        argument = "var" if var is None else "mean"
-        raise ValueError(arguments.message(_OP, argument, "value None", "an array, since its counterpart is given"))
+    arguments.check_both_or_none(_OP, mean=mean, var=var)
     static, arrays = given(_OP, x, scale, bias, where, weights, epsilon)
     features = arguments.canonical_axes(_OP, axis, arrays.x.ndim)
     devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
@@ -98,7 +96,7 @@ def batch_norm(
 
 @jitted(0, 1, 2)
 def _normalize(
-    features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: Given
+    features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: NormInputs
 ) -> tuple[Array, Array, Array]:
     norm, inputs = Norm(_rows(features, arrays.x.ndim, devices), epsilon), read(_OP, arrays, features)
     of_rows = norm.moments(inputs)
@@ -108,7 +106,7 @@ def _normalize(
 
 
 @jitted(0, 1)
-def _normalize_by(features: Axes, epsilon: float | None, arrays: Given, mean: Array, var: Array) -> Array:
+def _normalize_by(features: Axes, epsilon: float | None, arrays: NormInputs, mean: Array, var: Array) -> Array:
     inputs = read(_OP, arrays, features)
     x, where = inputs.x, inputs.where
     norm = Norm(_rows(features, x.ndim, sharding.Devices()), epsilon)

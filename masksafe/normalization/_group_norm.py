@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import numbers
-
 import jax
 
 from masksafe._core import arguments, row_blocks, sharding
 from masksafe._core.moments import Groups, Rows
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
-from masksafe.normalization._arguments import Given, given, read
+from masksafe.normalization._arguments import NormInputs, given, read
 from masksafe.normalization._normalize import Norm, normalize
 
 _OP = "group_norm"
@@ -75,22 +73,20 @@ def group_norm(
     static, arrays = given(_OP, x, scale, bias, where, weights, epsilon)
     shape = arrays.x.shape
     (channels,) = arguments.canonical_axes(_OP, (axis,), len(shape))
-    arguments.check_is_known(_OP, "num_groups", num_groups, "an int")
-    if not isinstance(num_groups, numbers.Integral):
-        raise TypeError(arguments.message(_OP, "num_groups", f"type {type(num_groups).__name__}", "an int"))
-    if int(num_groups) < 1 or shape[channels] % int(num_groups):
+    num_groups = arguments.as_size(_OP, "num_groups", num_groups, 1)
+    if shape[channels] % num_groups:
         expected = f"a divisor of the {shape[channels]} channels"
         raise ValueError(arguments.message(_OP, "num_groups", f"value {num_groups}", expected))
     if shape[channels] == 0:  # there is nothing to divide into groups
         return arrays.x
     positions = tuple(a for a in range(len(shape)) if a not in (0, channels))
-    groups = Groups(channels - len(shape), int(num_groups))
+    groups = Groups(channels - len(shape), num_groups)
     devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))
     return _normalize(Rows(row_blocks.axes_of_row(positions, len(shape)), devices, groups), static, arrays)
 
 
 @jitted(0, 1)
-def _normalize(rows: Rows, epsilon: float | None, arrays: Given) -> Array:
+def _normalize(rows: Rows, epsilon: float | None, arrays: NormInputs) -> Array:
     assert rows.groups is not None
     axis, number = arrays.x.ndim + rows.groups.axis, rows.groups.number
     inputs = read(_OP, arrays, (axis,))

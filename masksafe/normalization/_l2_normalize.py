@@ -5,7 +5,7 @@ from __future__ import annotations
 from masksafe._core import arguments
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis
-from masksafe.normalization._arguments import Given
+from masksafe.normalization._arguments import NormInputs
 from masksafe.normalization._layer_norm import Call, normalize_rows
 
 _OP = "l2_normalize"
@@ -48,6 +48,6 @@ def l2_normalize(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None =
       which has the same formula, and an `eps` of 1e-12.
     """
     x = arguments.as_float_array(_OP, "x", x)
-    where = None if where is None else arguments.as_array(_OP, "where", where)
+    where = arguments.if_given(arguments.as_array, _OP, "where", where)
     call = Call.of(_OP, x, axis, None, arguments.as_epsilon(_OP, epsilon), "length")
-    return normalize_rows(call, Given(x, None, None, where, None, None))
+    return normalize_rows(call, NormInputs(x, where=where))

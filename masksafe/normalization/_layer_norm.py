@@ -16,7 +16,7 @@ from masksafe._core import arguments, masks, moments, precision, row_blocks
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName, Devices, as_axis_name
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
-from masksafe.normalization._arguments import Given, given, read
+from masksafe.normalization._arguments import NormInputs, given, read
 from masksafe.normalization._normalize import By, Norm, normalize
 
 
@@ -194,11 +194,12 @@ def standardize(
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
         static, arrays = given(op, x, None, None, where, weights, epsilon)
         return normalize_rows(Call.of(op, x, axis, axis_name, static), arrays)
-    where, weights = masks.as_mask_of(op, where, x.shape), masks.as_weights_of(op, weights, x.shape)
-    mean, variance = (_as_statistic(op, name, s, x) for name, s in (("mean", mean), ("variance", variance)))
+    _, arrays = given(op, x, None, None, where, weights, 0.0)
+    mean = arguments.if_given(_as_statistic, op, "mean", mean, x)
+    variance = arguments.if_given(_as_statistic, op, "variance", variance, x)
     rows = moments.Rows(arguments.canonical_axes(op, axis, x.ndim), Devices(as_axis_name(op, axis_name)))
-    epsilon = _as_traced_epsilon(op, epsilon)
-    return _standardize_with_given_statistics(rows, algorithm, x, where, weights, mean, variance, epsilon)
+    arrays = arrays._replace(epsilon=_as_traced_epsilon(op, epsilon))
+    return _standardize_with_given_statistics(rows, algorithm, arrays, mean, variance)
 
 
 class Call(NamedTuple):
@@ -219,7 +220,7 @@ class Call(NamedTuple):
 
 
 @jitted(0)
-def normalize_rows(call: Call, arrays: Given) -> Array:
+def normalize_rows(call: Call, arrays: NormInputs) -> Array:
     """A norm of rows by their own moments; scale and bias have the shape of a row."""
     ndim = arrays.x.ndim
     axes = arguments.canonical_axes(call.op, call.axis, ndim)
@@ -233,27 +234,19 @@ def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
     return arguments.as_one_element(op, "epsilon", arguments.as_array(op, "epsilon", epsilon))
 
 
-def _as_statistic(op: str, argument: str, value: ArrayLike | None, x: Array) -> Array | None:
-    if value is None:
-        return None
+def _as_statistic(op: str, argument: str, value: ArrayLike, x: Array) -> Array:
     return arguments.at_rank_of(op, argument, arguments.as_promoted_float_array(op, argument, value), x.shape, "x")
 
 
 @jitted(0, 1)
 def _standardize_with_given_statistics(
-    rows: moments.Rows,
-    algorithm: str,
-    x: Array,
-    where: Array | None,
-    weights: Array | None,
-    mean: Array | None,
-    variance: Array | None,
-    epsilon: Array,
+    rows: moments.Rows, algorithm: str, arrays: NormInputs, mean: Array | None, variance: Array | None
 ) -> Array:
     """`standardize` with a given mean or variance, or a traced epsilon; JAX's own rules differentiate it."""
+    x, epsilon = arrays.x, arrays.epsilon
     dtype = jnp.result_type(*(a for a in (x, mean, variance, epsilon) if a is not None))
-    wide = precision.widened(masks.selected(x.astype(dtype), where))
-    weighting = masks.weighting_of(x, where, weights)
+    weighting = masks.read_weighting("standardize", x, arrays.where, arrays.weights)
+    wide = precision.widened(masks.selected(x.astype(dtype), weighting.where))
     of_rows, where = moments.moments(rows, wide, weighting), weighting.where
     if mean is None:
         deviations = of_rows.deviations(wide, where)

@@ -117,7 +117,7 @@ def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> t
 def _slopes(norm: Norm, own: int, inputs: NormInputs, of_rows: Moments, d_y: Array) -> tuple[Pytree, Pytree]:
     """The cotangents of the elements and of their weights, and those of scale and bias, with the last `own` axes."""
     inputs, live_rows = _without_mask_of_rows(norm.rows, inputs)
-    x, where, weights, scale, bias, _ = inputs
+    x, scale, bias, where, weights, _ = inputs
     rows, live = norm.rows, _live(inputs, of_rows)
     deviations = of_rows.deviations(x, where)
     factor, of_factor = jax.vjp(functools.partial(norm.factor, inputs, of_rows), of_rows.variance)
