@@ -390,6 +390,25 @@ def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
     return loss if epsilon is None else loss + epsilon * (sums.weight - sums.caught)
 
 
+def target_loss_at_once(x: Array, t: Array, epsilon: Array | None) -> Array:
+    """The loss of each row `[..., 1]` as one sum in the library of XLA's CPU compiler, which does not select.
+
+    Its maxima lose a NaN, but a NaN among the logits is in the total of their exponentials as well.
+    """
+    most = float(jnp.finfo(x.dtype).max)
+    z = x - finite_largest(x)
+    exps = jnp.exp(z)
+    # Without exponentials there are only logits of -inf: then what counts is which of them have a target.
+    total = jnp.sum(exps, -1, keepdims=True) + float(jnp.finfo(x.dtype).tiny)
+    log_p = jnp.maximum(z, -0.9 * most) - jnp.log(total)
+    # 0, or for a logit of -inf the lowest number: which a target takes beyond all numbers, and no target leaves at 0.
+    lowest_if_absent = jnp.maximum(x - jnp.maximum(x, -most), -0.95 * most)
+    terms = t * log_p + t * lowest_if_absent * most
+    if epsilon is not None:
+        terms -= epsilon * (t * (1 - exps / total))
+    return -jnp.sum(terms, -1, keepdims=True)
+
+
 def target_slopes(
     x: Array, t: Array, where: Array | None, epsilon: Array | None, sums: TargetSums
 ) -> tuple[Array, Array]:
