@@ -398,14 +398,15 @@ def target_loss_at_once(x: Array, t: Array, epsilon: Array | None) -> Array:
     most = float(jnp.finfo(x.dtype).max)
     z = x - finite_largest(x)
     exps = jnp.exp(z)
-    # Without exponentials there are only logits of -inf: then what counts is which of them have a target.
-    total = jnp.sum(exps, -1, keepdims=True) + float(jnp.finfo(x.dtype).tiny)
-    log_p = jnp.maximum(z, -0.9 * most) - jnp.log(total)
-    # 0, or for a logit of -inf the lowest number: which a target takes beyond all numbers, and no target leaves at 0.
-    lowest_if_absent = jnp.maximum(x - jnp.maximum(x, -most), -0.95 * most)
-    terms = t * log_p + t * lowest_if_absent * most
+    total = jnp.sum(exps, -1, keepdims=True)  # 1 or more, but 0 of nothing but -inf
+    divisor = total + float(jnp.finfo(x.dtype).tiny)
+    log_p = jnp.maximum(z, -0.9 * most) - jnp.log(divisor)
+    # These are 0, or so large that the product with a target, but not with 0, is infinite: for a class whose logit is
+    # -inf, and for a row without probabilities, which has both and is NaN.
+    absent, nothing = jnp.maximum(x - jnp.maximum(x, -most), -0.95 * most), jnp.maximum(1 - total, 0) * most
+    terms = t * log_p + t * absent * most + t * nothing * most
     if epsilon is not None:
-        terms -= epsilon * (t * (1 - exps / total))
+        terms -= epsilon * (t * (1 - exps / divisor))
     return -jnp.sum(terms, -1, keepdims=True)
 
 
