@@ -116,6 +116,7 @@ class Choices(NamedTuple):
     # A row of so many elements is still in the cache when the second sum over it is made. One of 50257 is not: the
     # logsumexps of such rows take a third of the time in blocks.
     longest_row_of_kernels: int = 2**15
+    fewest_elements_of_kernels: int = 2**12  # the library leaves smaller arrays alone
 
     # Elsewhere than on a CPU the rows of an array with fewer elements are not sampled for a number near their mean.
     fewest_elements_of_few_passes: int = 2**16

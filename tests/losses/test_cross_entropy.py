@@ -570,6 +570,23 @@ def test_the_exponentials_of_all_logits_are_computed_once(where):
     )
 
 
+@pytest.mark.parametrize("loss", [soft, poly_loss_cross_entropy, masksafe.losses.safe_softmax_cross_entropy])
+@pytest.mark.parametrize("where", [None, (np.arange(520) % 3 != 1)[:, None]])
+def test_the_value_alone_is_that_before_a_gradient_whatever_the_logits_are(loss, where):
+    """In arrays so large that XLA's library for CPUs computes the value alone, whose maxima lose a NaN."""
+    rng = np.random.default_rng(0)
+    logits, targets = rng.normal(size=(520, 40)).astype(np.float32), rng.dirichlet(np.ones(40), 520).astype(np.float32)
+    logits[:8, 5] = NAN, INF, -INF, -INF, -INF, 3e38, -3e38, 60
+    targets[2:4, 5] = 0, 1e-30
+    logits[8:10] = -INF
+    targets[8] = targets[10] = 0
+    targets[11, 3] = NAN
+    options = {} if loss is masksafe.losses.safe_softmax_cross_entropy else {"where": where}
+    value = functools.partial(loss, **options)
+    before = optimised_jit(lambda x, t: jax.vjp(lambda x: value(x, t), x)[0])(logits, targets)
+    np.testing.assert_allclose(optimised_jit(value)(logits, targets), before, rtol=2e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize(("loss", "labels"), [(integer, LABELS), (soft, TARGETS)])
 def test_residuals_are_the_arguments_and_row_values(loss, labels):
     _, pull_back = jax.vjp(lambda x: loss(x, labels, where=jnp.asarray(CLASSES)), LOGITS)

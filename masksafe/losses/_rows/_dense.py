@@ -24,6 +24,7 @@ from masksafe.losses._rows._cross_entropy import (
     is_sound,
     logit_part,
     target_loss,
+    target_loss_at_once,
     target_slopes,
     target_sums,
 )
@@ -88,14 +89,24 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
 def _map_rows(value_alone: bool, fn: Callable[..., Tree], x: Array, labels: Array, where: Array | None) -> Tree:
     """`fn` of the rows, in blocks unless the library of XLA's CPU compiler makes one kernel of each of its sums.
 
-    The library does not select, and what is widened is written to memory. Before a reverse pass the exponentials of all
-    rows are kept where the cotangents will be; for values alone a long row would have left the cache when it is read
-    once more.
+    Before a reverse pass the exponentials of all rows are kept where the cotangents will be; for values alone a long
+    row would have left the cache when it is read once more.
     """
-    are_kernels = platforms.choices().has_kernel_library and masks_rows(where, (-1,)) and widened(x).dtype == x.dtype
-    if are_kernels and not (value_alone and x.shape[-1] > platforms.choices().longest_row_of_kernels):
+    if _are_kernels(where, x, longest=platforms.choices().longest_row_of_kernels if value_alone else None):
         return fn(x, labels, where)
     return row_blocks.map_row_blocks(fn, x, labels, where)
+
+
+def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None) -> bool:
+    """Whether the library of XLA's CPU compiler makes one kernel of a sum over each row of arrays, of so many elements.
+
+    The library does not select, and what is widened is written to memory.
+    """
+    if not platforms.choices().has_kernel_library or not masks_rows(where, (-1,)):
+        return False
+    if any(sharding.has_symbolic_size(x) or widened(x).dtype != arrays[0].dtype for x in arrays):
+        return False
+    return longest is None or sum(x.shape[-1] for x in arrays) <= longest
 
 
 def _label_reverse(
@@ -143,6 +154,22 @@ def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) 
     return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
 
 
+def _target_value(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Outputs:
+    x, t, where = inputs.rows(config.axes)
+    by_rows = lambda config, *args: _target_forward(config, *args)[0]  # noqa: E731
+    is_kernel = _are_kernels(where, x, t, longest=platforms.choices().longest_row_of_kernels)
+    if not (is_kernel and sharding.may_loop(inputs) and x.size >= platforms.choices().fewest_elements_of_kernels):
+        return by_rows(config, inputs, epsilon)
+    forms = (functools.partial(form, config) for form in (_target_value_at_once, by_rows))
+    return platforms.on_cpu_or_elsewhere(*forms, inputs, epsilon)
+
+
+def _target_value_at_once(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Outputs:
+    x, t, where = inputs.rows(config.axes)
+    loss = target_loss_at_once(x, t, None if epsilon is None else epsilon[..., None])
+    return (selected(loss, _live_rows(x, where)).squeeze(-1),)
+
+
 def _target_reverse(
     config: OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
 ) -> tuple[Labelled, Array | None]:
@@ -160,4 +187,4 @@ def _target_reverse(
 
 
 # The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
-target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse)
+target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse, value=_target_value)
