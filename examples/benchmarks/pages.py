@@ -51,7 +51,8 @@ def publish(benchmarks: Sequence[Benchmark], docs: Path) -> None:
             )
     rows, older = all_rows(docs, NEWEST), all_rows(docs, OLDEST)
     if curves := by_length(rows):
-        draw_by_length(curves, environment(rows, ("jax", "torch")), docs / PICTURES / "lengths.png")
+        of_attention = [row for row in rows if row.benchmark == "attention"]
+        draw_by_length(curves, environment(of_attention, ("jax", "torch")), docs / PICTURES / "lengths.png")
     contents |= of_all(rows, older, sizes_in(docs))
     fill_pages(docs, contents)
     if docs.resolve() == DOCS.resolve():
