@@ -1,6 +1,7 @@
 """Which cases of a test run by default, and how programs are compiled that have to be those of users."""
 
 import functools
+import itertools
 
 import jax
 import pytest
@@ -20,6 +21,18 @@ def optimised_jit(fn):
 
     run.lower = program.lower
     return run
+
+
+def pairs(*choices):
+    """Rows of the product of some choices, as few as have every pair of two values: a fault seldom needs three."""
+    rows = list(itertools.product(*choices))
+    found = [set(itertools.combinations(enumerate(map(repr, row)), 2)) for row in rows]
+    left, kept = set().union(*found), []
+    while left:
+        best = max(range(len(rows)), key=lambda i: len(found[i] & left))
+        left -= found[best]
+        kept.append(rows[best])
+    return kept
 
 
 def few_of(values, *kept):

@@ -1,6 +1,7 @@
 """dot_product_attention beyond its rows of the contract's table: each mask alone, what is bad, shapes, digits."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +79,12 @@ def test_pairs_that_one_of_many_masks_excludes_are_gone(many_blocks):
         assert_masked_pairs_are_gone(run, live, NO_MASKS | arguments, has_infinite_bias="bias" in name)
 
 
+# In turn: the contract's table has some of each kind in every form.
+IN_TURN = [*zip(CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows")), strict=False)]
+
+
 @pytest.mark.forms
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "each_form"), IN_TURN, indirect=["each_form"])
 def test_pairs_that_a_mask_alone_excludes_are_gone(name, each_form):
     arguments, live = CASES[name]
     if has_infinite_bias := "bias" in arguments:

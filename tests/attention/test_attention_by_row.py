@@ -1,6 +1,7 @@
 """The form of attention for an accelerator, run on the CPU, beyond what the contract's table tries of it."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,9 @@ def by_row(request, choose):
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "by_row"), [*zip(CASES, itertools.cycle(("tiles", "at once")), strict=False)], indirect=["by_row"]
+)
 def test_a_bad_element_shows_where_it_is_seen_and_nowhere_else(name):
     arguments, live = CASES[name]
     inputs, d_out = random_inputs(width=40), normals(2, 6, 2, 40, seed=6)

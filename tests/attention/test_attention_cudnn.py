@@ -100,8 +100,18 @@ def poisoned(inputs, live, garbage):
     )
 
 
-@pytest.mark.parametrize("dtype", few_of([jnp.bfloat16, jnp.float16], jnp.bfloat16))
-@pytest.mark.parametrize("name", few_of(CASES, "causal, lengths"))
+def forms(*values):
+    return pytest.param(*values, marks=pytest.mark.forms)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("causal, lengths", jnp.bfloat16),
+        *(forms(name, jnp.bfloat16) for name in CASES if name != "causal, lengths"),
+        forms("mask, causal, lengths", jnp.float16),
+    ],
+)
 def test_value_and_gradients(name, dtype):
     arguments, live = CASES[name]
     inputs, d_out = inputs_of(dtype), normals(2, T, 4, 8, seed=6).astype(dtype)
@@ -277,9 +287,13 @@ def test_one_answer_in_all_modes(name):
     assert_consistent(fn, *inputs_of(), modes=("jit", "scan", "checkpoint"))
 
 
+IN_AXES = (0, 0, 0), (1, 0, 0), (0, None, None), (None, 2, 1), (4, 4, 4)
+
+
 @pytest.mark.forms
-@pytest.mark.parametrize("name", ["causal", "causal, lengths", "mask of keys"])
-@pytest.mark.parametrize("in_axes", [(0, 0, 0), (1, 0, 0), (0, None, None), (None, 2, 1), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("name", "in_axes"), [*zip(itertools.cycle(("causal, lengths", "causal", "mask of keys")), IN_AXES, strict=False)]
+)
 def test_vmap(name, in_axes):
     arguments, live = CASES[name]
     inputs = inputs_of()

@@ -45,7 +45,7 @@ class Results(NamedTuple):
     gradients: tuple[Any, ...]  # by the floats
     tangents: tuple[Any, ...] = ()  # of the outputs, in forward mode, along the directions
     forward_over_reverse: tuple[Any, ...] = ()  # the derivatives of the gradients along the directions
-    reverse_over_reverse: tuple[Any, ...] = ()  # the same, which costs as much as all others; only with `all_modes`
+    reverse_over_reverse: tuple[Any, ...] = ()  # the same, in a program of its own; only with `all_modes`
 
 
 # Each of these has a loop, a layout or a rule of its own; the others are computed like one of them.
@@ -86,31 +86,44 @@ def run(
     cotangents = cotangents_of(key) if cotangents is None else cotangents
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
-        results: Results = jax.device_get(program_of(key, all_modes)(where, tuple(args), cotangents, directions))
-    return results
+        given = where, tuple(args), cotangents, directions
+        results: Results = program_of(key)(*given)
+        reverse = reverse_over_reverse_of(key)(*given) if all_modes else ()
+        results, reverse = jax.device_get((results, reverse))
+    return results._replace(reverse_over_reverse=reverse)
 
 
 @functools.cache
-def program_of(key: str, all_modes: bool) -> Any:
-    op = OPS[key]
-
+def program_of(key: str) -> Any:
     def results(where: Any, args: Any, cotangents: Any, directions: Any) -> Results:
-        of_floats, floats = function_of_floats(op, where, args)
-
-        def gradients(floats: Any) -> Any:
-            """Those of which second derivatives are taken: their cotangents depend on the outputs."""
-            outputs, pull_back = jax.vjp(of_floats, *floats)
-            bent = (1 + BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
-            return pull_back(tuple(c * b.astype(c.dtype) for c, b in zip(cotangents, bent, strict=True)))
-
+        of_floats, floats = function_of_floats(OPS[key], where, args)
         outputs, pull_back = jax.vjp(of_floats, *floats)
         with masksafe.forward_mode():
             tangents = jax.jvp(of_floats, floats, directions)[1]
-        forward = jax.jvp(gradients, (floats,), (directions,))[1]
-        (reverse,) = jax.vjp(gradients, floats)[1](directions) if all_modes else ((),)
-        return Results(outputs, pull_back(cotangents), tangents, forward, reverse)
+        forward = jax.jvp(bent_gradients(of_floats, cotangents), floats, directions)[1]
+        return Results(outputs, pull_back(cotangents), tangents, forward)
 
     return optimised_jit(results)
+
+
+@functools.cache
+def reverse_over_reverse_of(key: str) -> Any:
+    def derivatives(where: Any, args: Any, cotangents: Any, directions: Any) -> Any:
+        of_floats, floats = function_of_floats(OPS[key], where, args)
+        return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
+
+    return optimised_jit(derivatives)
+
+
+def bent_gradients(of_floats: Any, cotangents: Any) -> Any:
+    """Those of which second derivatives are taken: their cotangents depend on the outputs."""
+
+    def gradients(*floats: Any) -> Any:
+        outputs, pull_back = jax.vjp(of_floats, *floats)
+        bent = (1 + BEND * masksafe.mask_where(~jnp.isfinite(out), out, 0) for out in outputs)
+        return pull_back(tuple(c * b.astype(c.dtype) for c, b in zip(cotangents, bent, strict=True)))
+
+    return gradients
 
 
 def function_of_floats(op: Op, where: Any, args: Any, **options: Any) -> tuple[Any, Any]:

@@ -16,8 +16,6 @@ LABELS = RNG.integers(0, CLASSES, TOKENS)
 MASK = RNG.random(TOKENS) < 0.6
 
 forms = functools.partial(pytest.param, marks=pytest.mark.forms)
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-on_both_platforms = pytest.mark.parametrize("platform", ["cpu", "elsewhere"], indirect=True)
 singles = functools.partial(jax.tree.map, np.float32)
 
 
@@ -27,6 +25,12 @@ def use_platform(choose, name):
     if name == "elsewhere":  # which also runs on a CPU
         sizes = {"least_logits": 100, "most_logits": 100, "least_tokens_if_masked": 12, "most_tokens_of_one_block": 8}
         choose(form="elsewhere", linear={"fewest_tokens": 12, "token_block_elements_elsewhere": 0, **sizes})
+
+
+def in_turn(names, default, cases):
+    """Parameters with a platform in front: a default one, and by `-m forms` others, in turn of one and the other."""
+    turns = [forms(("elsewhere", "cpu")[i // 2 % 2], *case) for i, case in enumerate(cases)]
+    return pytest.mark.parametrize(("platform", *names), [*default, *turns], indirect=["platform"])
 
 
 def assert_trees_close(actual, desired, **tolerances):

@@ -28,6 +28,7 @@ from linear_cases import (
     forms,
     singles,
 )
+from tiers import pairs
 
 import masksafe
 from masksafe.losses import linear_kl_divergence, linear_kl_divergence_with_top_k_targets
@@ -83,16 +84,21 @@ def scalar(fn, **kwargs):
 
 
 fused = functools.partial(linear_kl_divergence, target_gradients=True)
-OF_EACH = [REDUCTIONS, DIRECTIONS, [None, MASK], [None, CLASS_MASK], [False, True], [1.0, 2.5], [None, 9]]
-CASES = list(itertools.product(*OF_EACH))
-# One in the short run; others of the 288 with `-m forms`.
-QUICK = [239]
-CASES = [case if n in QUICK else forms(*case) for n, case in enumerate(CASES) if n in QUICK or n % 11 == 0]
+OF_EACH = [
+    ["elsewhere", "cpu"],
+    REDUCTIONS,
+    DIRECTIONS,
+    [None, MASK],
+    [None, CLASS_MASK],
+    [False, True],
+    [1.0, 2.5],
+    [None, 9],
+]
+NAMES = "platform", "reduction", "direction", "where", "class_mask", "with_bias", "temperature", "block_size"
+QUICK = "cpu", "none", "reverse", MASK, CLASS_MASK, True, 2.5, 9
 
 
-@pytest.mark.parametrize(
-    ("reduction", "direction", "where", "class_mask", "with_bias", "temperature", "block_size"), CASES
-)
+@pytest.mark.parametrize(NAMES, [QUICK, *(forms(*case) for case in pairs(*OF_EACH))], indirect=["platform"])
 def test_value_and_gradients_are_those_of_the_formula(
     platform, reduction, direction, where, class_mask, with_bias, temperature, block_size
 ):
@@ -103,8 +109,7 @@ def test_value_and_gradients_are_those_of_the_formula(
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("direction", "reduction"), [*zip(DIRECTIONS, REDUCTIONS, strict=True)])
 def test_every_derivative(direction, reduction):
     kwargs = {"where": MASK, "reduction": reduction, "direction": direction, "temperature": 2.0}
     assert_every_derivative(*(scalar(fn, **kwargs) for fn in (functools.partial(fused, block_size=9), unfused)), ARGS)
@@ -414,7 +419,7 @@ def with_top_k(fn, targets, **kwargs):
 
 
 top_k = functools.partial(linear_kl_divergence_with_top_k_targets, block_size=9)
-OF_TOP_K = [*itertools.product(["bucket", "drop"], DIRECTIONS, REDUCTIONS)]
+OF_TOP_K = pairs(["bucket", "drop"], DIRECTIONS, REDUCTIONS)
 
 
 @pytest.mark.forms
@@ -429,7 +434,9 @@ def test_top_k_targets_are_those_of_the_formula(rest, direction, reduction):
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize(("rest", "direction", "reduction"), OF_TOP_K[::4])
+@pytest.mark.parametrize(
+    ("rest", "direction", "reduction"), [("bucket", "forward", "sum"), ("drop", "jensen_shannon", "none")]
+)
 def test_every_derivative_of_top_k_targets(rest, direction, reduction):
     kwargs = {"rest": rest, "direction": direction, "reduction": reduction, "temperature": 1.5, "where": MASK}
     with jax.enable_x64(True):
@@ -483,7 +490,7 @@ def test_bad_top_k_targets_are_nan_in_their_own_row_and_those_at_a_masked_class_
 @pytest.mark.parametrize("rest", ["bucket", "drop"])
 @pytest.mark.parametrize("direction", [DIRECTIONS[0], *map(forms, DIRECTIONS[1:])])
 def test_masked_targets_are_as_if_the_teacher_had_not_named_them(rest, direction):
-    log_probs, classes = top_k_of()
+    features, cotangents, log_probs, classes = (x[:6] for x in (FEATURES, COTANGENTS, *top_k_of()))
     live = np.random.default_rng(3).random(classes.shape) < 0.6
     live[2], live[3] = False, True
     garbage = np.where(live, log_probs, np.nan), np.where(live, classes, np.where(np.arange(K) % 2, 99, classes[:, :1]))
@@ -494,8 +501,8 @@ def test_masked_targets_are_as_if_the_teacher_had_not_named_them(rest, direction
         def losses(features, kernel):
             return top_k(features, kernel, log_probs, classes, bias=BIAS, where=live, **options)
 
-        out, reverse = jax.vjp(losses, FEATURES, KERNEL)
-        return out, *reverse(jnp.asarray(COTANGENTS, out.dtype))
+        out, reverse = jax.vjp(losses, features, KERNEL)
+        return out, *reverse(jnp.asarray(cotangents, out.dtype))
 
     with masksafe.label_checks("raise"):
         loss, d_features, d_kernel = both(*garbage, live)
@@ -509,10 +516,10 @@ def test_masked_targets_are_as_if_the_teacher_had_not_named_them(rest, direction
     for i in np.flatnonzero(live.any(-1)):
         one = functools.partial(top_k, target_log_probs=log_probs[i, live[i]], target_classes=classes[i, live[i]])
         of_one = lambda x, w, one=one: one(x, w, bias=BIAS, rest=rest, direction=direction)  # noqa: E731
-        expected, (d_x, d_w) = jax.value_and_grad(of_one, (0, 1))(FEATURES[i], KERNEL)
+        expected, (d_x, d_w) = jax.value_and_grad(of_one, (0, 1))(features[i], KERNEL)
         np.testing.assert_allclose(loss[i], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(d_features[i], d_x * COTANGENTS[i], rtol=2e-4, atol=2e-6)
-        of_all += np.asarray(d_w) * COTANGENTS[i]
+        np.testing.assert_allclose(d_features[i], d_x * cotangents[i], rtol=2e-4, atol=2e-6)
+        of_all += np.asarray(d_w) * cotangents[i]
     np.testing.assert_allclose(d_kernel, of_all, rtol=2e-4, atol=1e-5)
 
 
@@ -616,53 +623,3 @@ def test_memory_is_that_of_a_block_of_tokens(choose):
     choose(linear={"class_tile_elements": 2**20})
     shapes = *((s, jnp.float32) for s in ((4096, 64), (64, 32768), (4096, 96), (96, 32768))), ((4096,), jnp.bool_)
     assert_memory_is_that_of_a_block(lambda *args: linear_kl_divergence(*args[:4], where=args[4]), *shapes, rows=2)
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "text"),
-    [
-        ({"features": jnp.zeros(())}, ValueError, "features: got shape"),
-        ({"features": jnp.zeros((TOKENS, WIDTH), int)}, TypeError, "features: got dtype int32"),
-        ({"kernel": KERNEL.T}, ValueError, "kernel: got shape"),
-        ({"target_kernel": TARGET_KERNEL.T}, ValueError, r"pass target_kernel\.T"),
-        ({"target_kernel": TARGET_KERNEL[:, :3]}, ValueError, "target_kernel: got shape .* 24 classes"),
-        ({"target_features": TARGET_FEATURES[:3]}, ValueError, "target_features: got shape"),
-        ({"bias": np.ones(3)}, ValueError, r"bias: got shape \(3,\)"),
-        ({"target_bias": np.ones(3)}, ValueError, r"target_bias: got shape \(3,\)"),
-        ({"class_mask": np.ones((TOKENS, CLASSES), bool)}, ValueError, "class_mask: got shape"),
-        ({"class_mask": np.ones(CLASSES)}, TypeError, "class_mask: got dtype"),
-        ({"temperature": 0.0}, ValueError, "temperature: got value 0"),
-        ({"temperature": "1"}, TypeError, "temperature: got type str"),
-        ({"direction": "backward"}, ValueError, "direction: got value 'backward'"),
-        ({"beta": 0.0}, ValueError, "beta: got value 0.0.*direction="),
-        ({"beta": 1}, ValueError, "beta: got value 1"),
-        ({"reduction": "median"}, ValueError, "reduction: got value 'median'"),
-        ({"target_gradients": 1}, TypeError, "target_gradients: got value 1"),
-        ({"block_size": 0}, ValueError, "block_size: got value 0"),
-    ],
-)
-def test_bad_input_is_refused(changed, error, text):
-    names = "features", "kernel", "target_features", "target_kernel"
-    with pytest.raises(error, match=f"^linear_kl_divergence: (.*){text}"):
-        linear_kl_divergence(**dict(zip(names, ARGS, strict=False)) | changed)
-
-
-@pytest.mark.parametrize(
-    ("changed", "error", "text"),
-    [
-        ({"target_log_probs": np.zeros((TOKENS, K), int)}, TypeError, "target_log_probs: got dtype"),
-        ({"target_log_probs": np.zeros((3, K))}, ValueError, "target_log_probs: got shape"),
-        ({"target_log_probs": np.zeros((TOKENS, 0))}, ValueError, "at least one class"),
-        ({"target_classes": np.zeros((TOKENS, K))}, TypeError, "target_classes: got dtype"),
-        ({"target_classes": np.zeros((TOKENS, 1), int)}, ValueError, "target_classes: got shape"),
-        ({"rest": "keep"}, ValueError, "rest: got value 'keep'"),
-    ],
-)
-def test_bad_top_k_input_is_refused(changed, error, text):
-    log_probs, classes = top_k_of()
-    arguments = {"features": FEATURES, "kernel": KERNEL, "target_log_probs": log_probs, "target_classes": classes}
-    with pytest.raises(error, match=f"linear_kl_divergence_with_top_k_targets: (.*){text}"):
-        linear_kl_divergence_with_top_k_targets(**arguments | changed)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiers import few_of
+from tiers import few_of, pairs
 
 import masksafe
 
@@ -27,14 +27,15 @@ def arguments(dtype):
 
 
 # In a thousand long segments sums have parts; ten thousand short ones are themselves a tenth of the data each.
-COPIES = [form(700, 1.2), (1000, 1.1), form(10_000, 1.5)]
+COPIES = {700: 1.2, 1000: 1.1, 10_000: 1.5}
+BY_DEFAULT = [(name, "bfloat16", 1000) for name in SHORT]
 
 
-@pytest.mark.parametrize(("segments", "copies"), COPIES)
-@pytest.mark.parametrize("dtype", few_of(["float32", "bfloat16"], "bfloat16"))
-@pytest.mark.parametrize("name", few_of(OPS, *SHORT))
-def test_a_value_needs_one_copy_of_the_data(name, dtype, segments, copies):
-    op = functools.partial(getattr(masksafe, f"segment_{name}"), num_segments=segments)
+@pytest.mark.parametrize(
+    ("name", "dtype", "segments"), [*BY_DEFAULT, *(form(*case) for case in pairs(OPS, ["float32", "bfloat16"], COPIES))]
+)
+def test_a_value_needs_one_copy_of_the_data(name, dtype, segments):
+    copies, op = COPIES[segments], functools.partial(getattr(masksafe, f"segment_{name}"), num_segments=segments)
     assert temporary_bytes(op, *arguments(dtype)) <= copies * COPY
 
 

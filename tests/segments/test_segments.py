@@ -370,12 +370,14 @@ def test_rows_over_devices(name):
     assert_same(jax.jit(mapped)(X, IDS, HERE), step(name, X, IDS, HERE))
 
 
-@each_op
-@pytest.mark.parametrize("number", range(len(SPLITS)))
+# Each op in two splits and in meshes of both kinds, each split in meshes of both kinds.
+KINDS = AxisType.Auto, AxisType.Explicit
+IN_MESHES = [(name, SPLITS[(i + j) % 4], kind) for i, name in enumerate(OPS) for j, kind in enumerate(KINDS)]
+
+
 @pytest.mark.forms
-def test_data_split_over_a_mesh(name, number):
-    """Each op in each split and in meshes of both kinds, each split in meshes of both kinds."""
-    spec, kind = SPLITS[number], (AxisType.Auto, AxisType.Explicit)[(number + list(OPS).index(name)) % 2]
+@pytest.mark.parametrize(("name", "spec", "kind"), IN_MESHES, ids=str)
+def test_data_split_over_a_mesh(name, spec, kind):
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind, kind))
     x = np.concatenate([X, X[:, :1]], 1)
     with jax.set_mesh(mesh):

@@ -194,8 +194,11 @@ BAD_LABELS = {
 }
 
 
-@pytest.mark.parametrize("grad", [False, form(True)], ids=["value", "gradient"])
-@pytest.mark.parametrize("name", [name if name == "log_probs" else form(name) for name in BAD_LABELS])
+OTHERS = [form(name, False) for name in BAD_LABELS if name != "log_probs"]
+OTHERS += [form(name, True) for name in ("linear_log_probs", "multiclass_hinge_loss", "log_probs")]
+
+
+@pytest.mark.parametrize(("name", "grad"), [("log_probs", False), *OTHERS])
 def test_bad_label_is_called_one(name, grad):
     fn = lambda x: BAD_LABELS[name](x, jnp.array([0, 9, 1]))  # noqa: E731
     report = nonfinite_report(fn, jnp.linspace(0.0, 1.0, 12).reshape(3, 4), grad=grad)
@@ -393,8 +396,8 @@ def in_one_device(x):
     ("fn", "axis_type"),
     [
         (in_one_device, "Auto"),
-        *(form(fn, kind) for fn in (in_all_devices, gathered, marked, in_a_loop) for kind in ("Auto", "Explicit")),
-        form(in_one_device, "Explicit"),
+        *(form(fn, "Auto") for fn in (in_all_devices, marked)),
+        *(form(fn, "Explicit") for fn in (gathered, in_a_loop, in_one_device)),
     ],
 )
 def test_shard_map_is_replayed(fn, axis_type):
