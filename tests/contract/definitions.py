@@ -4,6 +4,7 @@ A definition takes a mask and arrays, and returns a tuple of outputs. The formul
 `by_row` and `of_attention` take out of the arrays what is masked before they call one.
 """
 
+import functools
 import itertools
 import math
 
@@ -303,8 +304,8 @@ def var_mean(x):
     return np.var(x), np.mean(x)
 
 
-def layer_norm(x, scale=1.0, bias=0.0):
-    return (x - np.mean(x)) / np.sqrt(np.var(x) + 1e-6) * scale + bias
+def layer_norm(x, scale=1.0, bias=0.0, epsilon=1e-6):
+    return standardize(x, epsilon) * scale + bias
 
 
 def rms_norm(x, scale):
@@ -373,7 +374,8 @@ def batch_norm(where, x, scale, bias):
 
 def group_norm(where, x, scale, bias):
     """Of two groups of the channels [samples, channels]."""
-    of_group = by_row(layer_norm, ("row", "along", "along"), keeps_row=True)
+    formula = functools.partial(layer_norm, epsilon=0.5)
+    of_group = by_row(formula, ("row", "along", "along"), keeps_row=True)
     halves = [of_group(*(np.array_split(a, 2, -1)[k] for a in (where, x, scale, bias)))[0] for k in range(2)]
     return (np.concatenate(halves, -1),)
 

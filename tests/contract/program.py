@@ -181,9 +181,10 @@ def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -
 
 
 def assert_close(actual: Any, expected: Any) -> None:
-    """Outputs, and maybe gradients, of two programs."""
+    """Outputs, and maybe gradients, of two programs: differences of numbers of the size of the largest."""
     for a, e in zip(jax.tree.leaves(jax.device_get(actual)), jax.tree.leaves(tuple(expected)), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6)
+        largest = np.abs(e[np.isfinite(e)]).max(initial=1)
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=2e-6 * largest)
 
 
 def assert_same_second_derivative(actual: np.ndarray, expected: np.ndarray) -> None:

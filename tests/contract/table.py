@@ -591,8 +591,9 @@ OPS = {
         of.batch_norm,
         nothing=(0.0, 0.0, 0.0),
     ),
+    # Two elements have gradients of 0 but for epsilon: of a small one only rounding errors would be left.
     "group_norm": Op(
-        lambda w, x, scale, bias: masksafe.group_norm(x, 2, scale, bias, where=w),
+        lambda w, x, scale, bias: masksafe.group_norm(x, 2, scale, bias, where=w, epsilon=0.5),
         (X, SCALE, BIAS),
         ("row", "along", "along"),
         COLUMNS,
@@ -673,14 +674,14 @@ OPS = {
     "segment_softmax": _of_segments("segment_softmax", of.softmax, keeps_row=True),
     "segment_softmax, rows": _of_segments("segment_softmax", of.softmax, keeps_row=True, where=SOME_ROWS),
     "segment_log_softmax": _of_segments("segment_log_softmax", of.log_softmax, -np.inf, keeps_row=True),
-    # A segment of two elements has gradients of 0 but for epsilon: of a small one only rounding errors would be left.
+    # As in `group_norm`.
     "segment_standardize": _of_segments(
         "segment_standardize", lambda x: of.standardize(x, 0.5), keeps_row=True, options={"epsilon": 0.5}
     ),
     "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
     "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
     "segment_mean, weights of rows": _of_segments(
-        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=WEIGHTS[:, 0], tier="forms"
+        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=1 + WEIGHTS[:, 0], tier="forms"
     ),
     "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
     "load_balancing_loss": Op(

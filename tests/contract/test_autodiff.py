@@ -31,7 +31,7 @@ def test_derivatives_are_those_of_the_definition(key):
 
 
 @pytest.mark.forms
-@each_op()
+@each_op(lambda op: op.tier == "default")
 def test_reverse_over_reverse_is_forward_over_reverse(key):
     """And keeps the rules for what is masked, for garbage and for nothing."""
     op = OPS[key]
