@@ -121,6 +121,11 @@ class CrossEntropy(Formula):
         without_label = self.of_logsumexp + self.with_entropy + 2 * self.with_predictions
         return (True,) * (self.of_label + self.of_all_classes) + (False,) * without_label
 
+    @property
+    def has_other_sums(self) -> bool:
+        """Whether the differences from the largest have other uses than their exponentials: XLA would keep them all."""
+        return self.of_all_classes or self.with_entropy
+
     def at(self, temperature: Array | None) -> "CrossEntropy":
         """The same for another temperature, unless it is None."""
         return self if temperature is None else dataclasses.replace(self, temperature=temperature)

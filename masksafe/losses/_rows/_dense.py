@@ -69,6 +69,8 @@ def _label_forward(
     of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
     if devices.are_many:  # in blocks, the devices would have to exchange sums once per block
         sums = formula.add_devices(classes, of_sums(x, labels, where))
+    elif formula.has_other_sums:
+        sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
     else:
         sums = _map_rows(value_alone, of_sums, x, labels, where)
     largest, total, *others = sums
@@ -87,7 +89,7 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
 
 
 def _map_rows(value_alone: bool, fn: Callable[..., Tree], x: Array, labels: Array, where: Array | None) -> Tree:
-    """`fn` of the rows, in blocks unless the library of XLA's CPU compiler makes one kernel of each of its sums.
+    """`fn` of the rows, in blocks unless the library of XLA's CPU compiler makes one kernel of each of its two sums.
 
     Before a reverse pass the exponentials of all rows are kept where the cotangents will be; for values alone a long
     row would have left the cache when it is read once more.
@@ -176,7 +178,9 @@ def _target_reverse(
     (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
     x, t, where = inputs.rows(config.axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
-    slopes, costs = target_slopes(x, t, None if masks_rows(where, (-1,)) else where, of_rows, sums)
+    # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
+    of_classes = None if live is None and masks_rows(where, (-1,)) else where
+    slopes, costs = target_slopes(x, t, of_classes, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
     d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
     d_labels, d_epsilon = from_rows(config.axes, inputs.labels, selected(d_t, where)), None
