@@ -312,8 +312,10 @@ class CrossEntropy(Formula):
         if size < logits.shape[-1]:
             first = jnp.minimum(sums.best, logits.shape[-1] - size)
             logits = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, size))(logits, first[:, 0])
-        best = jnp.min(_classes_where(self.x(logits) >= sums.largest, sums.best), -1, keepdims=True)
-        return sums._replace(best=best)
+        # Computed once: where XLA computes an x again, for another use, it may differ from the largest by a rounding.
+        x = lax.optimization_barrier(self.x(lax.stop_gradient(logits)))
+        found = (x >= jnp.max(x, -1, keepdims=True)) & (sums.total != 0)
+        return sums._replace(best=jnp.min(_classes_where(found, sums.best), -1, keepdims=True))
 
     def cotangents(
         self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]

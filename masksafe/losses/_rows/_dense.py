@@ -140,7 +140,7 @@ label_outputs = rule_of_kernels(
     _label_forward,
     _label_reverse,
     _in_reverse,
-    value=lambda *args: _label_forward(*args, value_alone=True)[0],
+    value=lambda *args: platforms.unfused_on_cpu(_label_forward(*args, value_alone=True)[0]),
     plain=lambda config, *args: _label_forward(config._replace(looks_up=False), *args)[0],
 )
 
