@@ -4,7 +4,6 @@ The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,7 +13,7 @@ from masksafe._core import platforms, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Axes, Pytree, Tree
+from masksafe._core.typing import Array, Axes, Pytree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
@@ -67,12 +66,12 @@ def _label_forward(
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     classes = Classes(x.shape[-1], config.axis_name)
     of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
-    if devices.are_many:  # in blocks, the devices would have to exchange sums once per block
-        sums = formula.add_devices(classes, of_sums(x, labels, where))
-    elif formula.has_other_sums:
-        sums = row_blocks.map_row_blocks(of_sums, x, labels, where)
-    else:
-        sums = _map_rows(value_alone, of_sums, x, labels, where)
+    longest = platforms.choices().longest_row_of_kernels if value_alone else None
+    # In blocks, devices would have to exchange sums once per block. Before a reverse pass the exponentials of all rows
+    # are kept where the cotangents will be; for values alone a long row leaves the cache before it is read once more.
+    at_once = devices.are_many or (not formula.has_other_sums and _are_kernels(where, x, longest=longest))
+    sums = of_sums(x, labels, where) if at_once else row_blocks.map_row_blocks(of_sums, x, labels, where)
+    sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
     # The logarithm has no derivative at 0.
     sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
@@ -86,17 +85,6 @@ def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> A
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
-
-
-def _map_rows(value_alone: bool, fn: Callable[..., Tree], x: Array, labels: Array, where: Array | None) -> Tree:
-    """`fn` of the rows, in blocks unless the library of XLA's CPU compiler makes one kernel of each of its two sums.
-
-    Before a reverse pass the exponentials of all rows are kept where the cotangents will be; for values alone a long
-    row would have left the cache when it is read once more.
-    """
-    if _are_kernels(where, x, longest=platforms.choices().longest_row_of_kernels if value_alone else None):
-        return fn(x, labels, where)
-    return row_blocks.map_row_blocks(fn, x, labels, where)
 
 
 def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None) -> bool:
