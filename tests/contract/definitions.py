@@ -114,7 +114,8 @@ def smoothed_of_label(x, label):
 
 
 def log_prob(x, label):
-    return log_softmax(x)[label], -np.sum(softmax(x) * log_softmax(x))
+    p = softmax(x)
+    return log_softmax(x)[label], -np.sum(np.where(p == 0, 0, p * log_softmax(x)))
 
 
 def divergence(log_q, p):

@@ -198,9 +198,9 @@ def test_negative_and_nan_weights_are_nan(platform):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(all_of(np.float32(FEATURES), *negative_zero)))
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, forms(0.2)])
-@pytest.mark.parametrize("excluded", [True, forms(False)])
-def test_a_class_of_weight_zero(platform, label_smoothing, excluded):
+# (With smoothing a bias of -inf is another loss: a masked class is none of those that the smoothing counts.)
+@pytest.mark.parametrize(("excluded", "label_smoothing"), [(True, 0.0), forms(False, 0.2)])
+def test_a_class_of_weight_zero(platform, excluded, label_smoothing):
     """With a bias of -inf too: only the classes that have a weight cost anything."""
     unweighted = np.arange(CLASSES) == LABELS[0]
     class_weights = np.where(unweighted, 0, CLASS_WEIGHTS)
