@@ -113,6 +113,11 @@ class Choices(NamedTuple):
     # which jax 0.12 has and jax 0.10 has not. What lies between was not measured.
     has_kernel_library: bool = jax.__version_info__ >= (0, 12)
 
+    # Temporaries below 32 MiB, a few arrays of so many float32, are memory that a CPU's allocator keeps. It asks the
+    # system for more in every call, which takes longer than the work, so blocks win; below, they take up to twice as
+    # long. Without the library, rows of more than 2**20 elements take longer in one pass.
+    most_elements_in_one_pass: int = 2**21 if has_kernel_library else 2**20
+
     # A row of so many elements is still in the cache when the second sum over it is made. One of 50257 is not: the
     # logsumexps of such rows take a third of the time in blocks.
     longest_row_of_kernels: int = 2**15

@@ -17,7 +17,7 @@ from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
 def map_row_blocks(
     fn: Callable[..., Tree], *args: Pytree, leading: int | None = None, has_totals: bool = False
 ) -> Tree:
-    """`fn(*args)`, computed block by block on a CPU and in one pass elsewhere.
+    """`fn(*args)`, computed block by block on a CPU if the rows are large, and in one pass elsewhere.
 
     XLA's CPU compiler writes an array that two reductions share, such as a masked array or a 16-bit array
     widened to float32, to memory as a whole; a block of it never leaves the cache. On a GPU the reductions are
@@ -37,10 +37,10 @@ def map_row_blocks(
     if not sharding.are_whole(args):
         return _on_each_device(fn, leading, has_totals, args)  # type: ignore[no-any-return]
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
-    block = max(1, platforms.choices().row_block_elements // max(1, elements))
-    if not sharding.may_loop(args) or elements == 0 or count <= 2 * block:
+    if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
-    loop = _Loop(fn, has_totals, rows.shape[:leading], tiles.divisor_near(count, block))
+    block = tiles.divisor_near(count, max(1, platforms.choices().row_block_elements // elements))
+    loop = _Loop(fn, has_totals, rows.shape[:leading], block)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
     return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
@@ -54,7 +54,7 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
     splits_a_row = any(axis is not None for spec in specs for axis in spec[leading:])
     split = None if splits_a_row else own_shard_map.split_of(args, names)
-    if split is None or rows.size // split.devices(*of_rows) <= 2 * platforms.choices().row_block_elements:
+    if split is None or rows.size // split.devices(*of_rows) <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
     axes = split.axes(*of_rows)
 

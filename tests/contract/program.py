@@ -20,6 +20,7 @@ from masksafe.testing._trees import bits
 PLANS: dict[str, dict[str, Any]] = {
     "blocks": {
         "row_block_elements": 8,
+        "most_elements_in_one_pass": 16,
         "linear": {"class_tile_elements": 6},
         "attention": {
             **dict.fromkeys(("query_tile", "key_tile", "key_tile_if_nothing_is_skipped", "fewest_queries"), 2),
@@ -34,7 +35,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },
     "one pass": {},
-    "one kernel": {"row_block_elements": 1, "has_kernel_library": True},
+    "one kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_kernel_library": True},
 }
 
 

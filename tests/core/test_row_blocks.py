@@ -29,7 +29,7 @@ OPS = {
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", few_of(OPS, "softmax", "layer_norm", "integer labels", "cosine_similarity"))
 def test_many_rows_of_no_elements(name, masked, choose):
-    choose(row_block_elements=1)
+    choose(row_block_elements=1, most_elements_in_one_pass=2)
     x = jnp.zeros((ROWS, 0))
     out, pull_back = jax.vjp(lambda x: OPS[name](x, jnp.ones(x.shape, bool) if masked else None), x)
     assert pull_back(out)[0].shape == x.shape

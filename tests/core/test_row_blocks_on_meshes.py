@@ -39,7 +39,7 @@ OPS = {
 
 @pytest.fixture
 def small_blocks(choose):
-    choose(row_block_elements=6)
+    choose(row_block_elements=6, most_elements_in_one_pass=12)
 
 
 def put(args, spec):

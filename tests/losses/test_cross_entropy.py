@@ -43,7 +43,8 @@ forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 
 @pytest.fixture(params=["blocks", forms("one pass")], scope="module")
 def blocks(request):
-    with platforms.chosen(row_block_elements=8 if request.param == "blocks" else 2**18):
+    sizes = {"row_block_elements": 8, "most_elements_in_one_pass": 16}
+    with platforms.chosen(**sizes if request.param == "blocks" else {}):
         yield
 
 
@@ -508,7 +509,7 @@ def test_checkify_gives_no_false_alarm_and_finds_a_bad_label(loss, where, blocks
 def test_no_temporary_of_the_logits_size(dtype, where, options):
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), dtype), jax.ShapeDtypeStruct((2048,), jnp.int32)
     where = None if where is None else jax.ShapeDtypeStruct(where, bool)
-    with platforms.chosen(row_block_elements=2**18):
+    with platforms.chosen(row_block_elements=2**18, most_elements_in_one_pass=2**19):
         step = functools.partial(sum_and_gradient, functools.partial(integer, **options))
         compiled = jax.jit(step).lower(logits, labels, where).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 2048 * 4096 * jnp.dtype(dtype).itemsize

@@ -30,7 +30,8 @@ def alone(*args, **kwargs):
 
 @pytest.fixture(params=["blocks", forms("one pass")], scope="module")
 def blocks(request):
-    with platforms.chosen(row_block_elements=8 if request.param == "blocks" else 2**18):
+    sizes = {"row_block_elements": 8, "most_elements_in_one_pass": 16}
+    with platforms.chosen(**sizes if request.param == "blocks" else {}):
         yield
 
 
@@ -217,7 +218,7 @@ def test_value_and_gradient_lower_for_cuda_without_a_loop(masked):
 @pytest.mark.forms
 @pytest.mark.parametrize("with_entropy", [True, forms(False)])
 def test_no_temporary_of_the_logits_size(with_entropy, choose):
-    choose(row_block_elements=2**18)
+    choose(row_block_elements=2**18, most_elements_in_one_pass=2**19)
     logits, labels = jax.ShapeDtypeStruct((2048, 4096), "float32"), jax.ShapeDtypeStruct((2048,), "int32")
     fn = functools.partial(log_probs, with_entropy=with_entropy, temperature=0.7)
     total = lambda x, y: sum(r.mean() for r in jax.tree.leaves(fn(x, y)))  # noqa: E731

@@ -119,8 +119,8 @@ AXES = [-1, 0, 1, (0, 2), (2, 0), (2, 1), (0, 1, 2), (2, 0, 1)]
 # accelerators, for arrays of any size.
 PROGRAMS = {
     "one block": {"has_kernel_library": False},
-    "blocks": {"row_block_elements": 25, "has_kernel_library": False},
-    "kernel": {"row_block_elements": 1, "has_kernel_library": True},
+    "blocks": {"row_block_elements": 25, "most_elements_in_one_pass": 50, "has_kernel_library": False},
+    "kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_kernel_library": True},
     "sampled": {"form": "elsewhere", "fewest_elements_of_few_passes": 0},
 }
 
@@ -348,7 +348,7 @@ def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked):
 
 
 def test_rows_that_are_left_over_from_blocks_count(choose):
-    choose(row_block_elements=8)
+    choose(row_block_elements=8, most_elements_in_one_pass=16)
     x, (scale, bias) = np.random.default_rng(5).normal(size=(7, 3)).astype(np.float32), parameters((7, 3), -1)
     expected = reference("layer_norm", x, scale, bias)
     assert_close(value_and_gradients("layer_norm")(x, scale, bias), expected, rtol=1e-5, atol=1e-5)

@@ -43,7 +43,7 @@ def inputs_and_results():
 )
 def test_arguments_that_are_split_differently_over_an_explicit_mesh(of_x, of_scale, of_where, blocks, choose):
     args, expected = inputs_and_results()
-    choose(row_block_elements=blocks)
+    choose(row_block_elements=blocks, most_elements_in_one_pass=2 * blocks)
     mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
 
     def split(array, names):
