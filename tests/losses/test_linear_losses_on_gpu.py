@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from linear_cases import CROSS_ENTROPY, DIVERGENCE, LOG_PROBS, formula_of, outputs_of
 
 import masksafe
 from masksafe import losses
@@ -19,65 +20,47 @@ MASK = RNG.random(TOKENS) < 0.6
 SMALL_TILES = {"least_logits": 2**20, "most_logits": 2**20, "token_block_elements_elsewhere": 2**20}
 
 
-def distributions(x, kernel):
-    return masksafe.log_softmax(x @ kernel)
-
-
-# Of the features, the kernel and a mask: the loss of each token, and the same of the logits.
-LOSSES = {
-    "cross-entropy": (
-        lambda x, k, w: losses.linear_softmax_cross_entropy(x, k, LABELS, where=w, reduction="none"),
-        lambda x, k, w: losses.softmax_cross_entropy_with_integer_labels(x @ k, LABELS, where=w),
-    ),
-    "log-probabilities": (
-        lambda x, k, w: losses.linear_log_probs(x, k, LABELS, where=w),
-        lambda x, k, w: losses.log_probs(x @ k, LABELS, where=w),
-    ),
-    "divergence": (
-        lambda x, k, w: losses.linear_kl_divergence(
-            x, k, TARGET_FEATURES, TARGET_KERNEL, where=w, reduction="none", target_gradients=True
-        ),
-        lambda x, k, w: losses.kl_divergence_with_log_targets(
-            distributions(x, k), distributions(TARGET_FEATURES, TARGET_KERNEL), where=w[:, None]
-        ),
-    ),
+OTHERS = {
+    CROSS_ENTROPY: {"labels": LABELS, "reduction": "none"},
+    LOG_PROBS: {"labels": LABELS},
+    DIVERGENCE: {"target_features": TARGET_FEATURES, "target_kernel": TARGET_KERNEL, "reduction": "none"},
 }
-each_loss = pytest.mark.parametrize("name", LOSSES)
+each_op = pytest.mark.parametrize("op", OTHERS)
 
 
-def results(fn, features):
+def results(fn, op, features):
     """The losses, and the gradients by the features and the kernel."""
 
     @jax.jit
     def step(features, kernel, mask):
-        out, reverse = jax.vjp(lambda x, k: fn(x, k, mask), features, kernel)
+        of = lambda x, k: fn(op, features=x, kernel=k, where=mask, **OTHERS[op])[0]  # noqa: E731
+        out, reverse = jax.vjp(of, features, kernel)
         return out, *reverse(jnp.cos(jnp.arange(TOKENS, dtype=out.dtype)))
 
     with jax.default_matmul_precision("highest"):
         return jax.device_get(step(features, KERNEL, MASK))
 
 
-@each_loss
+@each_op
 @pytest.mark.parametrize("sizes", [{}, SMALL_TILES], ids=["one tile", "tiles"])
-def test_results_are_those_of_the_logits_and_garbage_changes_no_bit(name, sizes, choose):
+def test_results_are_those_of_the_logits_and_garbage_changes_no_bit(op, sizes, choose):
     choose(linear=sizes)
-    linear, of_logits = LOSSES[name]
-    clean = results(linear, FEATURES)
-    for actual, expected in zip(clean, results(of_logits, FEATURES), strict=True):
+    clean = results(outputs_of, op, FEATURES)
+    for actual, expected in zip(clean, results(formula_of, op, FEATURES), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
     assert (clean[0][~MASK] == 0).all()
     assert (clean[1][~MASK] == 0).all()
     for bad in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
-        for new, old in zip(results(linear, np.where(MASK[:, None], FEATURES, bad)), clean, strict=True):
+        for new, old in zip(results(outputs_of, op, np.where(MASK[:, None], FEATURES, bad)), clean, strict=True):
             np.testing.assert_array_equal(new, old)
 
 
-@each_loss
-def test_a_nan_shows_in_its_token(name):
-    clean, place = results(LOSSES[name][0], FEATURES), MASK.argmax()
+@each_op
+def test_a_nan_shows_in_its_token(op):
+    clean, place = results(outputs_of, op, FEATURES), MASK.argmax()
     bad = FEATURES.copy()
     bad[place, 3] = np.nan
-    dirty = results(LOSSES[name][0], bad)
+    dirty = results(outputs_of, op, bad)
     for k in range(2):
         assert np.isnan(dirty[k][place]).any()
         np.testing.assert_array_equal(np.delete(dirty[k], place, 0), np.delete(clean[k], place, 0))

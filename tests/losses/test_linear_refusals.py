@@ -3,22 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linear_cases import CLASSES, FEATURES, KERNEL, LABELS, TOKENS, WIDTH
+from linear_cases import CLASSES, FEATURES, KERNEL, LABELS, OPS, TOKENS, WIDTH
 
 from masksafe import losses
 
-OPS = {  # the arguments behind the layer
-    "linear_softmax_cross_entropy": {"labels": LABELS},
-    "linear_log_probs": {"labels": LABELS},
-    "linear_kl_divergence": {"target_features": FEATURES[:, :5], "target_kernel": KERNEL[:5]},
-    "linear_kl_divergence_with_top_k_targets": {
-        "target_log_probs": np.full((TOKENS, 2), -1.0),
-        "target_classes": np.tile([0, 1], (TOKENS, 1)),
-    },
-}
 CROSS_ENTROPY, LOG_PROBS, DIVERGENCE, TOP_K = ((name,) for name in OPS)
 OF_LABELS, OF_TARGETS, REDUCED = CROSS_ENTROPY + LOG_PROBS, DIVERGENCE + TOP_K, CROSS_ENTROPY + DIVERGENCE + TOP_K
-TEMPERED = LOG_PROBS + OF_TARGETS
+TEMPERED, TARGET_KERNEL = LOG_PROBS + OF_TARGETS, OPS[DIVERGENCE[0]].arguments["target_kernel"]
 REFUSALS = [
     (OPS, "features", jnp.zeros(()), ValueError, "features: got shape"),
     (OPS, "features", jnp.zeros((TOKENS, WIDTH), int), TypeError, "features: got dtype int32"),
@@ -50,11 +41,11 @@ REFUSALS = [
     (OF_TARGETS, "direction", "backward", ValueError, "direction: got value 'backward'"),
     (OF_TARGETS, "beta", 0.0, ValueError, "beta: got value 0.0.*direction="),
     (OF_TARGETS, "beta", 1, ValueError, "beta: got value 1"),
-    (OF_TARGETS, "class_mask", np.ones((TOKENS, CLASSES), bool), ValueError, "class_mask: got shape"),
-    (OF_TARGETS, "class_mask", np.ones(CLASSES), TypeError, "class_mask: got dtype"),
-    (DIVERGENCE, "target_kernel", KERNEL[:5].T, ValueError, r"pass target_kernel\.T"),
-    (DIVERGENCE, "target_kernel", KERNEL[:5, :3], ValueError, "target_kernel: got shape .* 24 classes"),
-    (DIVERGENCE, "target_features", FEATURES[:3, :5], ValueError, "target_features: got shape"),
+    (OPS, "class_mask", np.ones((TOKENS, CLASSES), bool), ValueError, r"class_mask: got shape \(40, 24\)"),
+    (OPS, "class_mask", np.ones(CLASSES), TypeError, "class_mask: got dtype"),
+    (DIVERGENCE, "target_kernel", TARGET_KERNEL.T, ValueError, r"pass target_kernel\.T"),
+    (DIVERGENCE, "target_kernel", TARGET_KERNEL[:, :3], ValueError, "target_kernel: got shape .* 24 classes"),
+    (DIVERGENCE, "target_features", FEATURES[:3, :4], ValueError, "target_features: got shape"),
     (DIVERGENCE, "target_bias", np.ones(3), ValueError, r"target_bias: got shape \(3,\)"),
     (DIVERGENCE, "target_gradients", 1, TypeError, "target_gradients: got value 1"),
     (TOP_K, "target_log_probs", np.zeros((TOKENS, 2), int), TypeError, "target_log_probs: got dtype"),
@@ -68,8 +59,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize("op", OPS)
 def test_bad_arguments_are_refused(op):
-    arguments = {"features": FEATURES, "kernel": KERNEL, **OPS[op]}
     for ops, argument, value, error, text in REFUSALS:
         if op in ops:
             with pytest.raises(error, match=f"^{op}: (.*){text}"):
-                getattr(losses, op)(**arguments | {argument: value})
+                getattr(losses, op)(**OPS[op].arguments | {argument: value})

@@ -1,0 +1,428 @@
+"""What all losses of a linear layer have in common, on one device: the table of their options, and each rule once."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from linear_cases import (
+    ARRAYS,
+    BAD,
+    CAPPED,
+    CLASS_MASK,
+    CLASS_WEIGHTS,
+    CLASSES,
+    CROSS_ENTROPY,
+    DIRECTIONS,
+    DIVERGENCE,
+    FEATURES,
+    LABELS,
+    LOG_PROBS,
+    MASK,
+    OF_LABELS,
+    OPS,
+    OPTIONS,
+    REDUCTIONS,
+    TARGET_MASK,
+    TOKENS,
+    TOP_K,
+    WIDTH,
+    assert_all_zero,
+    assert_same_function,
+    assert_trees_close,
+    bad_rows,
+    every_derivative,
+    forms,
+    formula_of,
+    in_turn,
+    ours_and_formula,
+    outputs_of,
+    second_derivatives,
+    singles,
+    split_call,
+    total_of,
+)
+from tiers import pairs
+
+import masksafe
+from masksafe import losses
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+# Values and derivatives are those of the formula. An option that is True is an array.
+
+MAYBE = False, True
+CHOICES = {
+    CROSS_ENTROPY: {
+        "reduction": REDUCTIONS,
+        "with_components": MAYBE,
+        "class_mask": (False, True, "bias"),
+        "options": ({}, OPTIONS, {"label_smoothing": 1.0}, {"z_loss": 0.1}, CAPPED),
+        **dict.fromkeys(("where", "bias", "weights", "class_weights"), MAYBE),
+    },
+    LOG_PROBS: {
+        "with_entropy": MAYBE,
+        "class_mask": (False, True, "bias"),
+        "options": ({}, {"temperature": 0.3}, {"temperature": 2.0, **CAPPED}, CAPPED),
+        **dict.fromkeys(("where", "bias"), MAYBE),
+    },
+    DIVERGENCE: {
+        "reduction": REDUCTIONS,
+        "direction": DIRECTIONS,
+        "options": ({}, {"temperature": 2.5, "beta": 0.3}),
+        **dict.fromkeys(("where", "class_mask", "bias", "target_bias"), MAYBE),
+    },
+    TOP_K: {
+        "reduction": REDUCTIONS,
+        "direction": DIRECTIONS,
+        "rest": ("bucket", "drop"),
+        "where": (False, True, "targets"),
+        "options": ({}, {"temperature": 1.5, "beta": 0.3}),
+        **dict.fromkeys(("class_mask", "bias"), MAYBE),
+    },
+}
+DEFAULT = [
+    ("cpu", CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "with_predictions": True, "block_size": 9}),
+    ("elsewhere", CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPS[CROSS_ENTROPY].all_outputs, "class_mask": True}),
+    ("elsewhere", LOG_PROBS, {**ARRAYS[LOG_PROBS], **CAPPED, "with_entropy": True, "class_mask": True}),
+    ("cpu", LOG_PROBS, {**ARRAYS[LOG_PROBS], "with_entropy": True, "temperature": 0.7, "class_mask": "bias"}),
+    ("cpu", DIVERGENCE, {**ARRAYS[DIVERGENCE], "reduction": "none", "direction": "reverse", "class_mask": True}),
+    ("cpu", TOP_K, {**ARRAYS[TOP_K], "reduction": "none"}),
+    ("cpu", TOP_K, {**ARRAYS[TOP_K], "rest": "drop", "temperature": 2.5}),
+]
+
+
+def rows_of(op):
+    """Every pair of two choices; sizes of blocks and predictions in turn."""
+    for i, row in enumerate(pairs(*CHOICES[op].values())):
+        named = dict(zip(CHOICES[op], row, strict=True))
+        named["where"] = TARGET_MASK if named["where"] == "targets" else named["where"]
+        named |= {"with_predictions": i % 2 == 1} if op in OF_LABELS else {}
+        yield op, {**named.pop("options"), **named, "block_size": (None, 9, 200)[i % 3]}
+
+
+@in_turn(("op", "options"), DEFAULT, itertools.chain(*map(rows_of, OPS)))
+def test_value_and_gradients_are_those_of_the_formula(platform, op, options):
+    *fns, floats = ours_and_formula(op, **options)
+    assert_same_function(fns, floats)
+
+
+OTHER_REDUCTIONS = [
+    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "reduction": "sum", "class_mask": "bias"}),
+    (LOG_PROBS, {"with_entropy": True, "with_predictions": True}),
+    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "forward"}),
+    (DIVERGENCE, {**ARRAYS[DIVERGENCE], "direction": "jensen_shannon", "reduction": "sum"}),
+    (TOP_K, {**ARRAYS[TOP_K], "direction": "jensen_shannon", "reduction": "sum", "rest": "drop"}),
+]
+
+
+@in_turn(("op", "options"), [], [row[1:] for row in DEFAULT] + OTHER_REDUCTIONS)
+def test_every_derivative(platform, op, options):
+    *fns, floats = ours_and_formula(op, **{"block_size": 9} | options)
+    assert_same_function(fns, floats, every_derivative, rtol=1e-9, atol=1e-11)
+
+
+COTANGENTS_OF_ZERO = [
+    (CROSS_ENTROPY, {"reduction": "mean", "weights": True}),
+    (CROSS_ENTROPY, {"reduction": "none", "weights": True}),
+    (LOG_PROBS, {"with_entropy": True}),
+    (DIVERGENCE, {"reduction": "sum"}),
+    (DIVERGENCE, {"reduction": "none"}),
+    (TOP_K, {"reduction": "none"}),
+]
+
+
+@in_turn(("op", "options"), [("cpu", LOG_PROBS, {})], COTANGENTS_OF_ZERO)
+def test_second_derivatives_where_the_cotangents_are_zero(platform, op, options):
+    """Those of half the squared distance from the outputs at the arguments themselves: J^T J, not 0."""
+    floats, others = split_call(op, where=True, **options)
+
+    @jax.jit
+    def all_of(floats):
+        outputs = lambda floats: jnp.stack(outputs_of(op, **others | floats))  # noqa: E731
+        old, along = outputs(floats), jax.tree.map(jnp.cos, floats)
+        distance = lambda floats: jnp.sum(jnp.square(outputs(floats) - old)) / 2  # noqa: E731
+        with masksafe.forward_mode():
+            desired = jax.vjp(outputs, floats)[1](jax.jvp(outputs, (floats,), (along,))[1])[0]
+        return jax.grad(distance)(floats), second_derivatives(distance, floats), (desired, desired)
+
+    with jax.enable_x64(True):
+        gradients, actual, desired = all_of(floats)
+    assert_trees_close(gradients, jax.tree.map(np.zeros_like, gradients), atol=1e-12)
+    assert_trees_close(actual, desired, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("op", [LOG_PROBS, DIVERGENCE, *map(forms, (CROSS_ENTROPY, TOP_K))])
+def test_any_batch_axes(op):
+    shape, rows = (2, 4, 5), np.array([True, False])[:, None, None]
+    given = {name: x.reshape(*shape, *x.shape[1:]) if len(x) == TOKENS else x for name, x in OPS[op].arguments.items()}
+    options = {"reduction": "none"} if op != LOG_PROBS else {}
+    run = jax.jit(lambda given, where: outputs_of(op, where=where, **given, **options)[0])
+    flat = run(OPS[op].arguments, np.broadcast_to(rows, shape).reshape(-1))
+    np.testing.assert_allclose(run(given, rows), flat.reshape(shape), rtol=2e-5, atol=1e-6)
+
+
+# Digits and dtypes.
+
+DIGITS = [*itertools.product(OPS, ("bfloat16", "float16", "float32")), (CROSS_ENTROPY, "mixed")]
+
+
+@in_turn(("op", "dtype"), [("cpu", *DIGITS[0])], DIGITS[1:])
+def test_gradients_have_the_digits_of_their_dtypes(platform, op, dtype):
+    """Mixed: those of features in bfloat16."""
+    arrays = {k: v for k, v in ARRAYS[op].items() if k not in ("weights", "class_weights")}
+    more = {"with_entropy": True} if op == LOG_PROBS else {"direction": "reverse"} if op == DIVERGENCE else {}
+    ours, formula, floats = ours_and_formula(op, **arrays, **more)
+    dtypes = {k: dtype if dtype != "mixed" else "bfloat16" if k == "features" else "float32" for k in floats}
+    floats = {k: x.astype(dtypes[k]) for k, x in floats.items()}
+    value, gradients = jax.jit(jax.value_and_grad(ours))(floats)
+    assert value.dtype == "float32"
+    assert {k: d.dtype for k, d in gradients.items()} == dtypes
+    with jax.enable_x64(True):
+        desired = jax.jit(jax.value_and_grad(formula))(jax.tree.map(np.float64, floats))
+    eps = float(jnp.finfo(dtypes["features"]).eps)
+    np.testing.assert_allclose(value, desired[0], rtol=1e-5)  # in bfloat16 it would keep two digits
+    assert_trees_close(gradients, desired[1], rtol=4 * eps, atol=max(eps, 2e-6))
+
+
+TYPES = "bfloat16", "float32", "float64"
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize(
+    ("op", "i", "j"),
+    [*itertools.product((CROSS_ENTROPY, DIVERGENCE), range(3), range(3)), (LOG_PROBS, 0, 2), (TOP_K, 2, 0)],
+)
+def test_mixed_dtypes_have_second_derivatives(op, i, j):
+    """With 64-bit types, an argument may be wider than the sums or narrower."""
+    floats, others = split_call(op, bias=True, **OPS[op].all_outputs)
+    with jax.enable_x64(True):
+        of_each = i, j, i + j, i + 2 * j, 2 * i + j
+        dtypes = {name: TYPES[n % 3] for name, n in zip(floats, of_each, strict=False)}
+        shapes = {name: jax.ShapeDtypeStruct(x.shape, dtypes[name]) for name, x in floats.items()}
+        loss = lambda floats: sum(map(jnp.sum, outputs_of(op, **others | floats)))  # noqa: E731
+        for second in (jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
+            of_pairs = jax.eval_shape(second(loss), shapes)
+            assert {name: of_pairs[name][name].dtype for name in floats} == dtypes
+
+
+@in_turn(("op",), [], [(CROSS_ENTROPY,), (DIVERGENCE,), (LOG_PROBS,)])
+def test_a_common_offset_of_the_logits_costs_no_digits(platform, op):
+    more = {"label_smoothing": 0.1} if op == CROSS_ENTROPY else {"with_entropy": True} if op == LOG_PROBS else {}
+    floats, others = split_call(op, **more)
+    sides = {"bias": 1, "target_bias": -1} if op == DIVERGENCE else {"bias": 1}
+    run = jax.jit(jax.value_and_grad(total_of(outputs_of, op, **others)))
+    rounded = {name: np.round(x) for name, x in floats.items()}  # logits that are exact with the offset
+    for kernel in (rounded["kernel"], np.zeros_like(rounded["kernel"])):
+        args = rounded | {"kernel": kernel}
+        desired, *others = (
+            run(singles(args | {name: np.full(CLASSES, sign * offset) for name, sign in sides.items()}))
+            for offset in (0.0, 1e3, 1e5, 1e6)
+        )
+        for actual in others:
+            assert_trees_close(actual, desired, rtol=1e-4, atol=2e-5)
+
+
+# What is masked or replaced is gone; what is bad stays in its own row.
+
+
+EACH_OP = [("elsewhere", CROSS_ENTROPY), ("elsewhere", LOG_PROBS), ("cpu", DIVERGENCE), ("cpu", TOP_K)]
+
+
+@in_turn(
+    ("op", "mode"),
+    [(*row, "reverse") for row in EACH_OP],
+    [*itertools.product(OF_LABELS, ("forward mode", "reverse")), (DIVERGENCE, "forward mode")],
+)
+def test_masked_classes_touch_nothing_and_nothing_left_is_zero(platform, op, mode):
+    """Whatever the cotangent, as that of a square root of 0. Masked tokens are in the contract's table."""
+    reductions = [{}] if op == LOG_PROBS else [{}, {"reduction": "mean"}]
+    options = OPS[op].all_outputs | {"block_size": 9}
+
+    @jax.jit
+    def step(floats, others, cotangent):
+        of = lambda floats: [outputs_of(op, **options | r | others | floats) for r in reductions]  # noqa: E731
+        found, reverse = jax.vjp(of, floats)
+        return found, reverse(jax.tree.map(lambda x: cotangent.astype(x.dtype) * jnp.ones_like(x), found))[0]
+
+    def outcome(change, cotangent=1.0, **masks):
+        given = split_call(op, **ARRAYS[op], class_mask=True)
+        floats, others = ({name: change(name, x) for name, x in of.items()} for of in given)
+        with masksafe.forward_mode() if mode == "forward mode" else masksafe.label_checks("off"):
+            return step(*singles((floats, others | masks)), np.float32(cotangent))
+
+    def under_masks(garbage, bad_class):
+        def change(name, x):
+            if name in ("target_log_probs", "target_classes"):
+                return np.where(TARGET_MASK, x, garbage if x.dtype.kind == "f" else bad_class)
+            return np.where(CLASS_MASK, x, garbage) if x.shape[-1] == CLASSES and x.dtype.kind == "f" else x
+
+        return change
+
+    clean = outcome(under_masks(0, 0))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(clean))
+    for garbage, bad_class in ((np.nan, -1), (np.inf, 99), (-np.inf, 2**31 - 1), (1e38, 1)):
+        jax.tree.map(np.testing.assert_array_equal, outcome(under_masks(garbage, bad_class)), clean)
+    for d in clean[1].values():
+        if d.shape[-1] == CLASSES:
+            assert_all_zero(d[..., ~CLASS_MASK])
+    nan_in = lambda names: lambda name, x: np.full_like(x, np.nan) if name in names else x  # noqa: E731
+    floats, others = split_call(op, **ARRAYS[op], class_mask=True)
+    for names in (floats, *([name] for name in floats)):
+        assert_all_zero(outcome(nan_in(names), np.inf, where=np.zeros_like(others["where"])))
+    nothing = outcome(nan_in(floats.keys() - {"weights"}), np.inf, class_mask=np.zeros_like(CLASS_MASK))
+    assert_all_zero((nothing[0], {name: d for name, d in nothing[1].items() if name != "weights"}))
+
+
+NO_TOKENS = [(op, 0, WIDTH) for op in (CROSS_ENTROPY, LOG_PROBS, DIVERGENCE)]
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "width"), [*NO_TOKENS, *(forms(op, tokens, 0) for op in OPS for tokens in (0, 3))]
+)
+def test_no_tokens_and_no_features(op, tokens, width):
+    floats, others = (
+        {name: x[:tokens] if len(x) == TOKENS else x for name, x in given.items()} for given in split_call(op)
+    )
+    floats |= {"features": floats["features"][:, :width], "kernel": floats["kernel"][:width]}
+    ours, formula = (total_of(fn, op, **others) for fn in (outputs_of, formula_of))
+    found = jax.jit(jax.value_and_grad(ours))(singles(floats))
+    desired = jax.value_and_grad(formula)(floats) if tokens else jax.tree.map(np.zeros_like, found)
+    assert_trees_close(found, desired, rtol=1e-5, atol=1e-7)
+
+
+def bad_calls(op):
+    """The table's arrays with a NaN in row 3 and other things in row 5, each once."""
+    floats, others = split_call(op)
+    floats["features"] = np.where(np.arange(TOKENS)[:, None] == 3, np.nan, floats["features"])
+    if op in OF_LABELS:
+        for label in (-1, CLASSES, -100, 2**31 - 1):
+            yield floats, others | {"labels": np.where(BAD, label, LABELS)}
+    elif op == DIVERGENCE:
+        yield floats | {"target_features": np.where(BAD[:, None], np.nan, floats["target_features"])}, others
+    else:
+        first = BAD[:, None] & (np.arange(TARGET_MASK.shape[1]) == 0)
+        classes = others["target_classes"]
+        for bad in (-1, CLASSES, classes[5, 1]):
+            yield floats, others | {"target_classes": np.where(first, bad, classes)}
+        yield floats, others | {"target_log_probs": np.where(first, np.nan, others["target_log_probs"])}
+
+
+OTHER_FORMS = [(LOG_PROBS, {}), (TOP_K, {"rest": "drop"}), (CROSS_ENTROPY, {}), (LOG_PROBS, {"with_entropy": True})]
+OTHER_FORMS += [(DIVERGENCE, {"direction": direction}) for direction in DIRECTIONS[1:]]
+
+
+@in_turn(("op", "more"), [(*row, {}) for row in EACH_OP], OTHER_FORMS)
+def test_what_is_bad_stays_in_its_row_and_is_gone_if_it_is_replaced(platform, op, more):
+    """In the mean too, and where `jnp.where` behind the loss leaves the rows out."""
+    bad, reduced = np.isin(np.arange(TOKENS), [3, 5]), op != LOG_PROBS
+
+    @jax.jit
+    def all_of(floats, others):
+        of = lambda floats, r: outputs_of(op, **({"reduction": r} if reduced else {}), **more, **others | floats)  # noqa: E731
+        mean = lambda floats: jnp.mean(of(floats, "mean")[0])  # noqa: E731
+        kept = lambda floats: sum(jnp.sum(jnp.where(bad, 0, x)) for x in of(floats, "none"))  # noqa: E731
+        gone = lambda floats, r: sum(jnp.sum(jnp.where(False, x, 0)) for x in of(floats, r))  # noqa: E731
+        return (
+            of(floats, "none")[0],
+            jax.value_and_grad(mean)(floats),
+            jax.grad(kept)(floats),
+            [jax.grad(gone)(floats, r) for r in ("mean", "none")],
+        )
+
+    for call in bad_calls(op):
+        outputs, (mean, gradient), kept, gone = all_of(*singles(call))
+        assert np.isnan(mean)
+        assert bad_rows(outputs) == bad_rows(gradient["features"]) == [3, 5]
+        assert np.isnan(gradient["features"][bad]).all()
+        assert np.isnan(gradient["kernel"]).all() or op == TOP_K
+        assert all(np.isfinite(d).all() for d in kept.values())
+        assert not kept["features"][bad].any()
+        assert_all_zero(gone)
+
+
+@pytest.mark.parametrize("op", [CROSS_ENTROPY, *map(forms, (LOG_PROBS, TOP_K))])
+def test_what_is_bad_is_nan_in_its_own_row_in_forward_mode(op):
+    *_, (floats, others) = bad_calls(op)
+    loss = lambda floats: jnp.sum(outputs_of(op, **OPS[op].all_outputs, **others | floats)[0])  # noqa: E731
+    with masksafe.forward_mode():
+        gradient = jax.jit(jax.grad(loss))(singles(floats))["features"]
+    assert bad_rows(gradient) == [3, 5]
+    assert np.isnan(gradient[np.array([3, 5])]).all()
+
+
+@pytest.mark.parametrize(
+    ("op", "by"), [(CROSS_ENTROPY, "mask"), (LOG_PROBS, "mask"), (CROSS_ENTROPY, "bias"), forms(LOG_PROBS, "bias")]
+)
+def test_a_label_at_a_class_that_is_excluded_costs_infinity(platform, op, by):
+    """Whatever its weight. What does not depend on the label is as for any other."""
+    options = OPS[op].all_outputs | {"where": MASK}
+    weights = {"class_weights": CLASS_WEIGHTS} if op == CROSS_ENTROPY else {}
+    if by == "mask":
+        options |= {"class_mask": CLASS_MASK} | {name: np.where(CLASS_MASK, w, 0) for name, w in weights.items()}
+
+    def of(labels, bias):
+        return outputs_of(op, bias=bias, **OPS[op].arguments | {"labels": labels}, **singles(options))
+
+    at = np.flatnonzero(MASK)[2]
+    labels = np.where(np.arange(TOKENS) == at, np.flatnonzero(~CLASS_MASK)[1], LABELS)
+    bias, run = np.where(CLASS_MASK | (by == "mask"), 0, -np.inf).astype("float32"), jax.jit(of)
+    actual, desired = run(labels, bias), run(LABELS, bias)
+    np.testing.assert_array_equal(np.isinf(actual[0]), np.arange(TOKENS) == at)
+    np.testing.assert_array_equal(np.delete(actual[0], at), np.delete(desired[0], at))
+    assert_trees_close(actual[1:], desired[1:], rtol=1e-6)
+    if by == "bias":
+        assert np.isnan(run(LABELS, np.full_like(bias, -np.inf))[0][MASK]).all()
+        return
+    with masksafe.label_checks("raise"):
+        jax.block_until_ready(run(np.where(MASK, LABELS, -100), bias))
+        with pytest.raises(Exception, match=rf"{op}: 1 of {MASK.sum()} labels are at a masked class; first at \("):
+            jax.block_until_ready(run(labels, bias))
+    with masksafe.label_checks("checkify"):
+        error, _ = jax.jit(checkify.checkify(of))(labels, bias)
+    assert "at a masked class" in error.get()
+
+
+@in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(LOG_PROBS,), (LOG_PROBS,), (CROSS_ENTROPY,)])
+def test_dead_places_of_a_block_do_not_meet_an_infinite_weight(platform, op):
+    """For negative features the infinite weight excludes class 0; 0 times infinity would be NaN."""
+    more = {"with_entropy": True} if op == LOG_PROBS else {}
+    floats = {"features": -np.abs(FEATURES[:, :1]), "kernel": np.array([[np.inf, 0.5, 0.3]])}
+    loss = total_of(outputs_of, op, labels=1 + LABELS % 2, where=MASK, block_size=9, **more)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(singles(floats))
+    assert np.isfinite(value)
+    assert np.isfinite(gradients["kernel"]).all()
+    assert gradients["kernel"][0, 0] == 0
+    assert np.isfinite(np.asarray(gradients["features"])[~MASK]).all()
+
+
+# One answer everywhere.
+
+
+@in_turn(("op",), [("elsewhere", CROSS_ENTROPY)], [(DIVERGENCE,), (TOP_K,), (CROSS_ENTROPY,), (LOG_PROBS,)])
+def test_a_vmap_over_samples_of_unlike_numbers_of_blocks(platform, op):
+    floats, others = split_call(op)
+
+    def step(features, where):
+        loss = total_of(outputs_of, op, **others, where=where)
+        return jax.value_and_grad(loss)(singles(floats) | {"features": features})
+
+    features = np.stack([x := floats["features"], x[::-1], np.cos(x)]).astype("float32")
+    where, one = np.stack([MASK, ~MASK, np.zeros_like(MASK)]), jax.jit(step)
+    each = [one(f, w) for f, w in zip(features, where, strict=True)]
+    many = jax.jit(jax.vmap(step))(features, where)
+    assert_trees_close(many, jax.tree.map(lambda *x: np.stack(x), *each), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", [CROSS_ENTROPY, *map(forms, (LOG_PROBS, DIVERGENCE))])
+def test_memory_is_that_of_a_block_of_tokens(choose, op):
+    choose(linear={"class_tile_elements": 2**20})
+    tokens, width, classes = 4096, 64, 32768
+    layer = ((tokens, width), "float32"), ((width, classes), "float32")
+    shapes = *layer, *(layer if op == DIVERGENCE else [((tokens,), "int32")]), ((tokens,), "bool")
+    loss = lambda *args: sum(jax.tree.leaves(jax.tree.map(jnp.sum, getattr(losses, op)(*args[:-1], where=args[-1]))))  # noqa: E731
+    program = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compile()
+    of_kernel, of_logits = 4 * width * classes, 4 * tokens * classes * (2 if op == DIVERGENCE else 1)
+    assert program.memory_analysis().temp_size_in_bytes - of_kernel < of_logits / 8

@@ -1,0 +1,429 @@
+"""The losses of a linear layer over devices: one device's answer, at the cost of a `jax.shard_map` written by hand."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from linear_cases import (
+    ARRAYS,
+    CLASS_MASK,
+    CLASSES,
+    CROSS_ENTROPY,
+    DIVERGENCE,
+    KERNEL,
+    LOG_PROBS,
+    MASK,
+    OF_LABELS,
+    OPS,
+    OPTIONS,
+    TOKENS,
+    TOP_K,
+    assert_all_zero,
+    assert_trees_close,
+    every_derivative,
+    forms,
+    formula_of,
+    in_turn,
+    outputs_of,
+    second_derivatives,
+    singles,
+    split_call,
+    total_of,
+    use_platform,
+)
+from tiers import pairs
+
+import masksafe
+from masksafe.losses import linear_softmax_cross_entropy
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+close = functools.partial(assert_trees_close, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(autouse=True)
+def sizes(choose):
+    use_platform(choose, "cpu")
+
+
+# Classes that are split by hand.
+
+
+def sum_of(fn, op, others, floats):
+    return sum((1 + i) * jnp.sum(x) for i, x in enumerate(fn(op, **others | floats)))
+
+
+COMPONENTS, ENTROPY = (OPS[op].all_outputs | {"with_predictions": True} for op in (CROSS_ENTROPY, LOG_PROBS))
+BIAS_AND_MASK = {"where": True, "bias": True}
+IN_SHARD_MAPS = [
+    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **COMPONENTS, "class_mask": True}, True),
+    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "sum"}, True),  # whose gradients are kept
+    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "sum"}, False),
+    (CROSS_ENTROPY, {**BIAS_AND_MASK, **OPTIONS, "reduction": "none"}, False),
+    (CROSS_ENTROPY, {**ARRAYS[CROSS_ENTROPY], **OPTIONS, "class_mask": True, "reduction": "sum"}, True),
+    (LOG_PROBS, {**BIAS_AND_MASK, "temperature": 0.7}, True),
+    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY, "temperature": 0.7, "class_mask": True}, True),
+    (LOG_PROBS, {**BIAS_AND_MASK, **ENTROPY}, False),
+]
+
+
+@in_turn(("op", "options", "outside"), [("cpu", *case) for case in IN_SHARD_MAPS[:2]], IN_SHARD_MAPS)
+def test_classes_split_in_a_shard_map(platform, op, options, outside):
+    """Gradients of the shard_map, whose cotangents are parts of a sum over devices, or within it. There are ties."""
+    floats, others = singles(split_call(op, **options))
+    floats |= {name: np.round(floats[name]) for name in ("features", "kernel")}
+    arrays = {name: x for name, x in others.items() if isinstance(x, np.ndarray)}
+    static = others | {"axis_name": "y", "block_size": 4}
+
+    def local(floats, arrays):
+        return jax.lax.psum(sum_of(outputs_of, op, static | arrays, floats), "x")
+
+    specs = tuple(specs_of(SPLITS["tokens and classes"], of) for of in (floats, arrays))
+    split = functools.partial(jax.shard_map, mesh=mesh_of((AUTO, AUTO)), in_specs=specs)
+    if outside:
+        step = jax.value_and_grad(split(local, out_specs=P()))
+    else:
+        step = split(jax.value_and_grad(local), out_specs=(P(), specs[0]))
+    step, whole = jax.jit(step), jax.jit(jax.value_and_grad(lambda floats: sum_of(formula_of, op, others, floats)))
+    assert_trees_close(step(floats, arrays), whole(floats), rtol=1e-4, atol=1e-5)
+    if "class_mask" in arrays:
+        assert_all_zero(step(floats, arrays | {"class_mask": np.zeros_like(CLASS_MASK)})[1])
+
+
+OTHER_DERIVATIVES = [
+    *((CROSS_ENTROPY, {**OPTIONS, "where": True, "reduction": r}, r != "mean") for r in ("mean", "none", "sum")),
+    *[(LOG_PROBS, {"with_entropy": True}, True)] * 2,  # on both platforms
+]
+
+
+@in_turn(("op", "options", "check_vma"), [], OTHER_DERIVATIVES)
+def test_other_derivatives_with_split_classes(platform, op, options, check_vma):
+    """With check_vma=False JAX takes the loss on each device for a term of a sum over the devices."""
+    mesh = jax.make_mesh((4,), ("classes",), axis_types=(AUTO,))
+    floats, others = split_call(op, **options)
+    features = floats.pop("features") if op == CROSS_ENTROPY else None
+    others |= {} if features is None else {"features": features}
+    specs = ({name: P(None, "classes") if name == "kernel" else P() for name in floats},)
+    ours = total_of(outputs_of, op, axis_name="classes", block_size=9, **others)
+    split = jax.shard_map(ours, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
+
+    def derivatives(fn, floats):
+        with masksafe.forward_mode():
+            slope = jax.jvp(fn, (floats,), (jax.tree.map(jnp.cos, floats),))
+        return slope, second_derivatives(fn, floats)
+
+    fns = split, total_of(formula_of, op, **others)
+    both = jax.jit(lambda floats: [derivatives(fn, floats) for fn in fns])
+    for kernel in (KERNEL, np.zeros_like(KERNEL))[: 1 + (op == LOG_PROBS)]:  # ties everywhere
+        assert_trees_close(*both(singles(floats | {"kernel": kernel})), rtol=1e-3, atol=1e-4)
+
+
+# Meshes with explicit axes. How the arguments are split, by their role or name.
+
+SHAPE = 10, 4
+X, Y, XY = P("x"), P("y"), P(("x", "y"))
+BY_Y = P(None, "y")
+SPLITS = {
+    "tokens": {"tokens": X},
+    "both axes of tokens": {"tokens": P("x", "y")},
+    "tokens of the features": {"features": BY_Y, "weights": BY_Y},
+    "tokens of the targets": {"target_features": X},
+    "classes": {"kernel": BY_Y, "classes": Y},
+    "classes over two axes": {"kernel": P(None, ("x", "y")), "classes": XY},
+    "classes, bias and mask whole": {"kernel": BY_Y, "class_weights": Y},
+    "tokens and classes": {"tokens": X, "kernel": BY_Y, "classes": Y},
+    "kernel by features": {"tokens": X, "kernel": P("x", "y")},
+    "tokens and classes over one axis": {"tokens": X, "kernel": P(None, "x"), "classes": X},
+    "features": {"tokens": X, "features": P("x", None, "y"), "kernel": Y},
+    "features alone": {"features": P(None, None, "y"), "kernel": Y},
+    "weights alone": {"weights": X},
+    "class weights alone": {"class_weights": X},
+    "mask along another axis": {"features": BY_Y, "where": X},
+}
+KERNELS = "kernel", "target_kernel"
+OF_CLASSES = "bias", "target_bias", "class_weights", "class_mask"
+
+
+def specs_of(split, arrays):
+    def spec(name):
+        role = "kernel" if name in KERNELS else "classes" if name in OF_CLASSES else "tokens"
+        role = "features" if name.endswith("features") and "features" in split else role
+        return split.get(name, split.get(role, P()))
+
+    return {name: spec(name) for name in arrays}
+
+
+def mesh_of(kinds=(EXPLICIT, EXPLICIT)):
+    return jax.make_mesh((2, 4), ("x", "y"), axis_types=kinds)
+
+
+def put(mesh, args, split):
+    """Arrays by name on a mesh, all in one dict or in several."""
+    of = SPLITS[split] if isinstance(split, str) else split
+    return tuple(
+        {name: jax.device_put(x, NamedSharding(mesh, specs_of(of, given)[name])) for name, x in given.items()}
+        for given in args
+    )
+
+
+HALF = MASK & (np.arange(TOKENS) >= TOKENS // 2)  # nothing is left on half of the devices, if they split the first axis
+
+
+@functools.cache
+def call_of(op, class_mask=False):
+    """The arrays of a call of tokens on two axes, with gradients and without."""
+    given = split_call(op, **ARRAYS[op] | {"where": HALF, "class_mask": class_mask})
+    shaped = lambda x: x.reshape(*SHAPE, *x.shape[1:]) if len(x) == TOKENS else x  # noqa: E731
+    return tuple({name: shaped(x) for name, x in singles(of).items()} for of in given)
+
+
+def loss_of(op, **options):
+    options = OPS[op].all_outputs | {"block_size": 3} | options
+    return lambda floats, others: total_of(outputs_of, op, **options, **others)(floats)
+
+
+@functools.cache
+def step(op, **options):
+    """One program for all values of arrays that are split alike."""
+    return jax.jit(jax.value_and_grad(loss_of(op, **options)))
+
+
+mean_of = functools.partial(loss_of, CROSS_ENTROPY, reduction="mean", with_components=False)
+run_mean = functools.partial(step, CROSS_ENTROPY, reduction="mean", with_components=False)
+
+
+def assert_same_on_a_mesh(run, args, split, kinds=(EXPLICIT, EXPLICIT), rtol=2e-5, atol=2e-6):
+    with jax.set_mesh(mesh_of(kinds)):
+        actual = run(*put(mesh_of(kinds), args, split))
+    assert_trees_close(actual, run(*args), rtol=rtol, atol=atol)
+
+
+QUICK = (CROSS_ENTROPY, "tokens and classes", "none", True)
+OTHERS = "tokens of the targets", "tokens", "classes", "tokens and classes", "kernel by features"
+ALL = [
+    *(
+        (CROSS_ENTROPY, *row)
+        for row in pairs([x for x in SPLITS if x not in OTHERS[:1]], ["mean", "none"], [False, True])
+    ),
+    *((LOG_PROBS, split, None, True) for split in OTHERS[1:]),
+    *((DIVERGENCE, *row, True) for row in zip(OTHERS, ("mean", "none") * 3, strict=False)),
+    (TOP_K, "tokens and classes", "none", True),
+    (TOP_K, "tokens", "mean", False),
+]
+
+
+@pytest.mark.parametrize(("op", "split", "reduction", "with_mask"), [QUICK, *(forms(*c) for c in ALL if c != QUICK)])
+def test_value_and_gradients_are_those_of_one_device(op, split, reduction, with_mask):
+    """With a mask of classes also with components, predictions and a mesh that is set."""
+    options = {"reduction": reduction} if reduction else {}
+    options |= {"with_components": with_mask} if op == CROSS_ENTROPY else {}
+    options |= {"with_predictions": with_mask} if op in OF_LABELS else {}
+    mesh, run, args = mesh_of(), step(op, **options), call_of(op, with_mask)
+    parts = put(mesh, args, split)
+    if with_mask:
+        with jax.set_mesh(mesh):
+            value, gradients = run(*parts)
+    else:
+        value, gradients = run(*parts)
+    close((value, gradients), run(*args))
+    for name, gradient in gradients.items():
+        assert gradient.sharding.is_equivalent_to(parts[0][name].sharding, gradient.ndim)
+
+
+def test_losses_are_split_like_the_tokens_without_jit_too():
+    floats, others = call_of(CROSS_ENTROPY)
+    args = {name: (floats | others)[name] for name in ("features", "kernel", "labels")}
+    losses = linear_softmax_cross_entropy(**put(mesh_of(), [args], "both axes of tokens")[0], reduction="none")
+    assert jax.typeof(losses).sharding.spec == P("x", "y")
+    close(losses, jax.jit(functools.partial(linear_softmax_cross_entropy, reduction="none"))(**args))
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize(
+    ("op", "split", "reduction"),
+    [
+        (CROSS_ENTROPY, "tokens and classes", "none"),
+        (CROSS_ENTROPY, "tokens", "mean"),
+        (CROSS_ENTROPY, "classes", "none"),
+        (DIVERGENCE, "tokens and classes", "mean"),
+        (TOP_K, "tokens and classes", "mean"),
+    ],
+)
+def test_every_derivative(op, split, reduction):
+    loss = loss_of(op, reduction=reduction)
+    run = jax.jit(lambda floats, others: every_derivative(lambda floats: loss(floats, others))(floats))
+    assert_same_on_a_mesh(run, call_of(op), split, rtol=2e-4, atol=2e-5)
+
+
+def test_masked_tokens_touch_nothing():
+    """In the program of the split of tokens and classes; neither if they are all masked."""
+
+    def outcome(mask, garbage, label):
+        floats, others = call_of(CROSS_ENTROPY, True)
+        features = np.where(mask[..., None], floats["features"], np.float32(garbage))
+        hidden = {"features": features, "weights": np.where(mask, floats["weights"], np.float32(garbage))}
+        labels = np.where(mask, others["labels"], label)
+        args = floats | hidden, others | {"labels": labels, "where": mask}
+        with jax.set_mesh(mesh_of()):
+            return step(CROSS_ENTROPY, reduction="none", with_components=True)(*put(mesh_of(), args, QUICK[1]))
+
+    mask = HALF.reshape(SHAPE)
+    clean = outcome(mask, 0, 0)
+    assert not np.asarray(clean[1]["features"])[~mask].any()
+    for garbage, label in ((np.nan, -100), (np.inf, CLASSES), (1e38, 3)):
+        jax.tree.map(np.testing.assert_array_equal, outcome(mask, garbage, label), clean)
+    assert_all_zero(outcome(np.zeros_like(mask), np.nan, -1))
+
+
+def with_bad_labels():
+    floats, others = call_of(CROSS_ENTROPY, True)
+    labels = others["labels"].copy()
+    labels[1, 3], labels[3, 2] = -1, CLASSES
+    return put(mesh_of(), (floats, others | {"labels": labels, "where": np.ones(SHAPE, bool)}), "tokens and classes")
+
+
+def test_a_bad_label_is_nan_in_its_own_row():
+    with jax.set_mesh(mesh_of()):
+        value, gradients = step(CROSS_ENTROPY, reduction="none", with_components=True)(*with_bad_labels())
+    assert np.isnan(value)
+    assert np.argwhere(np.isnan(gradients["features"]).all(-1)).tolist() == [[1, 3], [3, 2]]
+    assert np.isnan(gradients["features"]).any(-1).sum() == 2
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("op", [CROSS_ENTROPY, DIVERGENCE, TOP_K])
+def test_label_checks(op):
+    step, args = jax.value_and_grad(loss_of(op, reduction="mean")), call_of(op)
+    with jax.set_mesh(mesh_of()), masksafe.label_checks("checkify"):
+        error, actual = jax.jit(checkify.checkify(step))(*put(mesh_of(), args, "tokens and classes"))
+        error.throw()
+    close(actual, jax.jit(step)(*args))
+    if op == CROSS_ENTROPY:
+        with jax.set_mesh(mesh_of()), masksafe.label_checks("checkify"):
+            error, (value, _) = jax.jit(checkify.checkify(step))(*with_bad_labels())
+        assert "2 of 40 labels" in error.get()
+        assert np.isnan(value)
+        text = r"2 of 40 labels .* first at \(1, 3\): -1"
+        with jax.set_mesh(mesh_of()), masksafe.label_checks("raise"), pytest.raises(Exception, match=text):
+            mean_of()(*with_bad_labels())
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize(
+    "split",
+    [
+        {"tokens": X, "many": P(None, "x")},
+        {"many": P("x", None, "y"), "weights": BY_Y, "labels": BY_Y, "where": BY_Y},
+    ],
+    ids=["tokens", "samples"],
+)
+def test_vmap_scan_and_remat(split):
+    floats, others = call_of(CROSS_ENTROPY)
+    features, loss = floats["features"], jax.checkpoint(mean_of())
+
+    @jax.jit
+    def gradients(many, floats, others):
+        of_one = lambda x, floats: loss(floats | {"features": x}, others)  # noqa: E731
+        of_many = lambda many, floats: jnp.sum(jax.vmap(lambda x: of_one(x, floats))(many))  # noqa: E731
+        again = lambda x, floats: jax.lax.scan(lambda c, _: (c + of_one(x, floats), None), 0.0, None, 2)[0]  # noqa: E731
+        many = many["many"]
+        return jax.grad(of_many, (0, 1))(many, floats), jax.grad(again, (0, 1))(jnp.sum(many, 0), floats)
+
+    args = {"many": np.stack([features, np.cos(features)])}, floats, others
+    assert_same_on_a_mesh(gradients, args, split)
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize(("kinds", "split"), [((EXPLICIT, AUTO), "tokens"), ((AUTO, EXPLICIT), "classes")], ids=str)
+def test_a_mesh_with_automatic_axes_too(kinds, split):
+    assert_same_on_a_mesh(run_mean(), call_of(CROSS_ENTROPY), split, kinds)
+
+
+@pytest.mark.forms
+def test_axes_made_explicit_around_the_loss():
+    """What the docs advise for automatic axes; without weights of classes, which would be gathered."""
+    floats, others = call_of(CROSS_ENTROPY)
+    given = floats, {name: x for name, x in others.items() if name != "class_weights"}
+    mesh, specs = mesh_of((AUTO, AUTO)), tuple(specs_of(SPLITS["tokens and classes"], of) for of in given)
+    explicit = jax.value_and_grad(jax.sharding.explicit_axes(mean_of(), in_sharding=specs))
+    with jax.set_mesh(mesh):
+        args = put(mesh, given, "tokens and classes")
+        program = jax.jit(explicit).lower(*args).compile()
+        actual = program(*args)
+    close(actual, jax.jit(jax.value_and_grad(mean_of()))(*given))
+    assert set(collectives(program)) == {"all-reduce"}
+
+
+@pytest.mark.forms
+def test_inside_a_shard_map_over_another_axis():
+    args = tuple(
+        {name: x.reshape(-1, *x.shape[2:]) if x.shape[:2] == SHAPE else x for name, x in of.items()}
+        for of in call_of(CROSS_ENTROPY)
+    )
+    with jax.set_mesh(mesh_of()):
+        local = lambda floats, others: jax.lax.psum(sum_of(outputs_of, CROSS_ENTROPY, others, floats), "x")  # noqa: E731
+        specs = tuple(specs_of(SPLITS["tokens"], of) for of in args)
+        split = jax.shard_map(local, in_specs=specs, out_specs=P(), axis_names={"x"})
+        actual = jax.jit(jax.value_and_grad(split))(*put(mesh_of(), args, {"tokens": XY}))
+    close(actual, jax.jit(jax.value_and_grad(lambda f, o: sum_of(outputs_of, CROSS_ENTROPY, o, f)))(*args))
+
+
+@pytest.mark.forms
+def test_odd_settings():
+    floats, others = call_of(CROSS_ENTROPY)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_same_on_a_mesh(run_mean(), (floats, others), "tokens and classes")
+    bad = floats | {"features": np.where(others["where"][..., None], floats["features"], np.nan)}
+    with jax.debug_nans(True):
+        assert_same_on_a_mesh(run_mean(), (bad, others), "tokens and classes")
+
+
+@pytest.mark.forms
+def test_float16_on_a_mesh():
+    floats, others = call_of(CROSS_ENTROPY)
+    args = floats | {name: floats[name].astype("float16") for name in ("features", "kernel")}, others
+    assert_same_on_a_mesh(step(CROSS_ENTROPY, reduction="mean"), args, "tokens and classes", rtol=1e-2, atol=5e-2)
+
+
+# The cost is that of a `jax.shard_map` written by hand.
+
+
+def collectives(program):
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return sorted(re.findall(rf" ({kinds})(?:-start)?\(", program.as_text()))
+
+
+def instructions(program):
+    return collections.Counter(re.findall(r"= \S+ ([a-z-]+)\(", program.as_text()))
+
+
+def in_shard_map(features, kernel, labels, mask, axis_name):
+    loss = functools.partial(linear_softmax_cross_entropy, features, kernel, labels, where=mask)
+    if axis_name:
+        return loss(axis_name="d")
+    return jax.lax.psum(loss(reduction="sum"), "d") / jnp.maximum(jax.lax.psum(jnp.sum(mask), "d"), 1)
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("split", ["tokens", "classes"])
+def test_the_program_is_that_of_a_shard_map(split):
+    mesh = jax.make_mesh((4,), ("d",))
+    by_token = P("d") if split == "tokens" else P()
+    specs = by_token, P() if split == "tokens" else P(None, "d"), by_token, by_token
+    shapes = ((2048, 64), jnp.float32), ((64, 4096), jnp.float32), ((2048,), jnp.int32), ((2048,), jnp.bool_)
+    ours = lambda features, kernel, y, mask: linear_softmax_cross_entropy(features, kernel, y, where=mask)  # noqa: E731
+    with jax.set_mesh(mesh):
+        args = [jax.ShapeDtypeStruct(*s, sharding=NamedSharding(mesh, p)) for s, p in zip(shapes, specs, strict=True)]
+        by_hand = functools.partial(in_shard_map, axis_name=split == "classes")
+        by_hand = jax.shard_map(by_hand, in_specs=specs, out_specs=P())
+        a, b = (jax.jit(jax.value_and_grad(fn, (0, 1))).lower(*args).compile() for fn in (ours, by_hand))
+    memory = [program.memory_analysis().temp_size_in_bytes for program in (a, b)]
+    assert memory[0] <= 1.1 * memory[1]
+    assert instructions(a) == instructions(b)
+    assert set(collectives(a)) == {"all-reduce"}
