@@ -515,7 +515,6 @@ def test_no_temporary_of_the_logits_size(dtype, where, options):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.2 * 2048 * 4096 * jnp.dtype(dtype).itemsize
 
 
-@pytest.mark.skipif(not platforms.choices().has_kernel_library, reason="with jax 0.10 rows are computed in blocks")
 @pytest.mark.parametrize("where", [None, (512,)])
 def test_the_exponentials_of_all_logits_are_computed_once(where):
     logits, labels = jax.ShapeDtypeStruct((512, 1000), "float32"), jax.ShapeDtypeStruct((512,), jnp.int32)
