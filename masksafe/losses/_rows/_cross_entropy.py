@@ -33,7 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from masksafe._core import sharding, unfolded
+from masksafe._core import platforms, sharding, unfolded
 from masksafe._core.exponentials import finite_largest, over
 from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
 from masksafe._core.masks import selected
@@ -313,7 +313,7 @@ class CrossEntropy(Formula):
             first = jnp.minimum(sums.best, logits.shape[-1] - size)
             logits = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, size))(logits, first[:, 0])
         # Computed once: where XLA computes an x again, for another use, it may differ from the largest by a rounding.
-        x = lax.optimization_barrier(self.x(lax.stop_gradient(logits)))
+        x = platforms.unfused(self.x(lax.stop_gradient(logits)))
         found = (x >= jnp.max(x, -1, keepdims=True)) & (sums.total != 0)
         return sums._replace(best=jnp.min(_classes_where(found, sums.best), -1, keepdims=True))
 
