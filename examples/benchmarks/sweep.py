@@ -1,6 +1,6 @@
 """Every public op against its peer over a grid of shapes, dtypes and masks: the worst ratios first.
 
-    python examples/benchmarks/sweep.py             # half an hour on two cores
+    python examples/benchmarks/sweep.py             # an hour on two cores
     python examples/benchmarks/sweep.py --quick     # the tiny shapes only, two rounds
 
 The other benchmarks choose the work that people do; this one looks for what nobody chose: few rows and wide ones,
