@@ -27,7 +27,7 @@ from masksafe._core import platforms
 from masksafe.testing import assert_consistent
 
 
-@each_op(compiles=True)
+@each_op(compiles=True, by_default=KINDS)
 def test_the_value_alone(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
