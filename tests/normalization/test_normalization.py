@@ -310,6 +310,13 @@ def test_without_epsilon_the_scale_of_a_row_has_no_effect(name, masked):
         np.testing.assert_allclose(d_scaled * np.float32(scale), d_x, rtol=1e-5, atol=1e-5)
 
 
+def test_rows_that_are_left_over_from_blocks_count(choose):
+    choose(row_block_elements=8)
+    x, (scale, bias) = np.random.default_rng(5).normal(size=(7, 3)).astype(np.float32), parameters((7, 3), -1)
+    expected = reference("layer_norm", x, scale, bias)
+    assert_close(value_and_gradients("layer_norm")(x, scale, bias), expected, rtol=1e-5, atol=1e-5)
+
+
 # What is bad, and what is not there.
 
 
