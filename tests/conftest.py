@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join([*FLAGS, os.environ.get("XLA_FLAGS", "")])
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from tiers import KINDS  # noqa: E402
 
 from masksafe._core import platforms  # noqa: E402
 
@@ -33,10 +34,12 @@ hypothesis.settings.load_profile("masksafe")
 
 
 # Here programs are optimised, as those of users are, or what optimising them saves is tested. One way to call an op of
-# the contract, or to differentiate it twice, is compared with another without it, and so is a form of attention with
-# the numbers that it should give.
+# the contract, or to differentiate it twice, is compared with another without it, and so are ops that are computed like
+# another one, and a form of attention with the numbers that it should give.
 OPTIMISED = (
-    "tests/attention/",
+    "tests/attention/test_attention_kernels.py",
+    "tests/attention/test_attention_precision.py",
+    "tests/attention/test_attention_transforms.py",
     "tests/contract/",
     "tests/core/test_unfolded.py::test_xla_prints_no_alarm",
     "tests/platforms/",
@@ -54,8 +57,11 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU, and JAX's default device is {jax.devices()[0]}")
     optimises = item.nodeid.startswith(OPTIMISED) and not item.nodeid.startswith(NOT_OPTIMISED)
-    if item.get_closest_marker("forms") and item.nodeid.startswith("tests/attention/"):
-        optimises = False
+    if item.nodeid.startswith("tests/attention/"):
+        optimises &= not item.get_closest_marker("forms")
+    if item.nodeid.startswith("tests/contract/") and hasattr(item, "callspec"):
+        is_one = item.callspec.params.get("key", KINDS[0]) in KINDS
+        optimises &= is_one or "large_arrays" in item.nodeid or bool(item.get_closest_marker("slow"))
     jax.config.update("jax_disable_most_optimizations", IS_FAST and not optimises)
 
 

@@ -226,7 +226,7 @@ def _derivative_of_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Ar
     segments, x, (where, _) = primals
     live, probs = segments.live(x, where), _softmax(*primals)
     moved = widened(probs) * widened(selected(tangents[1], live))
-    d_probs = selected(moved, live) - widened(probs) * segments.spread_to_live(segments.sum(moved, where), where)
+    d_probs = moved - widened(probs) * segments.spread_to_live(segments.sum(moved, where), where)
     return probs, d_probs.astype(x.dtype)
 
 

@@ -70,8 +70,6 @@ NORMS = {
     "group norm without parameters": (lambda nn: nn.GroupNorm(2, channelwise_affine=False), (4, 5)),
 }
 MASKED_NORMS = ["layer norm of two axes", "layer norm", "rms norm", "group norm"]
-all_norms = pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
-masked_norms = pytest.mark.parametrize("name", MASKED_NORMS)
 
 
 def sample(shape):
@@ -82,21 +80,20 @@ def with_mask(layer, x, where):
     return layer(x, where=where)
 
 
-@all_norms
+@pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
 def test_norm_is_equinox_own(make, shape):
-    actual, expected = (differentiated(layer, (sample(shape),), lambda layer, x: layer(x)) for layer in of_both(make))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@all_norms
-def test_norm_has_equinox_fields(make, shape):
+    """Its fields, values and gradients, and it hands a state on."""
     mine, its = of_both(make)
     assert_same_leaves(mine, its)
     assert isinstance(mine, type(its))
     assert type(mine).__name__ == type(its).__name__
-    assert {k: v for k, v in vars(mine).items() if k not in ("weight", "bias")} == {
-        k: v for k, v in vars(its).items() if k not in ("weight", "bias")
-    }
+    static, expected = ({k: v for k, v in vars(x).items() if k not in ("weight", "bias")} for x in (mine, its))
+    assert static == expected
+    actual, expected = (differentiated(layer, (sample(shape),), lambda layer, x: layer(x)) for layer in (mine, its))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+    out, state = mine(sample(shape), None, key=KEY)
+    assert state is None
+    np.testing.assert_array_equal(out, mine(sample(shape)))
 
 
 @pytest.mark.forms
@@ -111,8 +108,8 @@ def test_norm_of_16_bits_is_rounded_once(name, dtype):
     chex.assert_trees_all_close(mine(x).astype(jnp.float32), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-6)
 
 
-@masked_norms
-def test_norm_under_a_mask_is_untouched_by_garbage(name):
+@pytest.mark.parametrize("name", MASKED_NORMS)
+def test_norm_under_a_mask_is_untouched_by_garbage_and_of_nothing_zero(name):
     make, shape = NORMS[name]
     layer, _ = of_both(make)
     where = jax.random.bernoulli(jax.random.key(2), 0.6, shape)
@@ -123,15 +120,8 @@ def test_norm_under_a_mask_is_untouched_by_garbage(name):
     for garbage in GARBAGE:
         dirty = differentiated(layer, (jnp.where(where, sample(shape), garbage), where), with_mask)
         chex.assert_trees_all_equal(dirty, clean)
-
-
-@masked_norms
-def test_norm_of_nothing_is_zero(name):
-    make, shape = NORMS[name]
-    layer, _ = of_both(make)
-    x, nothing = jnp.full(shape, jnp.nan), jnp.zeros(shape, bool)
-    results = differentiated(layer, (x, nothing), with_mask)
-    assert all((leaf == 0).all() for leaf in jax.tree.leaves(results))
+    of_nothing = differentiated(layer, (jnp.full(shape, jnp.nan), jnp.zeros(shape, bool)), with_mask)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(of_nothing))
 
 
 def test_masks_of_norms_broadcast_from_the_last_axis():
@@ -143,14 +133,6 @@ def test_masks_of_norms_broadcast_from_the_last_axis():
     )
     layer, own = of_both(lambda nn: nn.RMSNorm((4, 5), use_weight=False, use_bias=False))
     assert (layer(x, where=is_position)[:, ~is_position] == 0).all()
-
-
-@all_norms
-def test_norm_hands_a_state_on(make, shape):
-    layer, _ = of_both(make)
-    out, state = layer(sample(shape), None, key=KEY)
-    assert state is None
-    np.testing.assert_array_equal(out, layer(sample(shape)))
 
 
 # Batch norm.

@@ -55,7 +55,7 @@ def initialized(layer):
     return layer.init(jax.random.key(1), X)
 
 
-@pytest.mark.parametrize("name", few_of(ALL, *cases.BY_DEFAULT, "layer, features elsewhere"))
+@pytest.mark.parametrize("name", few_of(ALL, "rms", "batch", "layer, features elsewhere"))
 def test_norms_have_the_variables_values_and_gradients_of_flax(name):
     own, layer = (norm(library, name) for library in (linen, ours))
     variables = initialized(own)
@@ -148,7 +148,7 @@ def test_attention_does_not_see_what_is_masked():
     np.testing.assert_allclose(y[VALID], own[VALID], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("keyword", ["inputs_k", "inputs_kv"])
+@pytest.mark.parametrize("keyword", few_of(["inputs_k", "inputs_kv"], "inputs_k"))
 @pytest.mark.filterwarnings("ignore:The inputs_kv arg:DeprecationWarning")
 def test_attention_to_a_context_with_nothing_left(keyword):
     layer, own = attention(ours), attention(linen)
@@ -169,6 +169,7 @@ def test_attention_promotes_queries_and_context_as_flax_does():
     assert_close(*outs, jnp.bfloat16)
 
 
+@pytest.mark.forms
 def test_attention_decodes_step_by_step_what_it_computes_at_once():
     layer = attention(ours)
     variables = initialized(layer)
@@ -182,6 +183,7 @@ def test_attention_decodes_step_by_step_what_it_computes_at_once():
     np.testing.assert_allclose(jnp.concatenate(steps, 1), at_once, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.forms
 def test_a_step_of_decoding_whose_query_sees_nothing_is_gone():
     layer, mask = attention(ours, decode=True), jnp.array([False, True, True])[None, None, None]
     variables = layer.init(jax.random.key(1), X[:1, :3])

@@ -254,7 +254,8 @@ def test_decoding_refuses_a_mask_of_more_than_its_query_and_leaves_the_cache():
     assert layer.cache_index[...] == 0
 
 
-@pytest.mark.parametrize("mask", [PAIRS, pytest.param(PAIRS.astype(bool), marks=pytest.mark.forms)])
+@pytest.mark.forms
+@pytest.mark.parametrize("mask", [PAIRS, PAIRS.astype(bool)], ids=["floats", "booleans"])
 def test_masks_need_no_promotion_of_dtypes_or_ranks(mask):
     layer, of_rows = attention(ours), ours.LayerNorm(CHANNELS, rngs=nnx.Rngs(1))
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

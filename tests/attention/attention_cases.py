@@ -4,7 +4,6 @@ import functools
 
 import jax
 import numpy as np
-from tiers import optimised_jit
 
 import masksafe
 from masksafe.testing._trees import bits
@@ -61,7 +60,7 @@ def with_gradients(fn):
     It returns the outputs and the gradients with respect to all arguments.
     """
 
-    @optimised_jit
+    @jax.jit
     def run(args, cotangents, rest=None):
         outputs, reverse = jax.vjp(lambda *args: fn(*args, **rest or {}), *args)
         return outputs, reverse(cotangents)

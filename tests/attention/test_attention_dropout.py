@@ -23,11 +23,15 @@ import masksafe
 RATE, KEY = 0.4, jax.random.key(3)
 
 
-def weights(B=2, T=6, S=8, N=2, K=1, key=KEY, rate=RATE, **arguments):
+@functools.partial(jax.jit, static_argnames="rate")
+def dropped(key, rate, *inputs):
+    return attention(*inputs, dropout_rate=rate, dropout_key=key)
+
+
+def weights(B=2, T=6, S=8, N=2, K=1, key=KEY, rate=RATE):
     """Those of equal logits, `[B, T, N, S]`: the values are those of the unit matrix."""
-    fn = functools.partial(attention, dropout_rate=rate, dropout_key=key, **arguments)
     value = jnp.broadcast_to(jnp.eye(S)[:, None], (B, S, K, S))
-    return np.asarray(jax.jit(fn)(jnp.zeros((B, T, N, 4)), jnp.zeros((B, S, K, 4)), value))
+    return np.asarray(dropped(key, rate, jnp.zeros((B, T, N, 4)), jnp.zeros((B, S, K, 4)), value))
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from attention_cases import (
     random_inputs,
     with_gradients,
 )
+from tiers import few_of
 
 from masksafe._core import platforms
 from masksafe.attention import _kernels
@@ -44,7 +45,7 @@ def values(arguments, **others):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few_of(CASES, "window", "bias of -inf"))
 def test_values_and_garbage(name):
     arguments, live = CASES[name]
     inputs, bias = random_inputs(), arguments.get("bias", 0.0)
@@ -70,7 +71,7 @@ def test_values_and_garbage(name):
 
 
 @pytest.mark.usefixtures("in_kernels")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", few_of(CASES, "causal, dead rows", "keys of every sample"))
 def test_gradients_and_garbage(name):
     """Of problems of one block, whose reverse pass wants no more of the forward pass."""
     arguments, live = CASES[name]
@@ -81,8 +82,9 @@ def test_gradients_and_garbage(name):
     assert_close(results, (out, tuple(expected[x] for x in ("query", "key", "value"))))
     of_queries, of_keys = live.any((0, 1, 3)), live.any((0, 1, 2))
     seen = (of_queries, of_keys, of_keys)
-    garbage = [np.where(s[:, None, None], x, np.nan).astype(x.dtype) for x, s in zip(inputs, seen, strict=True)]
-    assert_same_bits(run(garbage, d_out), results)
+    for bad in (np.nan, 3e38):  # the product of the second with a cotangent may overflow
+        garbage = [np.where(s[:, None, None], x, bad).astype(x.dtype) for x, s in zip(inputs, seen, strict=True)]
+        assert_same_bits(run(garbage, d_out), results)
 
 
 @pytest.mark.usefixtures("in_kernels")

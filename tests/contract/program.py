@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from definitions import BEND
 from table import OPS, Op
-from tiers import optimised_jit
+from tiers import KINDS, optimised_jit
 
 import masksafe
 from masksafe._core import platforms
@@ -47,12 +47,6 @@ class Results(NamedTuple):
     tangents: tuple[Any, ...] = ()  # of the outputs, in forward mode, along the directions
     forward_over_reverse: tuple[Any, ...] = ()  # the derivatives of the gradients along the directions
     reverse_over_reverse: tuple[Any, ...] = ()  # the same, in a program of its own; only with `all_modes`
-
-
-# Each of these has a loop, a layout or a rule of its own; the others are computed like one of them.
-KINDS = ("softmax_cross_entropy", "softmax_cross_entropy_with_integer_labels", "cosine_similarity", "kl_divergence")
-KINDS += ("layer_norm", "batch_norm", "log_softmax", "var", "max", "segment_max", "segment_softmax", "squared_error")
-KINDS += ("linear_softmax_cross_entropy", "linear_kl_divergence", "info_nce_loss", "dot_product_attention")
 
 
 def each_op(
@@ -104,7 +98,7 @@ def program_of(key: str) -> Any:
         forward = jax.jvp(bent_gradients(of_floats, cotangents), floats, directions)[1]
         return Results(outputs, pull_back(cotangents), tangents, forward)
 
-    return optimised_jit(results)
+    return optimised_jit(results) if key in KINDS else jax.jit(results)
 
 
 @functools.cache
@@ -113,7 +107,7 @@ def reverse_over_reverse_of(key: str) -> Any:
         of_floats, floats = function_of_floats(OPS[key], where, args)
         return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
 
-    return optimised_jit(derivatives)
+    return optimised_jit(derivatives) if key in KINDS else jax.jit(derivatives)
 
 
 def bent_gradients(of_floats: Any, cotangents: Any) -> Any:

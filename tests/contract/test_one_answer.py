@@ -27,7 +27,7 @@ from masksafe._core import platforms
 from masksafe.testing import assert_consistent
 
 
-@each_op(compiles=True)
+@each_op(compiles=True, by_default=KINDS)
 def test_the_value_alone(key):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
@@ -113,7 +113,11 @@ def may_be_split(op):
     return len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT
 
 
-@each_op(lambda op: may_be_split(op) and op.name in KINDS, compiles=True)
+SPLIT_BY_DEFAULT = "softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax"
+SPLIT_BY_DEFAULT += "linear_softmax_cross_entropy", "info_nce_loss"
+
+
+@each_op(lambda op: may_be_split(op) and op.name in KINDS, compiles=True, by_default=SPLIT_BY_DEFAULT)
 def test_split_over_devices(key):
     assert_split(key, AxisType.Auto)
 

@@ -41,6 +41,7 @@ def test_each_op_has_cases_the_first_of_all_of_them_first():
     assert sorted(case.work for _, case in chosen) == sorted(softmax.PEERS)
 
 
+@pytest.mark.forms
 def test_candidates_are_timed_and_what_fails_or_has_no_time_is_named(tmp_path):
     bad = dataclasses.replace(CASE, work="bad", prepare=lambda: 1 / 0)
     cases, console = [("powers", bad), ("powers", CASE)], Console(quiet=True)

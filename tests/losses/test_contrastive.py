@@ -151,26 +151,6 @@ def test_both_directions_are_the_mean_of_each():
     np.testing.assert_allclose(info_nce_loss(X, Y, scale=SCALE, where=WHERE, ids=IDS), expected, rtol=1e-6)
 
 
-@first_op
-def test_masked_rows_are_those_that_are_not_there(name):
-    ours = program(name, block_size=5)(X, Y, SCALE, BIAS, WHERE, IDS)
-    left = program(name)(X[WHERE], Y[WHERE], SCALE, BIAS, None, IDS[WHERE])
-    assert_close((ours[0], *ours[1][2:]), (left[0], *left[1][2:]))
-    for gradient, of_left in zip(ours[1][:2], left[1], strict=False):
-        assert_close(gradient[WHERE], of_left)
-        assert not gradient[~WHERE].any()
-
-
-@every_op
-def test_garbage_in_masked_rows_changes_no_bit(name):
-    run, hidden = program(name, block_size=5), ~WHERE[:, None]
-    clean = run(X, Y, SCALE, BIAS, WHERE, IDS)
-    for garbage, index in ((np.nan, 0), (np.inf, -(2**31)), (-3e38, 2**31 - 1)):
-        x, y = (np.where(hidden, np.float32(garbage), side) for side in (X, Y))
-        ids = np.where(WHERE, IDS, index).astype(np.int32)
-        chex.assert_trees_all_equal(run(x, y, SCALE, BIAS, WHERE, ids), clean)
-
-
 def test_large_ids_of_numpy_do_not_become_equal():
     wide = IDS.astype(np.int64)
     for ids in (wide + 2**40, wide << 32, -(wide << 40), IDS.astype(np.uint64) << np.uint64(60)):
@@ -254,15 +234,6 @@ def test_dtypes(name):
             for dtype in (np.float32, np.float64):
                 loss = loss_of(name)(X.astype(dtype), Y.astype(dtype), 2, np.float64(-1), WHERE, IDS)
                 assert loss.dtype == dtype
-
-
-@pytest.mark.forms
-@first_op
-def test_float64_has_its_digits(name):
-    with jax.enable_x64(True):
-        args = np.float64(X), np.float64(Y), 2.0, -0.7, WHERE, IDS
-        ours = jax.jit(with_gradients(loss_of(name, block_size=5)))(*args)
-    assert_close(ours, expected_of(name, *args), 1e-13)
 
 
 # Edges.
@@ -359,59 +330,10 @@ def test_bad_arguments_are_refused(call, error, text):
 
 
 @pytest.mark.forms
-@first_op
-def test_second_derivatives(name):
-    args = X[:5], Y[:5], SCALE, BIAS, WHERE[:5], IDS[:5]  # row 4 is masked, and only 0, 2 and 3 are left
-    loss, of = loss_of(name, block_size=2), (0, 1, 2, 3)
-    tangents = jax.tree.map(np.cos, args[:4])
-
-    def along(fn):
-        """The gradient of a directional derivative: reverse over reverse."""
-
-        def derivative(*floats):
-            gradients = jax.grad(fn, of)(*floats, *args[4:])
-            return sum(jnp.vdot(d, jnp.asarray(t, d.dtype)) for d, t in zip(gradients, tangents, strict=True))
-
-        return jax.grad(derivative, of)
-
-    assert_close(jax.jit(along(loss))(*args[:4]), in_float64(along(reduced(name)), *args[:4]), 1e-4)
-
-
-@pytest.mark.forms
-@every_op
-def test_hessian(name):
-    args = X[:5], Y[:5], SCALE, BIAS, WHERE[:5], IDS[:5]
-    hessian = jax.jit(jax.hessian(loss_of(name, block_size=2)))(*args)
-    assert_close(hessian, in_float64(jax.hessian(reduced(name)), *args), 1e-4)
-
-
-@first_op
-def test_forward_mode(name):
-    args, tangents = (X, Y, SCALE, BIAS), jax.tree.map(np.cos, (X, Y, SCALE, BIAS))
-    with masksafe.forward_mode():
-        fn = lambda *args: loss_of(name, block_size=5)(*args, WHERE, IDS)  # noqa: E731
-        loss, derivative = jax.jit(lambda args, t: jax.jvp(fn, args, t))(args, tangents)
-    expected, gradients = program(name, block_size=5)(*args, WHERE, IDS)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    np.testing.assert_allclose(derivative, sum(map(np.vdot, gradients, tangents)), rtol=1e-4)
-
-
-@pytest.mark.forms
 @every_op
 def test_second_derivatives_of_rows_without_negatives(name):
     hessian = jax.hessian(loss_of(name))(X[:2], Y[:2], SCALE, BIAS, None, np.zeros(2, int))
     assert np.isfinite(hessian).all()
-
-
-@first_op
-def test_vmap(name):
-    args = (X.reshape(2, 8, D), Y.reshape(2, 8, D), np.float32([2, 3]), BIAS, WHERE.reshape(2, 8), IDS.reshape(2, 8))
-    fn = with_gradients(loss_of(name, block_size=3))
-    batched = jax.jit(jax.vmap(fn, (0, 0, 0, None, 0, 0)))(*args)
-    one = jax.jit(fn)
-    for b in range(2):
-        expected = one(*(x if x is BIAS else x[b] for x in args))
-        assert_close(jax.tree.map(lambda x, b=b: x[b], batched), expected, 1e-6)
 
 
 # Over devices.

@@ -193,15 +193,6 @@ def test_a_bad_label_makes_its_log_probability_nan_and_leaves_the_entropy(blocks
         np.testing.assert_allclose(of_entropy, expected[3], rtol=1e-5, atol=1e-7)
 
 
-def test_a_label_at_a_masked_class_has_no_probability(blocks):
-    fn = functools.partial(both, where=np.array([[False, True, True]]))
-    log_p, entropy, of_log_p, of_entropy = results_and_gradients(fn, jnp.array([[9.0, 1.0, 1.0]]), jnp.array([0]))
-    assert log_p == -INF
-    np.testing.assert_allclose(entropy, np.log(2), rtol=1e-6)
-    np.testing.assert_allclose(of_log_p, [[0, -0.5, -0.5]], rtol=1e-6)
-    np.testing.assert_allclose(of_entropy, [[0, 0, 0]], atol=1e-7)
-
-
 # Derivatives, devices and programs.
 
 

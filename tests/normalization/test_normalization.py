@@ -156,25 +156,6 @@ def test_value_and_gradients_are_those_of_the_definition(program, op, axis, wher
     assert_close(actual, reference(op, X, scale, bias, axis, WHERES[where]), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.forms
-@in_programs(("where",), [], ["no", "rows", "dead"])
-def test_second_derivatives_are_those_of_the_plain_rules(program, where):
-    args = X, *parameters(SHAPE, -1)
-    directions = tuple(np.random.default_rng(4).normal(size=a.shape).astype(np.float32) for a in args)
-    fn = lambda args: weighted_sum("layer_norm", *args, -1, WHERES[where])[0]  # noqa: E731
-
-    @jax.jit
-    def products(args):
-        slope = lambda args: sum(map(jnp.vdot, jax.grad(fn)(args), directions))  # noqa: E731
-        reverse = jax.jvp(jax.grad(fn), (args,), (directions,))[1], jax.grad(slope)(args)
-        with masksafe.forward_mode():
-            return *reverse, jax.jvp(jax.grad(fn), (args,), (directions,))[1]
-
-    over_reverse, twice_reverse, plain = products(args)
-    chex.assert_trees_all_close(over_reverse, plain, rtol=1e-4, atol=1e-4)
-    chex.assert_trees_all_close(twice_reverse, plain, rtol=1e-4, atol=1e-4)
-
-
 @in_programs(
     ("dtype", "where"),
     [("blocks", "bfloat16", "some"), ("sampled", "bfloat16", "rows")],
@@ -189,24 +170,6 @@ def test_16_bits(program, dtype, where):
     tolerance = {"bfloat16": 2e-2, "float16": 2e-3}[dtype]
     expected = reference("layer_norm", x, scale, bias, -1, WHERES[where])
     assert_close((y, gradients), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(("axis", "masked"), cases([(-1, True)], [-1, (-2, -1)], [True, False]), ids=str)
-def test_equals_flax_on_clean_input(axis, masked):
-    scale, bias = parameters(SHAPE, axis)
-    layer_norm = nn.LayerNorm(reduction_axes=axis, feature_axes=axis, use_fast_variance=False)
-    rms_norm, mask = nn.RMSNorm(reduction_axes=axis, feature_axes=axis), WHERE if masked else None
-
-    @jax.jit
-    def both(x, scale, bias):
-        ours = masksafe.layer_norm(x, scale, bias, axis=axis, where=mask)
-        ours = ours, masksafe.rms_norm(x, scale, axis=axis, where=mask)
-        theirs = layer_norm.apply({"params": {"scale": scale, "bias": bias}}, x, mask=mask)
-        return ours, (theirs, rms_norm.apply({"params": {"scale": scale}}, x, mask=mask))
-
-    ours, theirs = both(X, scale, bias)
-    theirs = jax.tree.map(lambda y: np.where(WHERE if masked else True, y, 0), theirs)
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 # Digits.

@@ -23,8 +23,6 @@ OPS = *REDUCTIONS, *OF_ROWS
 NOTHING = {"max": -np.inf, "min": np.inf, "logsumexp": -np.inf}
 MASKED = {"log_softmax": -np.inf}
 
-each_op = pytest.mark.parametrize("name", OPS)
-
 
 def segment(name):
     return getattr(masksafe, f"segment_{name}")
@@ -67,7 +65,7 @@ def by_rows(name, x):
     return out
 
 
-@each_op
+@ops_by_default("var", "softmax")
 def test_the_op_for_rows_of_each_segment(name):
     arrays = [RNG.normal(size=shape).astype(np.float32) for shape in ((N,), (N, COLUMNS), (N, 2, 2))]
     for op, rows in jax.jit(lambda arrays: [(segment(name)(x, IDS, S), by_rows(name, x)) for x in arrays])(arrays):
@@ -107,7 +105,7 @@ def test_sorted_ids(name):
     assert_same(step(name, x, ids, options=options), step(name, x, ids))
 
 
-@each_op
+@pytest.mark.parametrize("name", OPS)
 def test_a_nan_stays_in_its_segment(name):
     dirty = np.array(X)
     at = np.flatnonzero(IDS == 2)[0]
@@ -132,7 +130,7 @@ def test_the_number_of_segments_is_that_of_unmasked_ids():
         jax.jit(masksafe.segment_sum)(np.ones(4), ids)
 
 
-@ops_by_default("max", "standardize")
+@ops_by_default("standardize")
 def test_no_rows_no_elements_and_no_segments(name):
     for x, number in ((X[:0], S), (X, 0), (X[:0], 0), (X[:, :0], S)):
         for where in (None, np.ones(x.shape, bool), np.ones(len(x), bool)):
@@ -162,7 +160,7 @@ def test_equal_elements_have_no_variance():
 IN_PARTS = {"fewest_rows_in_parts": 1, "fewest_rows_of_segments_in_parts": 1, "rows_of_part_by_segments": 1}
 
 
-@ops_by_default("var", "log_softmax")
+@ops_by_default("var")
 def test_rows_in_parts(name, choose):
     """Of large arrays sums are made of parts; four of these, one of which has no row of some segment."""
     order = np.argsort(IDS, kind="stable")
