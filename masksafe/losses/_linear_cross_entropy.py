@@ -187,14 +187,15 @@ def linear_softmax_cross_entropy(
         class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
+    inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
+    where = inputs.live
     of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
     of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
 
     dtype = precision.wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
-    live = _where_any_counts(where, factors)
-    inputs = LinearInputs((layer,), labels, None, live).without_masked(class_mask, axis_name)
+    inputs = inputs._replace(live=_where_any_counts(where, factors))
     with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)

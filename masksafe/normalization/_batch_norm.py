@@ -98,11 +98,13 @@ def batch_norm(
 def _normalize(
     features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: NormInputs
 ) -> tuple[Array, Array, Array]:
-    norm, inputs = Norm(_rows(features, arrays.x.ndim, devices), epsilon), read(_OP, arrays, features)
+    inputs = read(_OP, arrays, features)
+    rows, inputs = _rows(features, arrays.x.ndim, devices).on_one_axis(inputs.x, inputs)
+    norm = Norm(rows, epsilon)
     of_rows = norm.moments(inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes
-    mean, var = (jnp.transpose(jnp.squeeze(s, norm.rows.axes), order) for s in (of_rows.mean, of_rows.variance))
-    return normalize(norm, inputs, of_rows), mean, var
+    mean, var = (jnp.transpose(jnp.squeeze(s, rows.axes), order) for s in (of_rows.mean, of_rows.variance))
+    return normalize(norm, inputs, of_rows).reshape(arrays.x.shape), mean, var
 
 
 @jitted(0, 1)

@@ -224,8 +224,9 @@ def normalize_rows(call: Call, arrays: NormInputs) -> Array:
     """A norm of rows by their own moments; scale and bias have the shape of a row."""
     ndim = arrays.x.ndim
     axes = arguments.canonical_axes(call.op, call.axis, ndim)
-    rows = moments.Rows(row_blocks.axes_of_row(axes, ndim), call.devices)
-    return normalize(Norm(rows, call.epsilon, call.by), read(call.op, arrays, axes), None)
+    inputs = read(call.op, arrays, axes)
+    rows, inputs = moments.Rows(row_blocks.axes_of_row(axes, ndim), call.devices).on_one_axis(inputs.x, inputs)
+    return normalize(Norm(rows, call.epsilon, call.by), inputs, None).reshape(arrays.x.shape)
 
 
 def _as_traced_epsilon(op: str, epsilon: ArrayLike) -> Array:
