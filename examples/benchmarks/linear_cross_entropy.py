@@ -8,6 +8,7 @@ times as long. tokamax has chunks of its own ("chunked_xla") where they are fast
 """
 
 import functools
+import sys
 from typing import Any
 
 import jax
@@ -49,7 +50,8 @@ def of_tokamax(features: jax.Array, kernel: jax.Array, labels: jax.Array, mask: 
     from absl import flags
 
     flags.FLAGS.mark_as_parsed()  # or tokamax would take this program's options for its own
-    implementation: Any = "chunked_xla" if kernel.shape[1] > FEW_CLASSES else "xla"
+    has_chunks = sys.version_info >= (3, 12)  # the newest tokamax for Python 3.11 has none
+    implementation: Any = "chunked_xla" if has_chunks and kernel.shape[1] > FEW_CLASSES else "xla"
     loss = tokamax.linear_softmax_cross_entropy_loss(
         features, labels, kernel, reduction="mean", implementation=implementation
     )
