@@ -70,10 +70,11 @@ class Rows(NamedTuple):
     def on_one_axis(self, x: Array, arrays: Tree) -> tuple["Rows", Tree]:
         """The rows and the arrays, which have the rank of `x`, with one axis in place of neighbours of each row.
 
-        XLA's CPU compiler takes up to seven times as long for a sum of products along several axes (jax 0.10).
+        Without its library XLA's CPU compiler takes up to seven times as long for a sum of products along several axes.
         """
         axes, ndim = sorted(self.axes), x.ndim
-        if len(axes) < 2 or axes[-1] - axes[0] >= len(axes) or not sharding.may_loop((x, arrays)):
+        are_neighbours = len(axes) > 1 and axes[-1] - axes[0] < len(axes)
+        if platforms.choices().has_kernel_library or not are_neighbours or not sharding.may_loop((x, arrays)):
             return self, arrays
         first, end = ndim + axes[0], ndim + axes[-1] + 1
 
