@@ -160,7 +160,7 @@ def as_size(op: str, argument: str, value: Any, least: int) -> int:
         raise TypeError(message(op, argument, _describe_type(value), "an int")) from error
     if size < least:
         raise ValueError(message(op, argument, f"value {size}", f"an int of at least {least}"))
-    return size  # type: ignore[no-any-return]
+    return size
 
 
 def as_bool(op: str, argument: str, value: Any) -> bool:

@@ -417,7 +417,7 @@ def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
         jax.debug.callback(functools.partial(_raise_failure, text), numbers, partitioned=True)
         return jnp.ones((), bool)
 
-    return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)  # type: ignore[no-any-return]
+    return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)
 
 
 def _raise_failure(text: _Text, numbers: _Numbers) -> None:

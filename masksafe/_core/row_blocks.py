@@ -35,7 +35,7 @@ def map_row_blocks(
     rows = jax.tree.leaves(args)[0]
     leading = rows.ndim - 1 if leading is None else leading
     if not sharding.are_whole(args):
-        return _on_each_device(fn, leading, has_totals, args)  # type: ignore[no-any-return]
+        return _on_each_device(fn, leading, has_totals, args)
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
@@ -43,7 +43,7 @@ def map_row_blocks(
     loop = _Loop(fn, has_totals, rows.shape[:leading], block)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
-    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
+    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
 
 
 def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:

@@ -57,8 +57,7 @@ def gathered_along(x: Array, *axes: int) -> Array:
         return x
     gathered = [axis % x.ndim for axis in axes]
     spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
-    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-    return whole
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 @jax.tree_util.register_static
@@ -87,7 +86,7 @@ class Shardings:
 
         shardings = tuple(jax.tree.unflatten(self.tree, self.specs))
         is_none = lambda x: x is None  # noqa: E731
-        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)  # type: ignore[no-any-return]
+        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)
 
 
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
@@ -108,7 +107,7 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return jax.tree.unflatten(tree, map(moved, leaves))  # type: ignore[no-any-return]
+    return jax.tree.unflatten(tree, map(moved, leaves))
 
 
 def vary_with(tree: Tree, others: Pytree) -> Tree:
@@ -122,10 +121,9 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
         if not is_random_key(x):
             return x + zero.astype(x.dtype)
         data = jax.random.key_data(x)
-        key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
-        return key
+        return jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
 
-    return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
+    return jax.tree.map(moved, tree)
 
 
 def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
@@ -219,7 +217,7 @@ class Devices(NamedTuple):
             return tree
         names, number = self._in_order_of_mesh
         way = [(number[n], number[(n + places) % self.size]) for n in range(self.size)]
-        return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
+        return lax.ppermute(tree, names, way)
 
     @property
     def _in_order_of_mesh(self) -> tuple[AxisName, list[int]]:

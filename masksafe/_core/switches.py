@@ -155,8 +155,7 @@ def set_label_checks(mode: LabelChecks) -> None:
 
 def label_check_mode() -> str:
     """The current mode of `label_checks`."""
-    mode: str = _label_checks.value
-    return mode
+    return _label_checks.value
 
 
 def uses_plain_rules() -> bool:

@@ -194,8 +194,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type:
         # Not the method that flax has wrapped, which would record a second call of this layer.
         attend = linen.MultiHeadDotProductAttention.__call__.__wrapped__
         out = attend(self, queries, inputs_v=values, mask=mask, **given, **options)
-        result: Array = cleared(out, sees)
-        return result
+        return cleared(out, sees)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

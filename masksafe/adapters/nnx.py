@@ -168,8 +168,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
             is_first = jnp.arange(jnp.shape(inputs[1])[-2]) == 0
             mask, is_causal = mask & is_first.reshape((1,) * (mask.ndim - 1) + is_first.shape), False
         out = super().__call__(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
-        result: Array = cleared(out, sees)
-        return result
+        return cleared(out, sees)
 
 
 class Mean(nnx.Metric):  # type: ignore[misc]

@@ -164,8 +164,7 @@ def attention(config: Config, operands: Operands, masks: Masks) -> Array:
             return platforms.refused_when_lowered(config.otherwise, operands.query)
         return _in_blocks(config, operands, masks)[0]
 
-    out: Array = platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
-    return out
+    return platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
 
 
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
@@ -270,8 +269,7 @@ def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: A
         held_args, _ = lax.optimization_barrier((args, results))
         return _in_row_major(repair(*_in_row_major(held_args)))
 
-    repaired: _T = once_if(is_bad, again, results)
-    return repaired
+    return once_if(is_bad, again, results)
 
 
 def _in_row_major(tree: Any) -> Any:
@@ -338,8 +336,7 @@ def _pull_back_kernel(
 
 def _varying_with(tree: _T, others: Any) -> _T:
     """Inside `jax.shard_map` the results of the kernel do not vary by themselves."""
-    varying: _T = sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
-    return varying
+    return sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
 
 
 def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:

@@ -146,8 +146,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
     """
     largest = float(jnp.finfo(lse.dtype).max)  # a sink of inf takes all weight; inf - inf would be NaN
     wide = jnp.broadcast_to(jnp.minimum(widened(sinks).astype(lse.dtype), largest), lse.shape)
-    merged: Array = merge_parts((out, None), (lse, jnp.where(lse == -jnp.inf, -jnp.inf, wide)))[0]
-    return merged
+    return merge_parts((out, None), (lse, jnp.where(lse == -jnp.inf, -jnp.inf, wide)))[0]
 
 
 def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:

@@ -93,8 +93,7 @@ def as_promoted(types: Sequence[Any], x: Array) -> Array:
     if not _is_weak(types, dtype):
         return x.astype(dtype)
     number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
-    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-    return weak
+    return jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
 
 
 def _is_weak(types: Sequence[Any], dtype: DType) -> bool:

@@ -105,8 +105,7 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
     zero = jnp.zeros((), rows.vectors.dtype)
     nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
-    sums: tuple[Array, Array] = in_blocks(size, block, rows, columns, nothing, index)[0]
-    return sums
+    return in_blocks(size, block, rows, columns, nothing, index)[0]
 
 
 def _reshard_first_axis(x: Array | None, batch: Pytree) -> Pytree:

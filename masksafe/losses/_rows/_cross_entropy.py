@@ -138,8 +138,7 @@ class CrossEntropy(Formula):
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
             return over(x, self.temperature)
-        divided: Array = x / self.temperature.astype(x.dtype)
-        return divided
+        return x / self.temperature.astype(x.dtype)
 
     # The sums.
 
@@ -332,8 +331,7 @@ class CrossEntropy(Formula):
 def is_sound(sums: "LabelSums | TargetSums") -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    sound: Array = (sums.total > 0) & (sums.total < jnp.inf)
-    return sound
+    return (sums.total > 0) & (sums.total < jnp.inf)
 
 
 def _spread(z: Array) -> Array:
