@@ -60,9 +60,7 @@ class Tiles(NamedTuple):
         return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
 
     def join(self, tiles: Array) -> Array:
-        """Stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
-        if self.number == 1:
-            return tiles[0]
+        """Several stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
         body = jnp.moveaxis(tiles[:-1], 0, -3)
         body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
         return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2)

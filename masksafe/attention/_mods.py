@@ -21,12 +21,10 @@ from masksafe._core.arguments import message
 from masksafe._core.masks import first_of
 from masksafe._core.programs import as_function, is_program, open_program
 from masksafe._core.sharding import is_sharded, vary_with
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Arrays
 from masksafe.attention_masks import AttentionMask
 
 _OP = "dot_product_attention"
-
-Arrays = tuple[Array, ...]
 
 
 class Program:

@@ -9,7 +9,7 @@ from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -195,7 +195,7 @@ def _evaluate_triplets(
     ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
     row_axes = row_blocks.axes_of_row(axes, ndim)
 
-    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Array, ...]:
+    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> Arrays:
         a, p, n = (wide_selected(x, mask) for x in (a, p, n))
         known = degree if known_degree is None else known_degree
         return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))
