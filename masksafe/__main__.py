@@ -53,7 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     keeps = set(of_masksafe) == {Verdict.RIGHT}
     print(f"masksafe {'keeps its contract' if keeps else 'does NOT keep its contract: please report it'}.")
     if options.json:
-        options.json.write_text(json.dumps(_as_json(versions, cases, verdicts, keeps), indent=1) + "\n")
+        rows = [
+            {"op": case.op, "case": case.what, "verdicts": {name: column[i] for name, column in verdicts.items()}}
+            for i, case in enumerate(cases)
+        ]
+        report = {"versions": versions, "keeps_contract": keeps, "cases": rows}
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
     return 0 if keeps else 1
 
 
@@ -107,16 +112,6 @@ def _judge_cases(cases: list[Case], chosen: list[Case], name: str) -> list[Verdi
         _show.progress(f"{name}: {op}: {', '.join(of_op.values())}")
         verdicts |= of_op
     return [verdicts.get(id(case), Verdict.ABSENT) for case in cases]
-
-
-def _as_json(
-    versions: dict[str, str], cases: list[Case], verdicts: dict[str, list[Verdict]], keeps: bool
-) -> dict[str, Any]:
-    rows = [
-        {"op": case.op, "case": case.what, "verdicts": {name: column[i] for name, column in verdicts.items()}}
-        for i, case in enumerate(cases)
-    ]
-    return {"versions": versions, "keeps_contract": keeps, "cases": rows}
 
 
 if __name__ == "__main__":

@@ -87,8 +87,7 @@ def _content_of_leaf(x: Any) -> Hashable:
         hash(x)
     except TypeError:  # as of a tracer, and of an object that holds an array
         return id(x)
-    hashable: Hashable = x
-    return hashable
+    return x
 
 
 def _pytree(cls: type[_T]) -> type[_T]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export
 
-from masksafe._core.typing import Array, Axis, DType
+from masksafe._core.typing import Array, Axis, DType, Tree
 
 
 def message(op: str, argument: str, found: str, expected: str, hint: str = "") -> str:
@@ -34,11 +34,9 @@ def as_array(op: str, argument: str, value: object) -> Array:
         raise TypeError(message(op, argument, _describe_type(value), "an array")) from error
 
 
-def if_given(
-    read: Callable[..., Array], op: str, argument: str, value: object, *others: Any, **options: Any
-) -> Array | None:
+def if_given(read: Callable[..., Tree], op: str, argument: str, value: object, *others: Any) -> Tree | None:
     """`read(op, argument, value, ...)`, or None."""
-    return None if value is None else read(op, argument, value, *others, **options)
+    return None if value is None else read(op, argument, value, *others)
 
 
 def as_float_array(op: str, argument: str, value: object, *, of_any_width: bool = False) -> Array:
@@ -160,7 +158,7 @@ def as_size(op: str, argument: str, value: Any, least: int) -> int:
         raise TypeError(message(op, argument, _describe_type(value), "an int")) from error
     if size < least:
         raise ValueError(message(op, argument, f"value {size}", f"an int of at least {least}"))
-    return size  # type: ignore[no-any-return]
+    return size
 
 
 def as_bool(op: str, argument: str, value: Any) -> bool:
@@ -169,6 +167,13 @@ def as_bool(op: str, argument: str, value: Any) -> bool:
     if np.ndim(value):
         raise TypeError(message(op, argument, f"an array of shape {np.shape(value)}", "True or False"))
     return bool(value)
+
+
+def as_choice(op: str, argument: str, value: str, choices: Sequence[str]) -> str:
+    """`value`, which has to be one of some words."""
+    if value not in choices:
+        raise ValueError(message(op, argument, f"value {value!r}", f"one of {', '.join(map(repr, choices))}"))
+    return value
 
 
 def check_both_or_none(op: str, hint: str = "", /, **pair: object) -> None:

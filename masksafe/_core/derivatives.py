@@ -45,7 +45,7 @@ def rule(
 
     def reverse_to_types(*args: Pytree) -> _Cotangents:
         *static, (residuals, shardings), d_output = args
-        return shardings.apply(reverse(*static, residuals, d_output))  # type: ignore[no-any-return]
+        return shardings.apply(reverse(*static, residuals, d_output))
 
     with_rule = jax.custom_vjp(value_of, nondiff_argnums=static_argnums)
     with_rule.defvjp(forward_with_types, reverse_to_types)
@@ -95,7 +95,7 @@ def rule_of_kernels(
             return op(config, *jax.tree.unflatten(tree, [new.get(i, x) for i, x in enumerate(leaves)]))
 
         found = jax.vjp(of_wanted, *(leaves[i] for i in wanted))[1](d_output)
-        return jax.tree.unflatten(jax.tree.structure(results), found)  # type: ignore[no-any-return]
+        return jax.tree.unflatten(jax.tree.structure(results), found)
 
     evaluate, pull_back = with_derivatives_of(plain_forward)(run), with_derivatives_of(plain_reverse)(reverse)
 

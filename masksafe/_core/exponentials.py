@@ -9,10 +9,14 @@ from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Axis
 
 
+def shift_of(largest: Array) -> Array:
+    """The largest exponent as what is subtracted from all: finite for those of nothing, since -inf - -inf is NaN."""
+    return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
+
+
 def largest_or_lowest(x: Array, axis: Axis = -1) -> Array:
-    """The largest of each row, wide, and no less than the lowest finite number: -inf - -inf would be NaN."""
-    largest = widened(jnp.max(lax.stop_gradient(x), axis, keepdims=True, initial=-jnp.inf))
-    return jnp.maximum(largest, float(jnp.finfo(largest.dtype).min))
+    """The largest of each row, wide, and no less than the lowest finite number."""
+    return shift_of(widened(jnp.max(lax.stop_gradient(x), axis, keepdims=True, initial=-jnp.inf)))
 
 
 def finite_largest(x: Array, axis: Axis = -1) -> Array:

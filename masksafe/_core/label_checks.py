@@ -90,7 +90,10 @@ def check_distributions(op: str, labels: Array, where: Array | None, axes: Axes)
     yield Finding("labels are negative or not finite", unmasked & ~valid, unmasked, labels, axes)
     sums = jnp.sum(masks.selected(labels, unmasked & valid), axes, dtype=precision.wide_dtype(labels.dtype))
     is_sound = jnp.all(valid | ~unmasked, axes)
-    has_wrong_sum = is_sound & (sums != 0) & (abs(sums - 1) > _tolerance(labels, axes))
+    # Each class may have been rounded to a multiple of the smallest float.
+    of_classes = float(jnp.finfo(labels.dtype).smallest_subnormal) * math.prod(labels.shape[a] for a in axes)
+    tolerance = _TOLERANCE.get(labels.dtype.name, 0.1) + of_classes
+    has_wrong_sum = is_sound & (sums != 0) & (abs(sums - 1) > tolerance)
     yield Finding("rows of labels sum to neither 1 nor 0", has_wrong_sum, jnp.any(unmasked, axes), sums)
 
 
@@ -182,13 +185,6 @@ def nan_where_bad(loss: Array, bad_rows: Array | None) -> Array:
     The NaN keeps bad rows out of training even where JAX loses the check itself.
     """
     return loss if bad_rows is None else loss * nan_unless(~bad_rows, loss.dtype)
-
-
-def _tolerance(labels: Array, axes: Axes) -> float:
-    """How far a row's sum may be from 1, allowing each class to be rounded to a multiple of the smallest float."""
-    num_classes = math.prod(labels.shape[a] for a in axes)
-    smallest = float(jnp.finfo(labels.dtype).smallest_subnormal)
-    return _TOLERANCE.get(labels.dtype.name, 0.1) + smallest * num_classes
 
 
 # The micro-batches of `value_and_grad_of_mean`.
@@ -417,7 +413,7 @@ def _fail_if_bad(text: _Text, arrays: _Found) -> Array:
         jax.debug.callback(functools.partial(_raise_failure, text), numbers, partitioned=True)
         return jnp.ones((), bool)
 
-    return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)  # type: ignore[no-any-return]
+    return lax.cond(any_bad, fail, lambda _: jnp.zeros((), bool), arrays)
 
 
 def _raise_failure(text: _Text, numbers: _Numbers) -> None:

@@ -29,7 +29,7 @@ from jax import lax
 from masksafe._core import platforms, sharding, unfolded
 from masksafe._core.masks import Weighting, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Axes, Tree
+from masksafe._core.typing import Array, Arrays, Axes, Tree
 
 
 class Groups(NamedTuple):
@@ -100,7 +100,7 @@ class Rows(NamedTuple):
         is_arithmetic = where is None and x.dtype != jnp.float16 and platforms.choices().has_kernel_library
         return is_arithmetic and not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
 
-    def sums(self, *terms: Array) -> tuple[Array, ...]:
+    def sums(self, *terms: Array) -> Arrays:
         """The sum of each array over whole rows; the reduced axes stay, with size 1."""
         return self.add_up(*(jnp.sum(term, self.axes, keepdims=True) for term in terms))
 
@@ -119,7 +119,7 @@ class Rows(NamedTuple):
     def spread_once(self, of_rows: Array) -> Array:
         return of_rows
 
-    def add_up(self, *sums: Array) -> tuple[Array, ...]:
+    def add_up(self, *sums: Array) -> Arrays:
         """The sums over whole rows, from those over what of it a device and a channel have; in one exchange."""
         return self.devices.sums(*(sums if self.groups is None else map(self.groups.sum, sums)))
 

@@ -125,12 +125,6 @@ def _manual_axes(mesh: AbstractMesh) -> Axes:
     return tuple(axis for axis, kind in kinds if kind == AxisType.Explicit and is_free(axis))
 
 
-def on_own_devices(fn: Callable[..., Tree], args: Pytree, names: Pytree, names_of_results: Pytree) -> Tree:
-    """`fn(*args)`; on each device by itself, for its part of the arrays, if explicit axes of a mesh split them."""
-    split = split_of(args, names)
-    return fn(*args) if split is None else split.map(fn, args, names, names_of_results)
-
-
 def is_checkified() -> bool:
     """Whether `checkify.checkify` is tracing the call."""
     return switches.label_check_mode() == "checkify" or call_site.innermost_of(checkify.checkify) is not None
@@ -142,11 +136,12 @@ def along_devices(
     args: Pytree,
     names: Pytree,
     names_of_results: Pytree,
-    along: tuple[str, ...],
+    along: tuple[str, ...] = (),
 ) -> Tree:
-    """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`.
+    """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`, if any.
 
-    If explicit axes of a mesh split these, the devices are those of the axes.
+    If explicit axes of a mesh split the arrays, each device works on its part; where they split these dimensions, the
+    devices are those of the axes.
     """
     split = split_of(args, names)
     if split is None:

@@ -143,8 +143,7 @@ _choices = jax.make_user_context(default_value=Choices())
 
 
 def choices() -> Choices:
-    now: Choices = _choices.value
-    return now
+    return _choices.value
 
 
 @contextlib.contextmanager
@@ -165,19 +164,19 @@ def unfused(results: Tree) -> Tree:
     slow: XLA splits the work on rows between the cores, but not the work on one number.
     """
     # One barrier for each array: in shard_map those of one barrier have to vary over the same axes.
-    return jax.tree.map(lax.optimization_barrier, results)  # type: ignore[no-any-return]
+    return jax.tree.map(lax.optimization_barrier, results)
 
 
 def unfused_on_cpu(results: Tree) -> Tree:
     """`unfused` in a program for a CPU."""
-    return on_cpu_or_elsewhere(unfused, lambda results: results, results)  # type: ignore[no-any-return]
+    return on_cpu_or_elsewhere(unfused, lambda results: results, results)
 
 
 def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
     """`there(*args)` if the program is lowered for the platform, `elsewhere(*args)` for any other one."""
     form = choices().form
     if form is None:
-        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)  # type: ignore[no-any-return]
+        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)
     return (there if form == platform else elsewhere)(*args)
 
 
@@ -187,8 +186,7 @@ on_cuda_or_elsewhere = functools.partial(_on_platform, "cuda")
 
 def refused_when_lowered(text: str, x: Array) -> Array:
     """`x`; a program that holds this call is refused with a ValueError of this text when it is lowered."""
-    refused: Array = _refused.bind(lax.stop_gradient(x), text=text)
-    return refused
+    return _refused.bind(lax.stop_gradient(x), text=text)
 
 
 def _refuse(_: Pytree, *operands: Pytree, text: str) -> Pytree:

@@ -23,5 +23,4 @@ def open_program(program: Program) -> tuple[Program, Sequence[Pytree]]:
 
 def as_function(program: Program, constants: Sequence[Pytree]) -> Callable[..., Sequence[Pytree]]:
     """The function of the inputs that a program with these constants computes."""
-    function: Callable[..., Sequence[Pytree]] = core.jaxpr_as_fun(_core.ClosedJaxpr(program, constants))
-    return function
+    return core.jaxpr_as_fun(_core.ClosedJaxpr(program, constants))

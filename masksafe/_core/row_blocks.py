@@ -35,7 +35,7 @@ def map_row_blocks(
     rows = jax.tree.leaves(args)[0]
     leading = rows.ndim - 1 if leading is None else leading
     if not sharding.are_whole(args):
-        return _on_each_device(fn, leading, has_totals, args)  # type: ignore[no-any-return]
+        return _on_each_device(fn, leading, has_totals, args)
     count, elements = math.prod(rows.shape[:leading]), math.prod(rows.shape[leading:])
     if not sharding.may_loop(args) or count == 1 or rows.size <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
@@ -43,7 +43,7 @@ def map_row_blocks(
     loop = _Loop(fn, has_totals, rows.shape[:leading], block)
     # What a loop carries varies over the devices over which any of its arguments does.
     in_one_pass = lambda *args: sharding.vary_with(fn(*args), args)  # noqa: E731
-    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)  # type: ignore[no-any-return]
+    return platforms.on_cpu_or_elsewhere(functools.partial(_in_blocks, loop), in_one_pass, *args)
 
 
 def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, args: Pytree) -> Pytree:
@@ -108,16 +108,11 @@ def _in_blocks(loop: _Loop, *args: Pytree) -> Pytree:
         put = lambda x, rows: tiles.with_part(x, as_bits(rows), {0: (start, size)})  # noqa: E731
         return jax.tree.map(put, state[0], mapped), jax.tree.map(jnp.add, state[1], added)
 
-    def zeros(like: Array, shape: tuple[int, ...]) -> Array:
-        return as_bits(jnp.zeros(shape, like.dtype))
-
     shapes = jax.eval_shape(loop.fn, *args)
     outputs, totals = shapes if loop.has_totals else (shapes, ())
-    nothing = (
-        jax.tree.map(lambda o: zeros(o, (count, *o.shape[len(loop.leading) :])), outputs),
-        jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals),
-    )
-    state = sharding.vary_with(nothing, arrays)
+    no_rows = jax.tree.map(lambda o: as_bits(jnp.zeros((count, *o.shape[len(loop.leading) :]), o.dtype)), outputs)
+    no_totals = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), totals)
+    state = sharding.vary_with((no_rows, no_totals), arrays)
     state = tiles.loop(0, whole, lambda i, state: with_block(state, i * loop.block, loop.block), state)
     mapped, totals = with_block(state, whole * loop.block, rest) if rest else state
     mapped = jax.tree.map(lambda like, x: from_bits(x, like.dtype).reshape(like.shape), outputs, mapped)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from masksafe._core.arguments import message
-from masksafe._core.typing import Array, Pytree, Tree
+from masksafe._core.typing import Array, Arrays, Pytree, Tree
 
 # Over the explicit axes of a mesh. The type of an array says how it is split.
 
@@ -57,8 +57,7 @@ def gathered_along(x: Array, *axes: int) -> Array:
         return x
     gathered = [axis % x.ndim for axis in axes]
     spec = [None if axis in gathered else name for axis, name in enumerate(sharding.spec)]
-    whole: Array = jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
-    return whole
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 @jax.tree_util.register_static
@@ -87,7 +86,7 @@ class Shardings:
 
         shardings = tuple(jax.tree.unflatten(self.tree, self.specs))
         is_none = lambda x: x is None  # noqa: E731
-        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)  # type: ignore[no-any-return]
+        return jax.tree.map(resharded, tuple(cotangents), shardings, is_leaf=is_none)
 
 
 # Inside `jax.shard_map`. The type of an array says over which axes of the mesh it varies, and types have to agree.
@@ -108,7 +107,7 @@ def vary_alike(args: tuple[Pytree, ...]) -> tuple[Pytree, ...]:
         is_float = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.floating)
         return x + jnp.asarray(zero, x.dtype) if is_float else x
 
-    return jax.tree.unflatten(tree, map(moved, leaves))  # type: ignore[no-any-return]
+    return jax.tree.unflatten(tree, map(moved, leaves))
 
 
 def vary_with(tree: Tree, others: Pytree) -> Tree:
@@ -122,10 +121,9 @@ def vary_with(tree: Tree, others: Pytree) -> Tree:
         if not is_random_key(x):
             return x + zero.astype(x.dtype)
         data = jax.random.key_data(x)
-        key: jax.Array = jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
-        return key
+        return jax.random.wrap_key_data(data + zero.astype(data.dtype), impl=jax.random.key_impl(x))
 
-    return jax.tree.map(moved, tree)  # type: ignore[no-any-return]
+    return jax.tree.map(moved, tree)
 
 
 def zeros_of_types(shapes: Pytree, others: Pytree) -> Pytree:
@@ -197,11 +195,11 @@ class Devices(NamedTuple):
         """Labels, which count the classes of all devices, as classes of this one; elsewhere if not in [0, number)."""
         return labels - (lax.axis_index(self.axis_name) * number).astype(labels.dtype) if self.are_many else labels
 
-    def sum(self, x: Array) -> Array:
-        """The sum over the devices, the same on each."""
-        return lax.psum(x, self.axis_name) if self.are_many else x
+    def sum(self, tree: Tree) -> Tree:
+        """The sums over the devices, the same on each."""
+        return lax.psum(tree, self.axis_name) if self.are_many else tree
 
-    def sums(self, *arrays: Array) -> tuple[Array, ...]:
+    def sums(self, *arrays: Array) -> Arrays:
         """The sums of several arrays of one shape and dtype, in one exchange."""
         return tuple(lax.psum(jnp.stack(arrays), self.axis_name)) if self.are_many else arrays
 
@@ -217,32 +215,29 @@ class Devices(NamedTuple):
         """The arrays that the device so many places before this one has, in a ring of all."""
         if places % self.size == 0:
             return tree
-        names, number = self._in_order_of_mesh
-        way = [(number[n], number[(n + places) % self.size]) for n in range(self.size)]
-        return lax.ppermute(tree, names, way)  # type: ignore[no-any-return]
-
-    @property
-    def _in_order_of_mesh(self) -> tuple[AxisName, list[int]]:
-        """The names in the mesh's order, as `lax.ppermute` wants them, and the numbers of the devices in it."""
-        if isinstance(self.axis_name, str):
-            return self.axis_name, list(range(self.size))
-        given = self.axis_name or ()
-        of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in given]
-        names = [*of_mesh, *(name for name in given if name not in of_mesh)]  # the others are of `jax.vmap`
+        # `lax.ppermute` wants the names in the mesh's order; the others are of `jax.vmap`.
+        of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in self._names]
+        names = [*of_mesh, *(name for name in self._names if name not in of_mesh)]
         numbers = np.arange(self.size).reshape([lax.axis_size(name) for name in names])
-        return tuple(names), numbers.transpose([names.index(name) for name in given]).ravel().tolist()
+        number = numbers.transpose([names.index(name) for name in self._names]).ravel().tolist()
+        way = [(number[n], number[(n + places) % self.size]) for n in range(self.size)]
+        return lax.ppermute(tree, tuple(names), way)
 
     @property
-    def _of_mesh_and_vmap(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        names = (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name or ()
-        manual = jax.sharding.get_abstract_mesh().manual_axes
-        return tuple(n for n in names if n in manual), tuple(n for n in names if n not in manual)
+    def _names(self) -> tuple[str, ...]:
+        return (self.axis_name,) if isinstance(self.axis_name, str) else self.axis_name or ()
 
     # What the type of an array says of them.
 
+    @property
+    def _of_mesh(self) -> tuple[str, ...]:
+        """The names of axes of the mesh; the others are of `jax.vmap`."""
+        manual = jax.sharding.get_abstract_mesh().manual_axes
+        return tuple(name for name in self._names if name in manual)
+
     def varying(self, tree: Tree) -> Tree:
         """The arrays, made to vary over the devices: their cotangents are each device's own, not yet summed."""
-        of_mesh, _ = self._of_mesh_and_vmap
+        of_mesh = self._of_mesh
         return vary_with(tree, lax.pcast(jnp.zeros(()), of_mesh, to="varying")) if of_mesh else tree
 
     def share(self, x: Array) -> bool:
@@ -250,7 +245,7 @@ class Devices(NamedTuple):
 
         Types say nothing with `check_vma=False`, nor over an axis of `jax.vmap`.
         """
-        of_mesh, varying = self._of_mesh_and_vmap[0], self.varying(jnp.zeros(()))
+        of_mesh, varying = self._of_mesh, self.varying(jnp.zeros(()))
         have_types = any(_varies(varying, name) for name in of_mesh)
         return have_types and not all(_varies(x, name) for name in of_mesh)
 

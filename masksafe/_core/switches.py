@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import jax
 
-from masksafe._core.arguments import message
+from masksafe._core.arguments import as_choice
 
 LabelChecks = Literal["off", "checkify", "raise"]
 LABEL_CHECKS = get_args(LabelChecks)
@@ -22,16 +22,10 @@ _WITHOUT_CHECKIFY = (
 )
 
 
-def _check_mode(op: str, argument: str, mode: str) -> str:
-    if mode not in LABEL_CHECKS:
-        raise ValueError(message(op, argument, f"value {mode!r}", f"one of {', '.join(map(repr, LABEL_CHECKS))}"))
-    return mode
-
-
 _forward_mode = jax.make_user_context(default_value=False)
-_label_checks = jax.make_user_context(
-    default_value=_check_mode("masksafe", f"the environment variable {_VARIABLE}", os.environ.get(_VARIABLE) or "off")
-)
+_from_start = os.environ.get(_VARIABLE) or "off"
+as_choice("masksafe", f"the environment variable {_VARIABLE}", _from_start, LABEL_CHECKS)
+_label_checks = jax.make_user_context(default_value=_from_start)
 
 
 @contextlib.contextmanager
@@ -124,7 +118,7 @@ def label_checks(mode: LabelChecks) -> Iterator[None]:
       ...
       ValueError: softmax_cross_entropy_with_integer_labels: 1 of 2 labels are outside ...
     """
-    _check_mode("label_checks", "mode", mode)
+    as_choice("label_checks", "mode", mode, LABEL_CHECKS)
     with _label_checks(mode):
         try:
             yield
@@ -150,13 +144,12 @@ def set_label_checks(mode: LabelChecks) -> None:
       >>> masksafe.set_label_checks("raise")
       >>> masksafe.set_label_checks("off")
     """
-    _label_checks.set_global(_check_mode("set_label_checks", "mode", mode))
+    _label_checks.set_global(as_choice("set_label_checks", "mode", mode, LABEL_CHECKS))
 
 
 def label_check_mode() -> str:
     """The current mode of `label_checks`."""
-    mode: str = _label_checks.value
-    return mode
+    return _label_checks.value
 
 
 def uses_plain_rules() -> bool:

@@ -60,9 +60,7 @@ class Tiles(NamedTuple):
         return of_tile(0) if self.number == 1 else jax.tree.map(self.join, self.map(of_tile))
 
     def join(self, tiles: Array) -> Array:
-        """Stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
-        if self.number == 1:
-            return tiles[0]
+        """Several stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
         body = jnp.moveaxis(tiles[:-1], 0, -3)
         body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
         return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2)
@@ -98,7 +96,7 @@ def whole(length: int) -> Tile:
 
 def take(tree: Tree, axis: int, tile: Tile) -> Tree:
     """The parts of arrays within a tile of `axis`."""
-    return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)  # type: ignore[no-any-return]
+    return jax.tree.map(lambda x: part(x, {axis: (tile.start, tile.size)}), tree)
 
 
 Places = Mapping[int, tuple[Index, int]]  # for an axis where a part of it starts, and its size
@@ -144,13 +142,12 @@ def for_live_tiles(live: Array | None, count: int, body: Callable[[Index, Pytree
 
 def loop(start: int, stop: Array | int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:
     """`lax.fori_loop` whose index is int32, as are all indices, under `jax_enable_x64` as well."""
-    return lax.fori_loop(np.int32(start), stop, body, state)  # type: ignore[no-any-return]
+    return lax.fori_loop(np.int32(start), stop, body, state)
 
 
 def element(x: Array, i: Index, axis: int = 0) -> Array:
     """`x[i]`, along an axis, for an index that is not negative."""
-    found: Array = lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
-    return found
+    return lax.dynamic_index_in_dim(x, i, axis, keepdims=False, allow_negative_indices=False)
 
 
 def once_if(condition: Array, fn: Callable[[Tree], Tree], state: Tree) -> Tree:

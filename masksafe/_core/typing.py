@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -10,11 +10,13 @@ from jax import Array as Array
 from jax.typing import ArrayLike as ArrayLike
 
 Pytree: TypeAlias = Any  # arrays, or tuples, dictionaries and others of them, which JAX's functions take and return
+Arrays: TypeAlias = tuple[Array, ...]
 DType: TypeAlias = np.dtype[Any]
 Index: TypeAlias = Array | int
 Axis = int | Sequence[int]
 Axes = tuple[int, ...]
 LossReduction = Literal["mean", "sum", "none"]
+REDUCTIONS = get_args(LossReduction)
 Function = TypeVar("Function", bound=Callable[..., Pytree])
 Tree = TypeVar("Tree")
 

@@ -36,14 +36,12 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
     def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
         return total(*primals), jnp.sum(*tangents, axis, keepdims=keepdims)
 
-    result: Array = total(x)
-    return result
+    return total(x)
 
 
 def unknown(x: ArrayLike, dtype: DType | None = None) -> Array:
     """An array of which XLA knows nothing while it folds constants; a small one, since it is stored."""
-    hidden: Array = lax.optimization_barrier(jnp.asarray(x, dtype))
-    return hidden
+    return lax.optimization_barrier(jnp.asarray(x, dtype))
 
 
 def _reduce(combine: Callable[..., Array], start: Array, x: Array, axis: Axis | None, keepdims: bool) -> Array:

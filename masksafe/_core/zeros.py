@@ -18,8 +18,7 @@ def without_sign_of_zero(x: Array) -> Array:
 
     A linear function that is its own transpose, so that derivatives of every order lose the sign where values do.
     """
-    result: Array = _without_sign_of_zero.bind(x)
-    return result
+    return _without_sign_of_zero.bind(x)
 
 
 def _selected(x: Array) -> Array:

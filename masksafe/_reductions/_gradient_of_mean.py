@@ -139,9 +139,7 @@ def value_and_grad_of_mean(
         axes = _axes_to_cut(in_axes, batch, len(args), active)
         parts = _in_parts(batch, axes, microbatches)
         sums, aux = _summed_over_parts(fn_of, devices.varying(params), parts)
-        if devices.are_many:
-            over_devices = lambda tree: lax.psum(tree, devices.axis_name)  # noqa: E731
-            sums, aux = over_devices(sums), _map_aux(over_devices, lambda x: x, aux)
+        sums, aux = devices.sum(sums), _map_aux(devices.sum, lambda x: x, aux)
         gradients = jax.tree.map(lambda gradient, x: gradient.astype(x.dtype), sums.gradients_of_mean(), params)
         gradients = gradients[0] if isinstance(argnums, numbers.Integral) else gradients
         return ((sums.mean.value, aux) if has_aux else sums.mean.value), gradients

@@ -69,12 +69,7 @@ class MaskedMean:
 
     @classmethod
     def of(
-        cls,
-        x: ArrayLike,
-        where: ArrayLike | None = None,
-        *,
-        weights: ArrayLike | None = None,
-        axis: Axis | None = None,
+        cls, x: ArrayLike, where: ArrayLike | None = None, *, weights: ArrayLike | None = None, axis: Axis | None = None
     ) -> MaskedMean:
         """The total and the count of an array.
 
@@ -137,12 +132,10 @@ def _of_sums(total: _Sum, count: _Sum) -> MaskedMean:
 
 # The total and the count are one child each: a tree of the same form, such as `out_specs=MaskedMean(P(), P("data"))`,
 # is a prefix.
+_KEYS = [jax.tree_util.GetAttrKey(name) for name in ("total", "count")]
 jax.tree_util.register_pytree_with_keys(
     MaskedMean,
-    lambda mean: (
-        ((jax.tree_util.GetAttrKey("total"), mean._total), (jax.tree_util.GetAttrKey("count"), mean._count)),
-        None,
-    ),
+    lambda mean: ([*zip(_KEYS, (mean._total, mean._count), strict=True)], None),
     lambda _, sums: _of_sums(*sums),
 )
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
 from masksafe._core.masks import Weighting
-from masksafe._core.typing import Array, Pytree, jitted
+from masksafe._core.typing import Array, jitted
 from masksafe._segments._moves import Segments
 
 Formula = Callable[..., Array]  # of its options, which are static, the segments, the data and their weighting
@@ -111,9 +111,15 @@ def _on_devices(
 ) -> Array:
     """The formula, of all devices if explicit axes of a mesh split the data."""
 
-    def result(devices: sharding.Devices, data: Array, ids: Array, *weighting: Pytree) -> Array:
+    def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
         here = dataclasses.replace(segments, ids=ids, devices=devices)
-        return formula(*options, *_read(here, data, *weighting))
+        if weights is not None:
+            return formula(*options, here, data, masks.weighting_of(data, here.live(data, where), weights))
+        if where is not None and not here.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
+            # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
+            here = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number))
+            where = None
+        return formula(*options, here, data, Weighting(where, None))
 
     args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
@@ -121,15 +127,3 @@ def _on_devices(
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
     return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
-
-
-def _read(
-    segments: Segments, data: Array, where: Array | None, weights: Array | None
-) -> tuple[Segments, Array, Weighting]:
-    if weights is not None:
-        return segments, data, masks.weighting_of(data, segments.live(data, where), weights)
-    if where is not None and not segments.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
-        # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
-        ids = jnp.where(where.reshape(-1), segments.ids, segments.number)
-        segments, where = dataclasses.replace(segments, ids=ids), None
-    return segments, data, Weighting(where, None)

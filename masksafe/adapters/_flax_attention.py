@@ -84,7 +84,6 @@ def flax_attention(
     rate, rng = (dropout_rate, dropout_rng) if has_dropout else (0.0, None)
     mask = None if mask is None else jnp.asarray(mask).astype(bool)
     is_causal = is_causal and not (mask is not None and query.shape[-3] == 1)
-    out: Array = dot_product_attention(
+    return dot_product_attention(
         query, key, value, bias, mask, is_causal=is_causal, dropout_rate=rate, dropout_key=rng, **arguments
     )
-    return out

@@ -36,7 +36,10 @@ def cleared_inputs(
     if mask is None and not (is_causal and number > time):
         return queries, keys, values, None
     name, pairs = type(layer).__name__, (*batch, layer.num_heads, time, number)
-    _check_leading_axes(name, (*batch, number_given), inputs_k=keys, inputs_v=values)
+    for argument, x in (("inputs_k", keys), ("inputs_v", values)):  # of another batch, the mask would enlarge them
+        if x is not None and jnp.shape(x)[:-1] != (*batch, number_given):
+            expected = f"{(*batch, number_given)} before the features, the batch of inputs_q and the number of keys"
+            raise ValueError(message(name, argument, f"shape {jnp.shape(x)}", expected))
     mask = jnp.ones((), bool) if mask is None else as_array(name, "mask", mask)
     while mask.ndim > len(pairs) and mask.shape[0] == 1:  # a mask of a batch of one, for inputs without a batch
         mask = mask[0]
@@ -54,14 +57,6 @@ def cleared(x: Any, is_live: Array | None) -> Any:
 def _without_nan(x: Any, is_live: Array) -> Any:
     """As `cleared`, but only NaN and infinity become 0."""
     return None if x is None else selected(jnp.asarray(x), is_live[..., None] | jnp.isfinite(x))
-
-
-def _check_leading_axes(name: str, leading: tuple[int, ...], **inputs: Any) -> None:
-    """Refuses keys or values of another batch than that of the queries: the mask would enlarge them."""
-    for argument, x in inputs.items():
-        if x is not None and jnp.shape(x)[:-1] != leading:
-            expected = f"{leading} before the features, the batch of inputs_q and the number of keys"
-            raise ValueError(message(name, argument, f"shape {jnp.shape(x)}", expected))
 
 
 @jitted(0, 1, 2)  # one program: it does not write an array of all pairs

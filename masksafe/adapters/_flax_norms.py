@@ -23,11 +23,6 @@ def axes_of(layer: Any, x: Array, axes: Any) -> Axes:
     return tuple(sorted(arguments.canonical_axes(_name(layer), axes, x.ndim)))
 
 
-def feature_axes_of_batch(layer: Any, x: Array) -> Axes:
-    """The axes of a batch norm's parameters and statistics."""
-    return axes_of(layer, x, layer.axis)
-
-
 def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
     """The dtype of the result, as flax has it: that of the layer, or the one to which all promote."""
     if layer.dtype is not None:
@@ -75,15 +70,9 @@ def normalize_groups(
         samples = math.prod(shape[a] for a in of_samples)
         return jnp.broadcast_to(array, shape).transpose(order).reshape(samples, *(shape[a] for a in rows))
 
-    y = group_norm(
-        samples_first(x),
-        num_groups,
-        scale,
-        bias,
-        where=None if where is None else samples_first(where),
-        epsilon=layer.epsilon,
-        axis_name=layer.axis_name,
-    )
+    where = None if where is None else samples_first(where)
+    options = {"where": where, "epsilon": layer.epsilon, "axis_name": layer.axis_name}
+    y = group_norm(samples_first(x), num_groups, scale, bias, **options)
     back = sorted(range(x.ndim), key=order.__getitem__)
     return y.reshape([x.shape[a] for a in order]).transpose(back).astype(dtype)
 
@@ -104,7 +93,7 @@ def normalize_batch(
     The running average of a fully masked feature stays as it is.
     """
     x, where, dtype = _read(layer, x, mask, scale, bias)
-    features = feature_axes_of_batch(layer, x)
+    features = axes_of(layer, x, layer.axis)
     _check_features(layer, x, features, scale, bias, mean, var)
     options = {"axis": features, "where": where, "epsilon": layer.epsilon, "axis_name": axis_name}
     y, mean, var = batch_norm(x, scale, bias, mean=mean, var=var, **options)

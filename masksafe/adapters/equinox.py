@@ -150,13 +150,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
         __init__ = equinox.nn.BatchNorm.__init__
 
     def __call__(
-        self,
-        x: Array,
-        state: Any,
-        *,
-        key: Any = None,
-        inference: bool | None = None,
-        where: ArrayLike | None = None,
+        self, x: Array, state: Any, *, key: Any = None, inference: bool | None = None, where: ArrayLike | None = None
     ) -> tuple[Array, Any]:
         """As equinox's.
 
@@ -293,23 +287,17 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
         projections = (self.query_proj, query), (self.key_proj, key_), (self.value_proj, value)
         heads = [self._heads(jax.vmap(project)(x)) for project, x in projections]
         if process_heads is not None:
-            heads = self._processed(process_heads, heads)
+            shapes, heads = [x.shape for x in heads], list(process_heads(*heads))
+            if (found := [x.shape for x in heads]) != shapes:
+                raise ValueError(message(name, "process_heads", f"shapes {found}", f"shapes {shapes}"))
         q, k, v = (x.astype(jnp.result_type(*heads)) for x in heads)
         rate, dropout_key = self._dropout(key, inference)
         out = dot_product_attention(q, k, v, mask=mask, dropout_rate=rate, dropout_key=dropout_key)
-        projected: Array = jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:])))
-        return selected(projected, is_seeing)
+        return selected(jax.vmap(self.output_proj)(out.reshape(time, math.prod(out.shape[1:]))), is_seeing)
 
     def _heads(self, projected: Array) -> Array:
         length, width = projected.shape
         return projected.reshape(length, self.num_heads, width // self.num_heads)
-
-    def _processed(self, process_heads: Callable[..., Any], heads: list[Array]) -> list[Array]:
-        processed = list(process_heads(*heads))
-        found, expected = [x.shape for x in processed], [x.shape for x in heads]
-        if found != expected:
-            raise ValueError(message("MultiheadAttention", "process_heads", f"shapes {found}", f"shapes {expected}"))
-        return processed
 
     def _dropout(self, key: Any, inference: bool | None) -> tuple[Any, Any]:
         """The rate and the random key of dropout."""

@@ -125,7 +125,7 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
     ) -> Array:
         x = jnp.asarray(x)
         uses_average = linen.merge_param("use_running_average", self.use_running_average, use_running_average)
-        features = _flax_norms.feature_axes_of_batch(self, x)
+        features = _flax_norms.axes_of(self, x, self.axis)
         shape = [x.shape[a] for a in features]
         of_averages = jnp.float32 if self.force_float32_reductions else self.param_dtype
         mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, of_averages)
@@ -194,8 +194,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type:
         # Not the method that flax has wrapped, which would record a second call of this layer.
         attend = linen.MultiHeadDotProductAttention.__call__.__wrapped__
         out = attend(self, queries, inputs_v=values, mask=mask, **given, **options)
-        result: Array = cleared(out, sees)
-        return result
+        return cleared(out, sees)
 
 
 class MultiHeadAttention(MultiHeadDotProductAttention):

@@ -44,8 +44,7 @@ class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
     """
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
-        parameters = _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
         return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask)
 
 
@@ -63,7 +62,7 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
     """
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:
-        promoted, scale = self.promote_dtype((x, _value(self.scale)), dtype=self.dtype)
+        promoted, scale = _promoted(self, x, self.scale)
         return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask)
 
 
@@ -82,8 +81,7 @@ class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
     """
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
-        parameters = _value(self.scale), _value(self.bias)
-        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
         return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask)
 
 
@@ -112,8 +110,7 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
     ) -> Array:
         error = "No `use_running_average` was given, neither to BatchNorm nor to its call."
         uses_average = first_from(use_running_average, self.use_running_average, error_msg=error)
-        values = (_value(variable) for variable in (self.mean, self.var, self.scale, self.bias))
-        promoted, mean, var, scale, bias = self.promote_dtype((x, *values), dtype=self.dtype)
+        promoted, mean, var, scale, bias = _promoted(self, x, self.mean, self.var, self.scale, self.bias)
         if uses_average:
             return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
         y, step, mean, var = _flax_norms.normalize_batch(self, promoted, scale, bias, mask, axis_name=self.axis_name)
@@ -168,8 +165,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc]
             is_first = jnp.arange(jnp.shape(inputs[1])[-2]) == 0
             mask, is_causal = mask & is_first.reshape((1,) * (mask.ndim - 1) + is_first.shape), False
         out = super().__call__(*inputs, mask=mask, decode=decode, is_causal=is_causal, **options)
-        result: Array = cleared(out, sees)
-        return result
+        return cleared(out, sees)
 
 
 class Mean(nnx.Metric):  # type: ignore[misc]
@@ -210,8 +206,7 @@ class Mean(nnx.Metric):  # type: ignore[misc]
 
     def compute(self) -> Array:
         """The mean so far."""
-        mean: MaskedMean = self.mean.get_value()
-        return mean.value
+        return self.mean.get_value().value
 
     def _add(self, x: ArrayLike, mask: ArrayLike | None) -> None:
         where = None if mask is None else jnp.asarray(mask).astype(bool)
@@ -250,5 +245,6 @@ class Accuracy(Mean):
         self._add(is_right & ~is_nan, mask)
 
 
-def _value(variable: Any) -> Array | None:
-    return None if variable is None else variable[...]
+def _promoted(layer: Any, x: ArrayLike, *variables: Any) -> Any:
+    """`x` and the values of variables, None among them, in the dtype to which flax promotes them."""
+    return layer.promote_dtype((x, *(None if v is None else v[...] for v in variables)), dtype=layer.dtype)

@@ -224,7 +224,9 @@ def dot_product_attention(
     """
     is_causal = arguments.as_bool(_OP, "is_causal", is_causal)
     return_residual = arguments.as_bool(_OP, "return_residual", return_residual)
-    soft_cap = _as_soft_cap(logit_soft_cap)
+    soft_cap = arguments.if_given(
+        arguments.as_number, _OP, "logit_soft_cap", logit_soft_cap, lambda cap: cap > 0, "a positive number or None"
+    )
     dropout_rate = arguments.as_number(
         _OP, "dropout_rate", dropout_rate, lambda rate: 0 <= rate < 1, "a number in [0, 1)"
     )
@@ -235,6 +237,8 @@ def dot_product_attention(
     static_scale, scale = _as_scale(scale, q, knows_numbers)
     of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     arguments.check_both_or_none(_OP, "For self-attention give the same ids twice.", **of_both)
+    if isinstance(mask_mod, AttentionMask):
+        check_samples(_OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
     arrays = _Arrays(
         *operands,
         scale=scale,
@@ -252,7 +256,7 @@ def dot_product_attention(
         sinks=_if_given(_as_sinks, "sinks", sinks, q),
         dropout_key=_as_dropout_key(dropout_key, dropout_rate),
         score_mod=trace("score_mod", score_mod, wide_dtype(q.dtype)),
-        mask_mod=_as_mask_mod(mask_mod, q),
+        mask_mod=trace("mask_mod", mask_mod),
     )
     bad_samples = either(
         _check_lengths("query_seq_lengths", arrays.query_lengths, num_queries, q),
@@ -307,7 +311,7 @@ def _choose_cudnn(
     if implementation == "xla":
         return None
     otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-    config = _cudnn.Config(plan._replace(needs_logsumexp=True), attend, otherwise)
+    config = _cudnn.Config(plan._replace(needs_logsumexp=True), otherwise)
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     reason = _cudnn.reason_against(config, given, return_residual)
     if reason is not None and implementation == "cudnn":
@@ -535,23 +539,11 @@ def _check_lengths(argument: str, lengths: Array | None, size: int, q: Array) ->
     return None if bad is None else _at_rank(bad, q.ndim - 3)
 
 
-def _as_mask_mod(mask_mod: Any, q: Array) -> Mod | None:
-    if isinstance(mask_mod, AttentionMask):
-        check_samples(_OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
-    return trace("mask_mod", mask_mod)
-
-
 def _as_sinks(argument: str, sinks: ArrayLike, q: Array) -> Array:
     array = arguments.as_promoted_float_array(_OP, argument, sinks)
     if array.shape != q.shape[-2:-1]:
         raise ValueError(message(_OP, argument, f"shape {array.shape}", f"{q.shape[-2:-1]}, one for each query head"))
     return array
-
-
-def _as_soft_cap(soft_cap: Any) -> float | None:
-    if soft_cap is None:
-        return None
-    return arguments.as_number(_OP, "logit_soft_cap", soft_cap, lambda cap: cap > 0, "a positive number or None")
 
 
 def _as_dropout_key(key: Any, rate: float) -> Array | None:

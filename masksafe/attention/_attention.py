@@ -21,10 +21,10 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import rule, with_derivatives_of
-from masksafe._core.own_shard_map import on_own_devices
+from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
-from masksafe._core.sharding import may_loop, vary_with
+from masksafe._core.sharding import Devices, may_loop, vary_with
 from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
@@ -60,7 +60,7 @@ def attend(
     names = of_operands, of_operands, of_operands, Pairs(**of_fields), PartitionSpec(), PartitionSpec("heads")
 
     def on_device(
-        q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None, sinks: Array | None
+        _: Devices, q: Array, k: Array, v: Array, pairs: Pairs, scale: Array | None, sinks: Array | None
     ) -> tuple[Array, Array]:
         scaled = q if scale is None else _scaled_queries(q, scale)
         pairs = pairs._replace(allowed=grouped_heads(pairs.allowed, k.shape[-2]))
@@ -68,8 +68,8 @@ def attend(
         out = out if sinks is None else with_sinks(out, lse, sinks)
         return out.astype(q.dtype), lse
 
-    out, lse = on_own_devices(on_device, args, jax.tree.broadcast(names, args), (of_operands, of_operands))
-    return out, lse
+    of_args = jax.tree.broadcast(names, args)
+    return along_devices(on_device, Devices(), args, of_args, (of_operands, of_operands))
 
 
 def _scaled_queries(q: Array, scale: Array) -> Array:

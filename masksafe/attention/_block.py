@@ -31,14 +31,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from masksafe._core.exponentials import shift_of
 from masksafe._core.platforms import AttentionSizes
 from masksafe._core.precision import wide_dtype
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import once_if
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Arrays
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
-from masksafe.attention._merge import Partial, shift_of
+from masksafe.attention._merge import Partial
 from masksafe.attention._mods import modified, modified_where
 from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
 
@@ -77,14 +78,14 @@ class Adjustments(NamedTuple):
     """The arrays that adjust logits and get gradients; or their cotangents, or partial sums of these."""
 
     bias: Array | None = None  # [B, K, G, T, S]
-    captured: tuple[Array, ...] = ()  # by `score_mod`
+    captured: Arrays = ()  # by `score_mod`
 
     def of(self, pairs: Pairs) -> Pairs:
         """The pairs with these."""
         mod = pairs.score_mod
         return pairs._replace(bias=self.bias, score_mod=mod and dataclasses.replace(mod, captured=self.captured))
 
-    def plus(self, d_bias: Array | None, d_captured: tuple[Array, ...], places: PlacesByName) -> "Adjustments":
+    def plus(self, d_bias: Array | None, d_captured: Arrays, places: PlacesByName) -> "Adjustments":
         """These sums plus the cotangents of the part of the bias at the places, and of what `score_mod` captured."""
         bias = None if self.bias is None or d_bias is None else add_at(self.bias, d_bias, places)
         return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(self.captured, d_captured, strict=True)))
@@ -254,7 +255,7 @@ class Reversed(NamedTuple):
     weights: Array  # with dropout
     d_dots: Array  # the cotangents of the products q k, but for the scale
     d_biased: Array  # those of the logits before `score_mod`
-    d_captured: tuple[Array, ...]  # those of what it captured
+    d_captured: Arrays  # those of what it captured
 
 
 def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block) -> Reversed:
@@ -279,7 +280,7 @@ def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block) -
     return Reversed(drop(plan, block, weights), d_dots, d_biased, d_captured)
 
 
-PullBack = Callable[[Array], tuple[Array, tuple[Array, ...]]]
+PullBack = Callable[[Array], tuple[Array, Arrays]]
 
 
 def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: Array) -> tuple[Array, Array, PullBack]:
@@ -321,7 +322,7 @@ def _adjusted_with_rule(capped: Array, mask: Array, block: Block) -> tuple[Array
     x = jnp.where(mask, x, 0)  # a NaN here would make the rule look closer, although no unmasked pair needs it
     result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices), x, mod.captured)
 
-    def pull_back(d_x: Array) -> tuple[Array, tuple[Array, ...]]:
+    def pull_back(d_x: Array) -> tuple[Array, Arrays]:
         d_argument, d_captured = reverse(d_x)
 
         def leave_out_masked(_: Any) -> Any:

@@ -35,6 +35,7 @@ from masksafe._core.switches import forward_mode
 from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
+from masksafe.attention._attention import attend
 from masksafe.attention._block import Plan
 from masksafe.attention._pairs import Pairs, block_of, grouped_heads, seen_keys, seen_positions
 
@@ -47,8 +48,7 @@ class Config(NamedTuple):
     """The static parameters."""
 
     plan: Plan
-    inner: Callable[..., tuple[Array, Array]]  # of the plan and the arrays: attention that keeps the contract
-    otherwise: str | None  # the error where the program is lowered for another platform; None runs `inner` there
+    otherwise: str | None  # the error where the program is lowered for another platform; None runs `attend` there
 
 
 class Masks(NamedTuple):
@@ -156,23 +156,21 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 def attention(config: Config, operands: Operands, masks: Masks) -> Array:
     """The output `[*batch, T, N, H]`, by cuDNN if the program is lowered for CUDA."""
     if operands.query.ndim == 3:
-        batched: Array = attention(config, *jax.tree.map(lambda x: x[None], (operands, masks)))
-        return batched[0]
+        return attention(config, *jax.tree.map(lambda x: x[None], (operands, masks)))[0]
 
     def elsewhere(operands: Operands, masks: Masks) -> Array:
         if config.otherwise is not None:
             return platforms.refused_when_lowered(config.otherwise, operands.query)
         return _in_blocks(config, operands, masks)[0]
 
-    out: Array = platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
-    return out
+    return platforms.on_cuda_or_elsewhere(functools.partial(_attention, config), elsewhere, operands, masks)
 
 
 def _in_blocks(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:
     """The output and the logsumexp `[B, T, N]`, with the contract kept."""
     q, k, v, bias = operands
     pairs = _intervals(config, operands, masks)._replace(bias=bias, allowed=masks.mask)
-    return config.inner(config.plan, q, k, v, pairs)
+    return attend(config.plan, q, k, v, pairs)
 
 
 # Values and first derivatives in reverse mode come from cuDNN; every other derivative is that of the blockwise form.
@@ -270,8 +268,7 @@ def _repaired_if(is_bad: Array, results: _T, repair: Callable[..., _T], *args: A
         held_args, _ = lax.optimization_barrier((args, results))
         return _in_row_major(repair(*_in_row_major(held_args)))
 
-    repaired: _T = once_if(is_bad, again, results)
-    return repaired
+    return once_if(is_bad, again, results)
 
 
 def _in_row_major(tree: Any) -> Any:
@@ -338,8 +335,7 @@ def _pull_back_kernel(
 
 def _varying_with(tree: _T, others: Any) -> _T:
     """Inside `jax.shard_map` the results of the kernel do not vary by themselves."""
-    varying: _T = sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
-    return varying
+    return sharding.vary_with(tree, others) if jax.sharding.get_abstract_mesh().manual_axes else tree
 
 
 def _call(config: Config, operands: Operands, masks: Masks) -> tuple[Array, Array]:

@@ -13,9 +13,10 @@ from jax import lax
 
 from masksafe._core.arguments import as_float_array, message
 from masksafe._core.derivatives import rule
+from masksafe._core.exponentials import shift_of
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike
+from masksafe._core.typing import Array, ArrayLike, Arrays
 from masksafe._core.unfolded import any_of
 
 _OP = "merge_attention"
@@ -57,13 +58,7 @@ class Partial(NamedTuple):
         return Partial(self.weighted * self.total, self.largest, self.total)
 
 
-def shift_of(largest: Array) -> Array:
-    """The largest logit as what is subtracted from logits: finite for a query that sees no key, whose are all -inf."""
-    return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
-
-
 Outs = tuple[Array | None, ...]
-Arrays = tuple[Array, ...]
 _Result = tuple[Array, Array]
 _Residuals = tuple[Outs, Arrays, Array]
 
@@ -146,8 +141,7 @@ def with_sinks(out: Array, lse: Array, sinks: Array) -> Array:
     """
     largest = float(jnp.finfo(lse.dtype).max)  # a sink of inf takes all weight; inf - inf would be NaN
     wide = jnp.broadcast_to(jnp.minimum(widened(sinks).astype(lse.dtype), largest), lse.shape)
-    merged: Array = merge_parts((out, None), (lse, jnp.where(lse == -jnp.inf, -jnp.inf, wide)))[0]
-    return merged
+    return merge_parts((out, None), (lse, jnp.where(lse == -jnp.inf, -jnp.inf, wide)))[0]
 
 
 def _forward(outs: Outs, lses: Arrays) -> tuple[_Result, _Residuals]:

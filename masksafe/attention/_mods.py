@@ -21,12 +21,10 @@ from masksafe._core.arguments import message
 from masksafe._core.masks import first_of
 from masksafe._core.programs import as_function, is_program, open_program
 from masksafe._core.sharding import is_sharded, vary_with
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Arrays
 from masksafe.attention_masks import AttentionMask
 
 _OP = "dot_product_attention"
-
-Arrays = tuple[Array, ...]
 
 
 class Program:
@@ -88,7 +86,7 @@ class Mod:
         (result,) = _evaluate(self.program.jaxpr, constants, inputs)
         if not any(self.program.uses):  # but it has to vary as the pairs do
             result = _varying_alike([result, *inputs])[0]
-        return result  # type: ignore[no-any-return]
+        return result
 
 
 def _evaluate(jaxpr: Jaxpr, constants: Sequence[Any], inputs: Sequence[Any]) -> Sequence[Any]:
@@ -289,5 +287,4 @@ def _with_automatic_axes(fn: Callable[..., Array], x: Array, *arguments: Any) ->
         return fn(x, *arguments)
     if jax.sharding.get_abstract_mesh().manual_axes:  # where JAX has no `auto_axes`
         raise ValueError(_REFUSAL_BESIDE_MANUAL_AXES)
-    result: Array = jax.sharding.auto_axes(fn, out_sharding=jax.typeof(x).sharding)(x, *arguments)
-    return result
+    return jax.sharding.auto_axes(fn, out_sharding=jax.typeof(x).sharding)(x, *arguments)

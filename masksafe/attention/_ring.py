@@ -82,7 +82,7 @@ def run_forward(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: In
             return state.plus(inner(plan_of_step, seen).multiplied())
 
         if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
-            return jax.checkpoint(add)(state)  # type: ignore[no-any-return]
+            return jax.checkpoint(add)(state)
         return _if_live(plan, add, state, seen)
 
     nothing: Partial = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)

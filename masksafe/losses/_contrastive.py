@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction, Pytree, jitted
+from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
 from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives
 from masksafe.losses._rows import _reading
@@ -179,7 +179,7 @@ def _as_ids(op: str, ids: object) -> Array:
 def _read_static(
     op: str, of_rows: Reduction, of_columns: bool, reduction: LossReduction, axis_name: object, block_size: object
 ) -> tuple[OfNegatives, LossReduction]:
-    _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
+    arguments.as_choice(op, "reduction", reduction, REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
     return OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction
 
@@ -203,8 +203,10 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) ->
     """The losses `[N]`, 0 where masked."""
     # Arrays are still split over explicit axes if there is no `jax.shard_map`, as under checkify: then each device has
     # all rows.
-    batch = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), _Batch(*arrays))
-    x, y, scale, bias, where, ids = _in_one_dtype(batch)
+    x, y, scale, bias, where, ids = jax.tree.map(lambda x: sharding.gathered_along(x, *range(x.ndim)), arrays)
+    wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
+    x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
+    scale, bias = jax.tree.map(lambda number: number.astype(wide), (scale, bias))
     number, of_vectors = x.shape[0], None if where is None else where[:, None]
     x, y = masks.selected(x, of_vectors), masks.selected(y, of_vectors)
     first = devices.first(number)
@@ -221,11 +223,3 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) ->
     if sums.columns is not None:
         losses = (losses + jax.nn.softplus(sums.columns - of_pair)) / 2
     return masks.selected(losses, where)
-
-
-def _in_one_dtype(batch: _Batch) -> _Batch:
-    """Converts both sides to one dtype, and the numbers to that of sums."""
-    x, y, scale, bias, *others = batch
-    wide = jnp.promote_types(precision.wide_dtype(x.dtype), precision.wide_dtype(y.dtype))
-    x, y = (x, y) if x.dtype == y.dtype else (x.astype(wide), y.astype(wide))
-    return _Batch(x, y, scale.astype(wide), None if bias is None else bias.astype(wide), *others)

@@ -15,7 +15,7 @@ from masksafe.losses._labelled import Labelled, read_integer_labels
 from masksafe.losses._layout import as_mask_of_classes_or_rows, broadcast_widened
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._dense import OfLabels, OfTargets, label_outputs, target_loss_of_rows
+from masksafe.losses._rows._dense import OfLabels, label_outputs, target_loss_of_rows
 
 
 @public_op
@@ -221,10 +221,8 @@ def softmax_cross_entropy_with_integer_labels(
       <https://optax.readthedocs.io/en/latest/api/losses.html>`_, which this function replaces. Szegedy et al.,
       "Rethinking the Inception Architecture", 2016 (label smoothing); Chowdhery et al., "PaLM", 2022 (z-loss).
     """
-    op, hint = (
-        "softmax_cross_entropy_with_integer_labels",
-        "For soft labels and one-hot rows use softmax_cross_entropy.",
-    )
+    op = "softmax_cross_entropy_with_integer_labels"
+    hint = "For soft labels and one-hot rows use softmax_cross_entropy."
     axis_name = sharding.as_axis_name(op, axis_name)
     label_smoothing, z_loss = _reading.read_smoothing(op, label_smoothing, z_loss)
     inputs, axes, bad_rows = read_integer_labels(op, logits, labels, axis, where, axis_name, hint)
@@ -260,7 +258,7 @@ def soft_cross_entropy(
     labels = broadcast_widened(labels, shape)
     bad_rows = label_checks.check_distributions(op, labels, where, axes)
     inputs = Labelled(broadcast_widened(logits, shape), labels, where)
-    (loss,) = target_loss_of_rows(OfTargets(axes), inputs, None)
+    (loss,) = target_loss_of_rows(axes, inputs, None)
     return label_checks.nan_where_bad(loss.astype(dtype), bad_rows)
 
 

@@ -22,7 +22,7 @@ from masksafe._core.label_checks import check_elements, check_numbers, nan_where
 from masksafe._core.masks import either, selected
 from masksafe._core.precision import with_wide_numbers
 from masksafe._core.sharding import is_sharded
-from masksafe._core.typing import Array, ArrayLike, DType, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, DType, jitted
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -70,7 +70,7 @@ class _Elementwise(NamedTuple):
 
 
 @jitted(0)
-def _evaluate(config: _Elementwise, arguments: tuple[Array, ...], mask: Array | None, bad: Array | None) -> Array:
+def _evaluate(config: _Elementwise, arguments: Arrays, mask: Array | None, bad: Array | None) -> Array:
     arrays = [wide_selected(x, mask) for x in broadcast_alike(with_wide_numbers(*arguments), config.shape)]
     loss = selected(config.loss(**dict(zip(config.names, arrays, strict=True))), mask)
     named = dict(zip(config.names, arguments, strict=True))
@@ -93,8 +93,7 @@ def as_promoted(types: Sequence[Any], x: Array) -> Array:
     if not _is_weak(types, dtype):
         return x.astype(dtype)
     number = 0.0 if jnp.issubdtype(dtype, jnp.floating) else 0
-    weak: Array = jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
-    return weak
+    return jnp.vectorize(lambda element: jax.lax.full_like(number, element))(x)
 
 
 def _is_weak(types: Sequence[Any], dtype: DType) -> bool:

@@ -48,7 +48,7 @@ def read_integer_labels(
         expected = f"rank {logits.ndim - len(axes)}, that of logits {logits.shape} without axis {axis}"
         hint = hint_for_distributions if labels.ndim == logits.ndim else ""
         raise ValueError(arguments.message(op, "labels", f"shape {labels.shape}", expected, hint))
-    rows = _layout.common_rows(op, labels, axes, logits=logits)
+    rows = _layout.common_rows(op, labels, axes, "logits", logits)
     shape = _layout.shape_with_classes(axes, rows, logits.shape)
     where = _layout.as_mask_of_classes_or_rows(op, where, axes, shape, logits.ndim)
     labels = _layout.broadcast_widened(labels, rows)

@@ -50,18 +50,15 @@ def as_mask_of_classes_or_rows(
     return jnp.expand_dims(arguments.at_rank_of(op, "where", where, shape_without(axes, shape), of_rows), axes)
 
 
-def common_rows(op: str, labels: Array, axes: Axes, **scores: Array) -> tuple[int, ...]:
-    """The common shape of the labels and of the scores without `axes`, the axes of their classes."""
-    ((name, x),) = scores.items()
+def common_rows(op: str, labels: Array, axes: Axes, name: str, x: Array) -> tuple[int, ...]:
+    """The common shape of the labels and of the scores `x` without `axes`, the axes of their classes."""
     rows = shape_without(axes, x.shape)
     try:
         return jnp.broadcast_shapes(rows, labels.shape)
     except ValueError as error:
-        shapes, expected = (
-            f"shapes {x.shape} and {labels.shape}",
-            f"labels that broadcast with the rows {rows} of {name}",
-        )
-        raise ValueError(arguments.message(op, f"{name} and labels", shapes, expected)) from error
+        found = f"shapes {x.shape} and {labels.shape}"
+        expected = f"labels that broadcast with the rows {rows} of {name}"
+        raise ValueError(arguments.message(op, f"{name} and labels", found, expected)) from error
 
 
 def shape_without(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:

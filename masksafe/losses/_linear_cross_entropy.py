@@ -12,7 +12,7 @@ from masksafe._core import arguments, label_checks, moments, precision, sharding
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, as_whole_mask_of, both, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, DType, LossReduction, jitted
+from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._options import Options
@@ -176,7 +176,7 @@ def linear_softmax_cross_entropy(
     layer = _reading.read_layer(_OP, features, kernel, bias)
     kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
-    _reading.read_choice(_OP, "reduction", reduction, _reading.REDUCTIONS)
+    arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
     label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
     soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
@@ -194,8 +194,11 @@ def linear_softmax_cross_entropy(
 
     dtype = precision.wide_dtype(layer.dtype)
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
-    factors = tuple(_factor(dtype, number, weights) for number, weights in terms if number > 0)
-    inputs = inputs._replace(live=_where_any_counts(where, factors))
+    # What an output is multiplied by, for each token or for all.
+    factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
+    if all(factor.ndim for factor in factors):  # a token all of whose factors are 0 does not count
+        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in factors])
+        inputs = inputs._replace(live=both(where, has_factor))
     with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)
@@ -208,7 +211,7 @@ def linear_softmax_cross_entropy(
     if with_components or with_predictions or reduction == "none":
         outputs = evaluate(options, inputs)
         predictions = _reading.predictions(*outputs[-2:]) if with_predictions else ()
-        losses = tuple(_weighted(*both) for both in zip(outputs, factors, strict=False))
+        losses = tuple(_weighted(x, factor) for x, factor in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
     else:
@@ -217,9 +220,8 @@ def linear_softmax_cross_entropy(
         if of_labels is not None:
             total = moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
         else:
-            total = jnp.maximum(jnp.asarray(labels.size) if where is None else unfolded.number_of(where), 1).astype(
-                dtype
-            )
+            number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
+            total = jnp.maximum(number, 1).astype(dtype)
         results = tuple(result / total for result in results)
     if bad_rows is not None and reduction != "none":
         bad_rows = unfolded.any_of(bad_rows)
@@ -267,18 +269,6 @@ def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weig
     number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
     part = bias.size * devices.size / number
     return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)
-
-
-def _factor(dtype: DType, number: float, weights: Array | None) -> Array:
-    """What an output is multiplied by, for each token or for all."""
-    return jnp.asarray(number, dtype) if weights is None else weights.astype(dtype) * number
-
-
-def _where_any_counts(where: Array | None, factors: tuple[Array, ...]) -> Array | None:
-    """The tokens that have a factor other than 0."""
-    if any(factor.ndim == 0 for factor in factors):
-        return where
-    return both(where, functools.reduce(jnp.logical_or, [factor != 0 for factor in factors]))
 
 
 def _weighted(losses: Array, factor: Array) -> Array:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import label_checks, labels
-from masksafe._core.arguments import as_float_array, as_label_array, check_is_known, message
+from masksafe._core.arguments import as_choice, as_float_array, as_label_array, check_is_known, message
 from masksafe._core.masks import as_whole_mask_of, either
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, LossReduction
+from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
 from masksafe.losses._rows import _reading
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
@@ -204,7 +204,7 @@ def linear_kl_divergence_with_top_k_targets(
         targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
     live = as_whole_mask_of(op, where, tokens, "the tokens")
     class_mask = _reading.read_class_mask(op, class_mask, student.kernel)
-    with_rest = _reading.read_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
+    with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
     inputs = LinearInputs((student,), targets, None, live).without_masked(class_mask)
@@ -231,8 +231,8 @@ def _read_top_k(tokens: tuple[int, ...], log_probs: ArrayLike, classes: ArrayLik
 def _read_options(
     op: str, temperature: float, direction: str, beta: float, reduction: str, block_size: int | None, **flags: bool
 ) -> Options:
-    _reading.read_choice(op, "direction", direction, DIRECTIONS)
-    _reading.read_choice(op, "reduction", reduction, _reading.REDUCTIONS)
+    as_choice(op, "direction", direction, DIRECTIONS)
+    as_choice(op, "reduction", reduction, REDUCTIONS)
     temperature = _reading.read_temperature(op, temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
     beta = _reading.read_number(op, "beta", beta, _PART, hint)
@@ -265,8 +265,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
 def _reduced(options: Options, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
     """The reduced losses of the tokens that are live, all of which are in `where`."""
     if reduction == "none":
-        (losses,) = evaluate(options, inputs)
-        return cast(Array, losses)
+        return evaluate(options, inputs)[0]
     total: Array = evaluate(options, inputs, (jnp.ones((), inputs.sum_dtype),))
     if reduction == "sum":
         return total

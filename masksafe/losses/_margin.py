@@ -86,11 +86,7 @@ def perceptron_loss(predictor_outputs: ArrayLike, targets: ArrayLike, *, where: 
       `optax.losses.perceptron_loss
       <https://optax.readthedocs.io/en/latest/api/losses.html#optax.losses.perceptron_loss>`_.
     """
-    op = "perceptron_loss"
-    scores, targets = as_real_array(op, "predictor_outputs", predictor_outputs), as_real_array(op, "targets", targets)
-    if scores.shape != targets.shape:
-        raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
-    return _binary_margin_loss(op, scores, targets, where, 0)
+    return _binary_margin_loss("perceptron_loss", predictor_outputs, targets, where, 0)
 
 
 @public_op
@@ -135,8 +131,10 @@ def sparsemax_loss(logits: ArrayLike, labels: ArrayLike, *, where: ArrayLike | N
 
 def _binary_margin_loss(op: str, scores: ArrayLike, targets: ArrayLike, where: ArrayLike | None, margin: int) -> Array:
     """The hinge loss for a margin of 1, the perceptron loss for 0."""
-    named = {"predictor_outputs": scores, "targets": targets}
-    arrays = {name: as_real_array(op, name, x) for name, x in named.items()}
+    scores, targets = as_real_array(op, "predictor_outputs", scores), as_real_array(op, "targets", targets)
+    if not margin and scores.shape != targets.shape:  # in optax's hinge loss they broadcast
+        raise ValueError(message(op, "targets", f"shape {targets.shape}", f"{scores.shape}, that of predictor_outputs"))
+    arrays = {"predictor_outputs": scores, "targets": targets}
     loss, check = _hinge if margin else _perceptron, _is_one_of("targets", -1, 1)
     return elementwise_loss(op, where, (*arrays, margin), loss, check=check, **arrays)
 
@@ -288,7 +286,7 @@ def _multiclass_loss(
     scores, labels = as_float_array(op, "scores", scores), as_label_array(op, "labels", labels)
     if scores.ndim == 0 or scores.shape[-1] == 0:
         raise ValueError(message(op, "scores", f"shape {scores.shape}", "[..., num_classes] with at least one class"))
-    rows = common_rows(op, labels, (scores.ndim - 1,), scores=scores)
+    rows = common_rows(op, labels, (scores.ndim - 1,), "scores", scores)
     shape, axes = (*rows, scores.shape[-1]), (len(rows),)
     labels, dtype = jnp.broadcast_to(labels, rows), precision.default_or_wider(scores.dtype)
     mask = as_mask_of_elements_or_rows(op, where, shape, axes)

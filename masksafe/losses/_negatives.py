@@ -24,7 +24,7 @@ from jax import lax
 
 from masksafe._core import platforms, precision, sharding
 from masksafe._core.derivatives import rule
-from masksafe._core.exponentials import Exponentials
+from masksafe._core.exponentials import Exponentials, shift_of
 from masksafe._core.tiles import even_size
 from masksafe._core.typing import Array, Pytree, Tree
 from masksafe.losses._rows._sources import matmul
@@ -84,7 +84,7 @@ def _d_logits(config: OfNegatives, z: Array, negative: Array, rows: Pytree, colu
         return jnp.where(negative, jax.nn.sigmoid(z) * d_sums[:, None], 0)
 
     def of(sums: Array, d_sums: Array) -> Array:  # the sum of nothing is -inf: the difference would be NaN
-        return jnp.exp(z - jnp.maximum(sums, float(jnp.finfo(sums.dtype).min))) * d_sums
+        return jnp.exp(z - shift_of(sums)) * d_sums
 
     d_z = of(sums[:, None], d_sums[:, None])
     return jnp.where(negative, d_z + of(*(x[None] for x in columns)) if config.of_columns else d_z, 0)
@@ -208,10 +208,8 @@ def _cotangents(
     nothing = jnp.zeros_like(x.vectors, wide), jnp.zeros_like(x.keys, wide)
     start = d_columns, sharding.vary_with(nothing, (scaling, x, y, d_sums))
     # A row with no negative has no derivative, whatever its cotangent.
-    of_rows, of_columns = (
-        None if s is None or d is None else (s, jnp.where(s == -jnp.inf, 0, d))
-        for s, d in zip(sums, d_sums, strict=True)
-    )
+    with_cotangents = lambda s, d: None if s is None or d is None else (s, jnp.where(s == -jnp.inf, 0, d))  # noqa: E731
+    of_rows, of_columns = map(with_cotangents, sums, d_sums)
 
     def block(moving: Pytree, d_columns: Array, part: tuple[Side, Pytree]) -> tuple[Array, Pytree]:
         (y, of_columns), (rows, (of_rows, d_rows, d_bias)) = moving, part
@@ -225,10 +223,8 @@ def _cotangents(
 
     d_columns, (d_rows, d_bias) = _go_round(config.devices, visit, (y, of_columns), start)
     d_scale = jnp.sum(x.vectors.astype(d_rows.dtype) * d_rows)
-    d_scaling = Scaling(
-        d_scale.astype(scaling.scale.dtype),
-        None if scaling.bias is None else jnp.sum(d_bias).astype(scaling.bias.dtype),
-    )
+    d_bias = None if scaling.bias is None else jnp.sum(d_bias).astype(scaling.bias.dtype)
+    d_scaling = Scaling(d_scale.astype(scaling.scale.dtype), d_bias)
     scale = scaling.scale.astype(d_rows.dtype)
     d_x, d_y = ((scale * d).astype(x.vectors.dtype) for d in (d_rows, d_columns))
     return d_scaling, Side(d_x, None, None), Side(d_y, None, None)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import find_live_rows, wide_selected
-from masksafe.losses._rows._dense import OfTargets, target_loss_of_rows
+from masksafe.losses._rows._dense import target_loss_of_rows
 
 
 @public_op
@@ -73,7 +73,7 @@ def ranking_softmax_loss(
     if weights is not None:
         targets *= wide_selected(weights, mask)
     inputs = Labelled(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
-    (losses,) = target_loss_of_rows(OfTargets((len(shape) - 1,)), inputs, None)
+    (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, None)
     live_rows = find_live_rows(mask, (len(shape) - 1,))
     live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)
     losses = losses.astype(dtype)

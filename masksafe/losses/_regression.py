@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from masksafe._core import arguments, label_checks, platforms, row_blocks, unfolded
 from masksafe._core.masks import as_mask_of, selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, Axis, Pytree, jitted
 from masksafe.losses._elementwise import broadcast_alike, elementwise_loss
 from masksafe.losses._layout import wide_selected
 
@@ -308,7 +308,7 @@ def _evaluate_cosine(
     shape, dtype = jnp.broadcast_shapes(a.shape, b.shape), jnp.result_type(a.dtype, b.dtype, epsilon)
     row_axes = row_blocks.axes_of_row(axes, len(shape))
 
-    def sums_of_rows(a: Array, b: Array, where: Array | None) -> tuple[Array, ...]:
+    def sums_of_rows(a: Array, b: Array, where: Array | None) -> Arrays:
         a, b = (wide_selected(x, where) for x in (a, b))
         return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
 

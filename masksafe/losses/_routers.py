@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,10 +108,10 @@ class RouterStatistics:
         cls, router_probs: ArrayLike, expert_indices: ArrayLike, *, where: ArrayLike | None = None
     ) -> RouterStatistics:
         """The statistics of the unmasked tokens; for the arguments and errors see `load_balancing_loss`."""
-        sums = _sums(*_read("RouterStatistics.of", router_probs, expert_indices, where))
+        chosen, choices, probability, tokens = _sums(*_read("RouterStatistics.of", router_probs, expert_indices, where))
         # A count for each total, as `MaskedMean.of` has them.
-        counts = (jnp.broadcast_to(n, sums.chosen.shape) for n in (sums.choices, sums.tokens))
-        return cls(*map(MaskedMean, (sums.chosen, sums.probability), counts))
+        counts = (jnp.broadcast_to(n, chosen.shape) for n in (choices, tokens))
+        return cls(*map(MaskedMean, (chosen, probability), counts))
 
     def __add__(self, other: RouterStatistics | int) -> RouterStatistics:
         """The statistics of the tokens of both. Adding 0 changes nothing, so that `sum` works."""
@@ -157,15 +156,6 @@ def _read(op: str, router_probs: object, expert_indices: object, where: object) 
     return probs, indices, where
 
 
-class _TokenSums(NamedTuple):
-    """The sums over the unmasked tokens."""
-
-    chosen: Array  # [experts]: how often each was
-    choices: Array  # how many there are
-    probability: Array  # [experts]: that of each
-    tokens: Array  # how many there are
-
-
 @jitted(0)
 def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, where: Array | None) -> Array:
     chosen, choices, probability, tokens = (
@@ -175,13 +165,14 @@ def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, whe
 
 
 @jitted()
-def _sums(probs: Array, indices: Array, where: Array | None) -> _TokenSums:
+def _sums(probs: Array, indices: Array, where: Array | None) -> tuple[Array, Array, Array, Array]:
+    """Of the unmasked tokens: how often each expert was chosen, of how many choices; its probability, of how many."""
     number, indices = probs.shape[-1], masks.selected(indices, where, -1)
     is_valid = jnp.all((indices >= -1) & (indices < number))
     tokens = jnp.broadcast_to(True if where is None else where, (*probs.shape[:-1], 1))
     probability = jnp.sum(masks.selected(widened(probs), where), tuple(range(probs.ndim - 1)))
     probability = probability * nan_unless(is_valid, probability.dtype)
-    return _TokenSums(_chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens))
+    return _chosen(number, indices), jnp.sum(indices >= 0), probability, unfolded.number_of(tokens)
 
 
 def _chosen(number: int, indices: Array) -> Array:

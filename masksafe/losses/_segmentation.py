@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from masksafe._core import label_checks, unfolded
-from masksafe._core.arguments import as_array, as_bool, as_float_array, canonical_axes, message
+from masksafe._core.arguments import as_array, as_bool, as_choice, as_float_array, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
+from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, Axes, Axis, DType, LossReduction, jitted
 from masksafe._reductions import mean
 from masksafe._softmax import softmax
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
@@ -85,8 +85,7 @@ def dice_loss(
     axes = tuple(range(1, p.ndim - 1)) if axis is None else canonical_axes(op, axis, p.ndim)
     if p.ndim - 1 in axes:
         raise ValueError(message(op, "axis", f"value {axis}", "axes of pixels, without that of the classes"))
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(message(op, "reduction", f"value {reduction!r}", "one of mean, sum, none"))
+    as_choice(op, "reduction", reduction, REDUCTIONS)
     reduced_axes = axes if reduction == "none" else (*axes, p.ndim - 1)
     mask = as_mask_of_elements_or_rows(op, where, p.shape, reduced_axes)
     ignore_background = as_bool(op, "ignore_background", ignore_background)

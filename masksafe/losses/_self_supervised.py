@@ -9,7 +9,7 @@ from masksafe._core import row_blocks, sharding
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes, canonical_axes, message
 from masksafe._core.masks import selected
 from masksafe._core.public_op import public_op
-from masksafe._core.typing import Array, ArrayLike, Axes, DType, Pytree, jitted
+from masksafe._core.typing import Array, ArrayLike, Arrays, Axes, DType, Pytree, jitted
 from masksafe._core.unfolded import number_of, sum_of
 from masksafe._softmax import logsumexp
 from masksafe.losses._elementwise import broadcast_alike
@@ -105,8 +105,7 @@ def _sum_over_pairs(size: int | None, rows: Side, columns: Side, temperature: Ar
     zero = jnp.zeros((), rows.vectors.dtype)
     nothing = sharding.vary_with((zero, zero), (rows, columns, temperature))
     index = _reshard_first_axis(jnp.arange(rows.keys.shape[0]), jax.typeof(rows.keys).sharding.spec[0])
-    sums: tuple[Array, Array] = in_blocks(size, block, rows, columns, nothing, index)[0]
-    return sums
+    return in_blocks(size, block, rows, columns, nothing, index)[0]
 
 
 def _reshard_first_axis(x: Array | None, batch: Pytree) -> Pytree:
@@ -196,7 +195,7 @@ def _evaluate_triplets(
     ndim, live_rows = vectors[0].ndim, find_live_rows(mask, axes)
     row_axes = row_blocks.axes_of_row(axes, ndim)
 
-    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> tuple[Array, ...]:
+    def sums_of_rows(a: Array, p: Array, n: Array, degree: Array, mask: Array | None) -> Arrays:
         a, p, n = (wide_selected(x, mask) for x in (a, p, n))
         known = degree if known_degree is None else known_degree
         return tuple(jnp.sum(jnp.power(a - x, known), row_axes, keepdims=True) for x in (p, n))

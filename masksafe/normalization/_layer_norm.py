@@ -189,8 +189,7 @@ def standardize(
     """
     op = "standardize"
     x = arguments.as_promoted_float_array(op, "x", x, of_any_width=True)
-    if algorithm not in ("fast", "stable"):
-        raise ValueError(arguments.message(op, "algorithm", f"value {algorithm!r}", "'fast' or 'stable'"))
+    arguments.as_choice(op, "algorithm", algorithm, ("fast", "stable"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
         static, arrays = given(op, x, None, None, where, weights, epsilon)
         return normalize_rows(Call.of(op, x, axis, axis_name, static), arrays)

@@ -362,11 +362,7 @@ def _assert_finite(quantities: Quantities) -> None:
 
 
 def _check_arguments(
-    args: tuple[Any, ...],
-    masked: Mapping[int, Any],
-    order: int,
-    transforms: Sequence[str],
-    empty: tuple[Any, ...] | None,
+    args: Tree, masked: Mapping[int, Tree], order: int, transforms: Sequence[str], empty: Tree
 ) -> None:
     if not isinstance(masked, Mapping):
         found, expected = f"type {type(masked).__name__}", "a mapping from positions of arguments to masks"

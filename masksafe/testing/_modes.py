@@ -32,11 +32,6 @@ class Mode(NamedTuple):
     before_gradient: Transform = lambda fn: fn  # what it does to a function before that is differentiated
 
 
-def _eager(fn: Function, arrays: list[Any]) -> Results:
-    with jax.disable_jit():
-        yield "", fn(*arrays)
-
-
 def _jit(fn: Function, arrays: list[Any]) -> Results:
     yield "", jax.jit(fn)(*arrays)
 
@@ -144,7 +139,7 @@ def _float64(fn: Function, arrays: list[Any]) -> Results:
 
 MODES = {
     "op by op": Mode(lambda fn, arrays: [("", fn(*arrays))]),
-    "eager": Mode(_eager),
+    "eager": Mode(lambda fn, arrays: [("", jax.disable_jit()(fn)(*arrays))]),
     "jit": Mode(_jit),
     "vmap": Mode(functools.partial(_in_batch, jax.vmap, 0)),
     "vmap, last axis": Mode(functools.partial(_in_batch, functools.partial(jax.vmap, in_axes=-1), -1)),

@@ -218,8 +218,7 @@ class Replay:
                     "expected a function without them, which can be replayed."
                 )
             self._operations[id(equation)] = Operation(equation, _shard_map_of(callers) is not None)
-        operation: Operation = self._operations[id(equation)]
-        return operation
+        return self._operations[id(equation)]
 
     def _run(self, operation: Any, inputs: Values, callers: Callers) -> Values:
         return self._note(operation, inputs, operation(*(value.array for value in inputs)), callers)

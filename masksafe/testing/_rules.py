@@ -86,8 +86,7 @@ class Way(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the end."""
-        shape: tuple[int, ...] = (self.result if self.is_ahead else self.operand).bad.shape
-        return shape
+        return (self.result if self.is_ahead else self.operand).bad.shape
 
     def broadcast(self, mask: Mask) -> Mask:
         """The mask at the shape of the end, if the operand was broadcast: back, True where any copy is True."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from masksafe._core.masks import selected
 from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array, Index, Pytree
+from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, add_to_kernel, matmul
 from masksafe.losses._rows._tokens import Packed, TokenBlock
@@ -18,7 +18,7 @@ _State = tuple[Pytree, tuple[Linear, ...]]
 
 
 def sums_and_gradients(
-    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Pytree, d_outputs: tuple[Array, ...] | None
+    options: Options, sizes: Sizes, inputs: LinearInputs, sums: Pytree, d_outputs: Arrays | None
 ) -> _State:
     """The sums of each row `[N, 1]`, of use where unmasked, and the gradients; both in the dtype of sums.
 

@@ -27,6 +27,7 @@ probabilities miss, which PolyLoss adds :math:`\epsilon` times,
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ from masksafe._core.masks import selected
 from masksafe._core.precision import widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import Tile, divide, loop, take
-from masksafe._core.typing import Array, Index, Pytree
+from masksafe._core.typing import Array, Arrays, Index, Pytree
 from masksafe.losses._labelled import element_at
 from masksafe.losses._rows._formula import Classes, Formula, nan_if_bad
 
@@ -108,7 +109,7 @@ class CrossEntropy(Formula):
         of_label, of_all_classes, of_logsumexp = label_smoothing < 1, label_smoothing > 0, z_loss > 0
         return cls(of_label=of_label, of_all_classes=of_all_classes, of_logsumexp=of_logsumexp, **options)
 
-    def components(self, losses: tuple[Array, ...]) -> tuple[Array, Array]:
+    def components(self, losses: Arrays) -> tuple[Array, Array]:
         """The cross-entropy and the z-loss, from the outputs times their factors."""
         if not self.of_logsumexp:
             cross_entropy = functools.reduce(jnp.add, losses)
@@ -138,8 +139,7 @@ class CrossEntropy(Formula):
     def _over_temperature(self, x: Array) -> Array:
         if isinstance(self.temperature, float):
             return over(x, self.temperature)
-        divided: Array = x / self.temperature.astype(x.dtype)
-        return divided
+        return x / self.temperature.astype(x.dtype)
 
     # The sums.
 
@@ -187,26 +187,26 @@ class CrossEntropy(Formula):
 
     def add(self, a: LabelSums, b: LabelSums) -> LabelSums:
         """The sums over two parts together."""
-        largest = jnp.maximum(a.largest, b.largest)
-        total: LabelSums = jax.tree.map(jnp.add, self._rebased(largest, a), self._rebased(largest, b))
-        best = (
-            jnp.minimum(*(jnp.where(x.largest == largest, x.best, _NOWHERE) for x in (a, b)))
-            if self.with_predictions
-            else None
-        )
-        return total._replace(largest=largest, best=best)
+        return self._joined(jnp.maximum(a.largest, b.largest), jnp.add, jnp.minimum, a, b)
 
     def add_devices(self, classes: Classes, sums: LabelSums) -> LabelSums:
         """The sums over the classes of all devices."""
         devices = sharding.Devices(classes.axis_name)
         if not devices.are_many:
             return sums
-        largest, best = devices.max(lax.stop_gradient(sums.largest)), None
-        total: LabelSums = jax.tree.map(devices.sum, self._rebased(largest, sums))
         if self.with_predictions:
-            best = jnp.where(sums.largest == largest, sums.best + devices.first(classes.here), _NOWHERE)
-            best = lax.pmin(best, classes.axis_name)
-        return total._replace(largest=largest, best=best)
+            sums = sums._replace(best=sums.best + devices.first(classes.here))
+        largest = devices.max(lax.stop_gradient(sums.largest))
+        return self._joined(largest, devices.sum, lambda best: lax.pmin(best, classes.axis_name), sums)
+
+    def _joined(
+        self, largest: Array, add: Callable[..., Array], lowest: Callable[..., Array], *parts: LabelSums
+    ) -> LabelSums:
+        """The sums of parts, which `add` adds up, and the `lowest` of their classes, for the largest x of them all."""
+        total: LabelSums = jax.tree.map(add, *(self._rebased(largest, part) for part in parts))
+        if self.with_predictions:
+            total = total._replace(best=lowest(*(jnp.where(p.largest == largest, p.best, _NOWHERE) for p in parts)))
+        return total._replace(largest=largest)
 
     def _rebased(self, largest: Array, sums: LabelSums) -> LabelSums:
         """The same sums relative to another largest x, but for that itself."""
@@ -222,7 +222,7 @@ class CrossEntropy(Formula):
 
     # The outputs, and the slopes.
 
-    def outputs(self, sums: LabelSums, data: Array, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: LabelSums, data: Array, classes: int) -> Arrays:
         log_total = jnp.log(sums.total)
         valid = nan_unless(is_class(data, classes), log_total.dtype)  # a product makes the derivatives NaN as well
         outputs = []
@@ -248,7 +248,7 @@ class CrossEntropy(Formula):
     def _logsumexp(self, sums: LabelSums) -> Array:
         return self._over_temperature(sums.largest) + jnp.log(sums.total)
 
-    def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: tuple[Array, ...]) -> Slopes:
+    def slopes(self, sums: LabelSums, labels: Array, classes: int, d_outputs: Arrays) -> Slopes:
         d_rest, has_label = list(d_outputs), is_class(labels, classes)
         of_exp, of_label, of_weights, of_spread = jnp.zeros_like(sums.total), None, None, None
         if self.of_label:
@@ -292,7 +292,7 @@ class CrossEntropy(Formula):
 
     # For linear layers.
 
-    def sums_of(self, logits: tuple[Array, ...], data: Array, classes: Classes, tile_size: int) -> Pytree:
+    def sums_of(self, logits: Arrays, data: Array, classes: Classes, tile_size: int) -> Pytree:
         (x,), tiles = logits, divide(classes.here, tile_size)
         if tiles.number == 1:
             sums = self.sums(logit_part(x, data, classes, tiles.tile(0)))
@@ -317,13 +317,11 @@ class CrossEntropy(Formula):
         found = (x >= jnp.max(x, -1, keepdims=True)) & (sums.total != 0)
         return sums._replace(best=jnp.min(_classes_where(found, sums.best), -1, keepdims=True))
 
-    def cotangents(
-        self, logits: tuple[Array, ...], data: Array, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def cotangents(self, logits: Arrays, data: Array, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
         slopes = self.slopes(sums, data, classes.number, d_outputs)
         return (self.logit_cotangents(logit_part(logits[0], data, classes), slopes),)
 
-    def plain_outputs(self, logits: tuple[Array, ...], data: Array, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: Arrays, data: Array, classes: Classes) -> Arrays:
         sums = self._with_best(logits[0], self.sums(logit_part(logits[0], data, classes)), classes.here)
         sums = self.add_devices(classes, sums)
         return self.outputs(sums, data, classes.number)
@@ -332,8 +330,7 @@ class CrossEntropy(Formula):
 def is_sound(sums: "LabelSums | TargetSums") -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
-    sound: Array = (sums.total > 0) & (sums.total < jnp.inf)
-    return sound
+    return (sums.total > 0) & (sums.total < jnp.inf)
 
 
 def _spread(z: Array) -> Array:
@@ -425,11 +422,10 @@ def target_slopes(
     p = jnp.exp(z) * jnp.where(is_sound(sums), 1 / sums.total, jnp.nan)
     costs = jnp.log(sums.total) - z
     costs = jnp.where(_is_absent(z, t), 0, costs)
+    slopes = sums.weight * p - t
     if epsilon is None:
-        return sums.weight * p - t, costs
-    return sums.weight * p - t + epsilon * p * (sums.weight - t - (sums.weight - sums.caught)), costs + epsilon * (
-        1 - p
-    )
+        return slopes, costs
+    return slopes + epsilon * p * (sums.weight - t - (sums.weight - sums.caught)), costs + epsilon * (1 - p)
 
 
 def _is_absent(z: Array, t: Array) -> Array:

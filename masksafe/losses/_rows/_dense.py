@@ -13,7 +13,7 @@ from masksafe._core import platforms, row_blocks, sharding, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Axes, Pytree
+from masksafe._core.typing import Array, Arrays, Axes, Pytree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
@@ -28,8 +28,6 @@ from masksafe.losses._rows._cross_entropy import (
     target_sums,
 )
 from masksafe.losses._rows._formula import Classes
-
-Outputs = tuple[Array, ...]
 
 
 class OfLabels(NamedTuple):
@@ -48,18 +46,13 @@ class OfLabels(NamedTuple):
         return part._replace(label=labels if self.looks_up and self.axis_name is None else None)
 
 
-class OfTargets(NamedTuple):
-    """Where the classes of rows with targets are."""
-
-    axes: Axes
-
-
+Args = tuple[Labelled, Array | None]  # the arrays, and the temperature or the epsilon
 Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
 
 
 def _label_forward(
     config: OfLabels, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
-) -> tuple[Outputs, Kept]:
+) -> tuple[Arrays, Kept]:
     x, labels, where = inputs.rows(config.axes)
     live = _live_rows(x, where, config.axis_name)
     labels = selected(labels, live)  # one that is out of range is gone with its row
@@ -99,9 +92,7 @@ def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None
     return longest is None or sum(x.shape[-1] for x in arrays) <= longest
 
 
-def _label_reverse(
-    config: OfLabels, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
-) -> tuple[Labelled, None]:
+def _label_reverse(config: OfLabels, args: Args, kept: Kept, d_outputs: Arrays) -> tuple[Labelled, None]:
     (inputs, temperature), (sums, live) = args, kept
     x, labels, where = inputs.rows(config.axes)
     labels = selected(labels, live)
@@ -114,20 +105,18 @@ def _label_reverse(
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
-def _in_reverse(
-    config: OfLabels | OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
-) -> tuple[Labelled, Array | None]:
+def _in_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
     """Masks rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
     takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
-    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, config.axes))), other
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), other
 
 
 # Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
 label_outputs = rule_of_kernels(
     _label_forward,
     _label_reverse,
-    _in_reverse,
+    lambda config, *args: _in_reverse(config.axes, *args),
     value=lambda *args: platforms.unfused_on_cpu(_label_forward(*args, value_alone=True)[0]),
     plain=lambda config, *args: _label_forward(config._replace(looks_up=False), *args)[0],
 )
@@ -136,42 +125,38 @@ label_outputs = rule_of_kernels(
 # The loss of targets.
 
 
-def _target_forward(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> tuple[Outputs, Kept]:
-    x, t, where = inputs.rows(config.axes)
+def _target_forward(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Arrays, Kept]:
+    x, t, where = inputs.rows(axes)
     epsilon = None if epsilon is None else epsilon[..., None]
     sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
     sums = sums._replace(total=selected(sums.total, live, 1))
     return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
 
 
-def _target_value(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Outputs:
-    x, t, where = inputs.rows(config.axes)
-    by_rows = lambda config, *args: _target_forward(config, *args)[0]  # noqa: E731
+def _target_value(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
+    def at_once(inputs: Labelled, epsilon: Array | None) -> Arrays:
+        x, t, where = inputs.rows(axes)
+        loss = target_loss_at_once(x, t, None if epsilon is None else epsilon[..., None])
+        return (selected(loss, _live_rows(x, where)).squeeze(-1),)
+
+    x, t, where = inputs.rows(axes)
+    by_rows = lambda *args: _target_forward(axes, *args)[0]  # noqa: E731
     is_kernel = _are_kernels(where, x, t, longest=platforms.choices().longest_row_of_kernels)
     if not (is_kernel and sharding.may_loop(inputs) and x.size >= platforms.choices().fewest_elements_of_kernels):
-        return by_rows(config, inputs, epsilon)
-    forms = (functools.partial(form, config) for form in (_target_value_at_once, by_rows))
-    return platforms.on_cpu_or_elsewhere(*forms, inputs, epsilon)
+        return by_rows(inputs, epsilon)
+    return platforms.on_cpu_or_elsewhere(at_once, by_rows, inputs, epsilon)
 
 
-def _target_value_at_once(config: OfTargets, inputs: Labelled, epsilon: Array | None) -> Outputs:
-    x, t, where = inputs.rows(config.axes)
-    loss = target_loss_at_once(x, t, None if epsilon is None else epsilon[..., None])
-    return (selected(loss, _live_rows(x, where)).squeeze(-1),)
-
-
-def _target_reverse(
-    config: OfTargets, args: tuple[Labelled, Array | None], kept: Kept, d_outputs: Outputs
-) -> tuple[Labelled, Array | None]:
+def _target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
     (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
-    x, t, where = inputs.rows(config.axes)
+    x, t, where = inputs.rows(axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
     # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
     of_classes = None if live is None and masks_rows(where, (-1,)) else where
     slopes, costs = target_slopes(x, t, of_classes, of_rows, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
-    d_logits = computed_once(from_rows(config.axes, inputs.logits, selected(d_x, where)))
-    d_labels, d_epsilon = from_rows(config.axes, inputs.labels, selected(d_t, where)), None
+    d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
+    d_labels, d_epsilon = from_rows(axes, inputs.labels, selected(d_t, where)), None
     if epsilon is not None:
         d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)

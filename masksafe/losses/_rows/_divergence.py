@@ -33,7 +33,7 @@ from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.sharding import gathered_along, is_sharded, may_loop
-from masksafe._core.typing import Array, Pytree
+from masksafe._core.typing import Array, Arrays, Pytree
 from masksafe._core.unfolded import unknown
 from masksafe.losses._rows._formula import Classes, Formula
 
@@ -60,7 +60,7 @@ class DivergenceSums(NamedTuple):
 
     teacher: Exponentials
     student: Exponentials
-    divergences: tuple[Array, ...]  # KL(p || q), KL(q || p), or both of which JS consists
+    divergences: Arrays  # KL(p || q), KL(q || p), or both of which JS consists
     rest: Exponentials | None = None  # of the student's classes that are not among the teacher's k, if they are a class
     valid: Any = None  # NaN if the teacher's k classes are not
 
@@ -93,7 +93,7 @@ class Divergence(Formula):
             none, none, divergences, none if self.with_rest else None, zero if self.of_top_k else None
         )
 
-    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
+    def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> DivergenceSums:
         if self.of_top_k:
             x, targets, valid = self._top_k(logits[0], data)
             rest = None
@@ -114,20 +114,15 @@ class Divergence(Formula):
             divergences = [_kl(log_p, log_m), _kl(log_q, log_m)]
         return DivergenceSums(of_teacher, of_student, tuple(divergences), rest, valid)
 
-    def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: DivergenceSums, data: Pytree, classes: int) -> Arrays:
         divergence, *of_student = sums.divergences
         if of_student:
             divergence = self.beta * divergence + (1 - self.beta) * of_student[0]
         return (divergence if sums.valid is None else divergence * sums.valid,)
 
     def cotangents(
-        self,
-        logits: tuple[Array, ...],
-        data: Pytree,
-        classes: Classes,
-        sums: DivergenceSums,
-        d_outputs: tuple[Array, ...],
-    ) -> tuple[Array, ...]:
+        self, logits: Arrays, data: Pytree, classes: Classes, sums: DivergenceSums, d_outputs: Arrays
+    ) -> Arrays:
         d = over(d_outputs[0], self.temperature)
         if not self.of_top_k:
             student, teacher = logits
@@ -154,7 +149,7 @@ class Divergence(Formula):
         of_teacher, of_student = divergences
         return (1 - self.beta) * _kl_slope(log_q, log_m, of_student), self.beta * _kl_slope(log_p, log_m, of_teacher)
 
-    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
         return self.outputs(self.sums_of(logits, data, classes, classes.here), data, classes.number)
 
     def _log_mixture(self, log_p: Array, log_q: Array) -> Array:

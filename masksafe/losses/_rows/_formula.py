@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import jax.numpy as jnp
 
 from masksafe._core import sharding
-from masksafe._core.typing import Array, Pytree
+from masksafe._core.typing import Array, Arrays, Pytree
 
 
 class Classes(NamedTuple):
@@ -57,21 +57,19 @@ class Formula(abc.ABC):
         """The sums over no classes, a NamedTuple of arrays like the zero `[..., 1]`."""
 
     @abc.abstractmethod
-    def sums_of(self, logits: tuple[Array, ...], data: Pytree, classes: Classes, tile_size: int) -> Pytree:
+    def sums_of(self, logits: Arrays, data: Pytree, classes: Classes, tile_size: int) -> Pytree:
         """The sums over all classes, `[..., 1]` each, computed in tiles of the classes."""
 
     @abc.abstractmethod
-    def outputs(self, sums: Pytree, data: Pytree, classes: int) -> tuple[Array, ...]:
+    def outputs(self, sums: Pytree, data: Pytree, classes: int) -> Arrays:
         """The outputs `[..., 1]`."""
 
     @abc.abstractmethod
-    def cotangents(
-        self, logits: tuple[Array, ...], data: Pytree, classes: Classes, sums: Pytree, d_outputs: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
+    def cotangents(self, logits: Arrays, data: Pytree, classes: Classes, sums: Pytree, d_outputs: Arrays) -> Arrays:
         """The cotangents of the logits of the sources that have gradients."""
 
     @abc.abstractmethod
-    def plain_outputs(self, logits: tuple[Array, ...], data: Pytree, classes: Classes) -> tuple[Array, ...]:
+    def plain_outputs(self, logits: Arrays, data: Pytree, classes: Classes) -> Arrays:
         """The outputs in a form that JAX differentiates to any order."""
 
 

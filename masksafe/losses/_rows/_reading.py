@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from typing import TypedDict, get_args
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,8 @@ from masksafe._core.label_checks import Range, check_elements, check_integer_lab
 from masksafe._core.labels import is_class
 from masksafe._core.masks import as_mask, either
 from masksafe._core.sharding import AxisName, Devices, gathered_along, is_sharded
-from masksafe._core.typing import Array, ArrayLike, LossReduction
+from masksafe._core.typing import Array, ArrayLike
 from masksafe.losses._rows._sources import Linear, LinearInputs
-
-REDUCTIONS = get_args(LossReduction)
 
 
 class LabelOptions(TypedDict, total=False):
@@ -91,12 +89,6 @@ def at_labels(of_classes: Array, labels: Array, axis_name: AxisName) -> Array:
     at_index = gathered_along(of_classes, 0).at[index]
     found = at_index.get(mode="promise_in_bounds", out_sharding=out_sharding)
     return Devices(axis_name).sum(jnp.where(is_here, found, 0))
-
-
-def read_choice(op: str, argument: str, value: str, choices: tuple[str, ...]) -> str:
-    if value not in choices:
-        raise ValueError(message(op, argument, f"value {value!r}", f"one of {', '.join(choices)}"))
-    return value
 
 
 def read_number(op: str, argument: str, value: float, allowed: Range, hint: str = "") -> float:

@@ -21,16 +21,16 @@ from masksafe._core import own_shard_map, platforms, sharding, unfolded
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Pytree, jitted
+from masksafe._core.typing import Array, Arrays, Pytree, jitted
 from masksafe.losses._rows import _blocks, _tiles
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
-Outputs = tuple[Array, ...]  # of a formula, for each token
+_Args = tuple[LinearInputs, Arrays | None]  # and the weights
 
 
 @jitted(0)
-def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = None) -> Pytree:
+def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = None) -> Pytree:
     """The outputs of each token `[...]`, 0 where masked; with weights the sum over the tokens of `output * weight`.
 
     The weights, one for each output, are arrays over the tokens `[...]`, 0 where masked, or scalars. An array has a
@@ -53,7 +53,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Outputs | None = N
     return split.map(on_device, args, names, of_results)
 
 
-def _dimensions(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Pytree:
+def _dimensions(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The names of the dimensions of each array; the classes have none where every device needs all of them."""
     tokens: Pytree = PartitionSpec(*(f"tokens {axis}" for axis in range(len(inputs.tokens))))
     classes: Pytree = PartitionSpec("classes" if options.formula.by_parts else None)
@@ -73,14 +73,15 @@ class _Kept(NamedTuple):
 
 
 def _forward(
-    options: Options, inputs: LinearInputs, weights: Outputs | None, *, with_gradients: bool = True
+    options: Options, inputs: LinearInputs, weights: Arrays | None, *, with_gradients: bool = True
 ) -> tuple[Pytree, _Kept]:
     d_outputs = None if weights is None or not with_gradients else _scaled_weights(options, inputs, weights)
     if _needs_one_pass(inputs):
         outputs, gradients, sums = *_in_one_pass(options, inputs, d_outputs), None
     else:
         d_rows = None if d_outputs is None else _rows(d_outputs)
-        flat, schedules = inputs.flat, _schedules(options, inputs, _blocks.sums_and_gradients, _tiles.sums)
+        forms = (functools.partial(form, options) for form in (_blocks.sums_and_gradients, _tiles.sums))
+        flat, schedules = inputs.flat, _schedules(options, inputs, *forms)
         sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
         of_rows = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
         outputs = tuple(selected(x[:, 0].reshape(inputs.tokens), inputs.live) for x in of_rows)
@@ -91,9 +92,7 @@ def _forward(
     return total, _Kept(total, kept, sums, gradients)
 
 
-def _in_one_pass(
-    options: Options, inputs: LinearInputs, d_outputs: Outputs | None
-) -> tuple[Outputs, tuple[Linear, ...]]:
+def _in_one_pass(options: Options, inputs: LinearInputs, d_outputs: Arrays | None) -> tuple[Arrays, tuple[Linear, ...]]:
     """The outputs, and the gradients in the dtype of sums; XLA would not find that the reverse pass makes the same."""
     if d_outputs is None or options.axis_name is not None:
         return _plain(options, inputs, None), ()
@@ -123,10 +122,10 @@ def _schedules(
     """`in_blocks` on a CPU; elsewhere `in_tiles`, if the formula can be computed in them. Both with their sizes."""
     of_cpu, of_others = (options.sizes(inputs, on_cpu, is_masked=inputs.live is not None) for on_cpu in (True, False))
     elsewhere = in_tiles if options.formula.by_parts else in_blocks
-    return [functools.partial(in_blocks, options, of_cpu), functools.partial(elsewhere, options, of_others)]
+    return [functools.partial(in_blocks, of_cpu), functools.partial(elsewhere, of_others)]
 
 
-def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
+def _sum_of(outputs: Arrays, weights: Arrays) -> Array:
     def one(x: Array, weight: Array) -> Array:
         weighted = x * weight.astype(x.dtype)
         return jnp.sum(jnp.where(weight != 0, weighted, 0.0) if weight.ndim else weighted)
@@ -134,18 +133,18 @@ def _sum_of(outputs: Outputs, weights: Outputs) -> Array:
     return functools.reduce(jnp.add, map(one, outputs, weights))
 
 
-def _scaled_weights(options: Options, inputs: LinearInputs, weights: Outputs) -> Outputs:
+def _scaled_weights(options: Options, inputs: LinearInputs, weights: Arrays) -> Arrays:
     """The cotangents of the outputs for which the gradients of a sum are computed."""
     scale = _cotangent_scale(options, inputs, weights)
     return tuple(jnp.broadcast_to(w.astype(inputs.sum_dtype) * scale, inputs.tokens) for w in weights)
 
 
-def _rows(d_outputs: Outputs) -> Outputs:
+def _rows(d_outputs: Arrays) -> Arrays:
     """The cotangents of tokens on one axis `[N, 1]`."""
     return tuple(as_rows(d, d.ndim) for d in d_outputs)
 
 
-def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Outputs) -> Array | float:
+def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) -> Array | float:
     """The cotangent used for the gradients of a sum before the actual cotangent is known.
 
     Cotangents of the logits are rounded to the dtype of the kernel; this scale moves them into the range of float16.
@@ -160,7 +159,7 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Outputs) -
     return scale / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
 
-def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> Pytree:
+def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Pytree:
     """The results in a form that JAX differentiates to any order; if possible in a fixed number of blocks."""
     formula, kept = options.formula, inputs.kept
     if kept is not None:
@@ -170,7 +169,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> P
             inputs = inputs._replace(data=jnp.where(has_label, inputs.data, 0))
     flat, dtype, classes = inputs.flat, inputs.sum_dtype, inputs.classes(options.axis_name)
 
-    def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Outputs:
+    def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Arrays:
         features, data, live = rows
         clean = functools.partial(selected, where=None if live is None else live[..., None])
         layers = [x._replace(features=clean(of_x)) for x, of_x in zip(flat.layers, features, strict=True)]
@@ -190,9 +189,7 @@ def _plain(options: Options, inputs: LinearInputs, weights: Outputs | None) -> P
 # The reverse pass.
 
 
-def _in_reverse(
-    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Pytree
-) -> tuple[LinearInputs, Outputs | None]:
+def _in_reverse(options: Options, args: _Args, kept: _Kept, d_results: Pytree) -> _Args:
     """Drops results that are not finite whose cotangents are 0: the user has replaced them, and with them any NaN.
 
     Others stay, since the gradients have derivatives with respect to the cotangents even there.
@@ -204,9 +201,7 @@ def _in_reverse(
     return inputs._replace(kept=kept_results), weights
 
 
-def _reverse(
-    options: Options, args: tuple[LinearInputs, Outputs | None], kept: _Kept, d_results: Pytree
-) -> tuple[LinearInputs, Pytree]:
+def _reverse(options: Options, args: _Args, kept: _Kept, d_results: Pytree) -> tuple[LinearInputs, Pytree]:
     inputs, weights = args
     # Each device returns a part of the cotangents of the weights: they are the same on all devices.
     d_weights = None if weights is None else tuple(None if x is None else _times(d_results, x) for x in kept.outputs)
@@ -223,7 +218,7 @@ def _reverse(
 
 
 def _gradients(
-    options: Options, inputs: LinearInputs, weights: Outputs | None, kept: _Kept, d_results: Pytree
+    options: Options, inputs: LinearInputs, weights: Arrays | None, kept: _Kept, d_results: Pytree
 ) -> tuple[Linear, ...]:
     """The gradients of the layers, of tokens on one axis. Tokens with cotangents of 0 have none, and cost no time."""
     devices, dtype = sharding.Devices(options.axis_name), inputs.sum_dtype
@@ -243,9 +238,7 @@ def _gradients(
         live, of_classes = flat.live[:, None], functools.partial(selected, where=unfolded.any_of(flat.live))
         return tuple(Linear(selected(d.features, live), *jax.tree.map(of_classes, d[1:])) for d in gradients)
 
-    def in_blocks(
-        _: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array
-    ) -> Pytree:
+    def in_blocks(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
         if weights is None:
             wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
             gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
@@ -253,22 +246,18 @@ def _gradients(
             gradients = multiplied(flat, kept, factor)
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
 
-    def in_tiles(
-        _: Options, sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Outputs, factor: Array
-    ) -> Pytree:
+    def in_tiles(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
         wanted = _is_wanted(d_outputs) if weights is None else None
         d_rows = d_outputs if weights is None else _rows(_scaled_weights(options, inputs, d_outputs))
         return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
 
-    gradients: tuple[Linear, ...]
     if kept.sums is None:
-        gradients = jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, kept, factor), dtypes)
-        return gradients
+        return jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, kept, factor), dtypes)
     schedules = _schedules(options, inputs, in_blocks, in_tiles)
     return platforms.on_cpu_or_elsewhere(*schedules, inputs.flat, kept, d_outputs, factor)
 
 
-def _is_wanted(d_rows: Outputs) -> Array:
+def _is_wanted(d_rows: Arrays) -> Array:
     """Finds the tokens that have a cotangent, `[N]`."""
     return functools.reduce(jnp.logical_or, [d[:, 0] != 0 for d in d_rows])
 

@@ -24,7 +24,7 @@ from masksafe._core import sharding, unfolded
 from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
-from masksafe._core.typing import Array, DType, Index, Pytree
+from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
 from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
 from masksafe.losses._rows._options import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
@@ -49,7 +49,7 @@ class _ClassTile(NamedTuple):
 
 
 def sums(
-    options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: tuple[Array, ...] | None
+    options: Options, sizes: Sizes, inputs: LinearInputs, _: None, d_outputs: Arrays | None
 ) -> tuple[Pytree, tuple[Linear, ...]]:
     """The sums of each row `[N, 1]`, of use where unmasked; and gradients of 0 if there are cotangents of the outputs.
 
@@ -82,7 +82,7 @@ def gradients(
     sizes: Sizes,
     inputs: LinearInputs,
     rows: Pytree,
-    d_outputs: tuple[Array, ...],
+    d_outputs: Arrays,
     factor: Array,
     dtypes: Linear,
     wanted: Array | None,

@@ -25,7 +25,7 @@ class TokenBlock(NamedTuple):
 
     def cut(self, tree: Tree) -> Tree:
         """The rows of arrays over places."""
-        return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)  # type: ignore[no-any-return]
+        return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)
 
     def put(self, x: Array, rows: Array) -> Array:
         """An array over places with other rows."""
@@ -93,4 +93,4 @@ class Packed(NamedTuple):
 
 def _rows(tree: Tree, index: Array) -> Tree:
     at_index = lambda x: x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
-    return jax.tree.map(at_index, tree)  # type: ignore[no-any-return]
+    return jax.tree.map(at_index, tree)
