@@ -49,12 +49,3 @@ def test_masked_rows_need_no_eps_and_equal_vectors_have_finite_gradients():
 
     with jax.debug_nans(True):
         assert all(np.isfinite(gradient).all() for gradient in gradients(EMBEDDINGS, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [((EMBEDDINGS[0], LABELS), "embeddings: got shape"), ((EMBEDDINGS, LABELS[:3]), "labels: got shape")],
-)
-def test_bad_arguments_are_refused(args, text):
-    with pytest.raises(ValueError, match=f"ntxent: {text}"):
-        ntxent(*args)
