@@ -91,8 +91,9 @@ def test_time_over_devices(steps):
 
 @pytest.mark.parametrize("names", few_of([("x", "y"), ("y", "x")], ("y", "x")))
 def test_time_over_two_axes_of_a_mesh(names):
-    mapped = over_time(names, (2, 4), steps=3)
-    assert_same(mapped(TOKENS, IDS), by_hand(TOKENS, IDS, np.ones((B, T), bool), 3))
+    """Of one document: where it ends, nothing but the number of devices tells."""
+    mapped, ids = over_time(names, (2, 4), steps=3), np.zeros((B, T), int)
+    assert_same(mapped(TOKENS, ids), by_hand(TOKENS, ids, np.ones((B, T), bool), 3))
 
 
 def test_one_exchange_of_the_first_tokens_of_the_next_device():

@@ -321,34 +321,33 @@ def test_a_ring_of_devices_has_the_loss_of_one(name, axes, check_vma):
         assert_close(found, expected, 1e-6)
 
 
+def of_rows_on_devices_and_on_one(name):
+    """The losses of rows without ids, whose default has to count the rows of all devices."""
+    fn, rows = loss_of(name, reduction="none", axis_name="d"), P("d")
+    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
+    return ring, loss_of(name, reduction="none")
+
+
 @pytest.mark.parametrize("name", ["one direction", forms("info_nce"), forms("sigmoid")])
 def test_losses_of_rows_in_a_ring(name):
-    """Without ids, whose default has to count the rows of all devices."""
-    fn = loss_of(name, reduction="none", axis_name="d")
-    in_specs = P("d"), P("d"), P(), P()
-    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=in_specs, out_specs=P("d"))
-    assert_close(jax.jit(ring)(X, Y, SCALE, BIAS), loss_of(name, reduction="none")(X, Y, SCALE, BIAS), 1e-6)
+    found, expected = (jax.jit(fn)(X, Y, SCALE, BIAS) for fn in of_rows_on_devices_and_on_one(name))
+    assert_close(found, expected, 1e-6)
 
 
 @pytest.mark.forms
 @pytest.mark.parametrize("name", OPS)
 def test_other_derivatives_in_a_ring(name):
-    args, rows = (X, Y, SCALE, BIAS), P("d")
-    fn = loss_of(name, reduction="none", axis_name="d")
-    ring = jax.shard_map(fn, mesh=mesh_of((DEVICES,)), in_specs=(rows, rows, P(), P()), out_specs=rows)
+    args = X, Y, SCALE, BIAS
     weights, tangents = np.cos(np.arange(N, dtype=np.float32)), jax.tree.map(jnp.cos, args)
 
-    def derivatives(fn):
-        loss = lambda *args: jnp.sum(weights * fn(*args))  # noqa: E731
-        along = lambda *args: sum(map(jnp.vdot, jax.grad(loss, (0, 1, 2, 3))(*args), tangents))  # noqa: E731
-        return jax.grad(along, (0, 1, 2, 3))
+    def derivatives(fn, *args):
+        gradients = jax.grad(lambda *args: jnp.sum(weights * fn(*args)), (0, 1, 2, 3))
+        along = lambda *args: sum(map(jnp.vdot, gradients(*args), tangents))  # noqa: E731
+        with masksafe.forward_mode():
+            forward = jax.jvp(fn, args, tangents)
+        return forward, jax.grad(along, (0, 1, 2, 3))(*args)
 
-    assert_close(jax.jit(derivatives(ring))(*args), jax.jit(derivatives(loss_of(name, reduction="none")))(*args), 1e-5)
-    with masksafe.forward_mode():
-        found, expected = (
-            jax.jit(lambda *args, fn=fn: jax.jvp(fn, args, tangents))(*args)
-            for fn in (ring, loss_of(name, reduction="none"))
-        )
+    found, expected = (jax.jit(functools.partial(derivatives, fn))(*args) for fn in of_rows_on_devices_and_on_one(name))
     assert_close(found, expected, 1e-5)
 
 

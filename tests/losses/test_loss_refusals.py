@@ -145,11 +145,11 @@ def hiding(shape, *indices):
     return {"where": mask}
 
 
-PROBABILITIES = but(PIXELS, ((1, 2), [0.5, 0.1, 0.1]))
-OUTSIDE = but(PIXELS, ((1, 2), [0.5, 0.1, 0.1]), ((1, 4), [1.5, -0.5, 0]))
+PROBABILITIES = but(PIXELS, ((1, 2), [0.5, 0.125, 0.125]))
+OUTSIDE = but(PIXELS, ((1, 2), [0.5, 0.125, 0.125]), ((1, 4), [1.5, -0.5, 0]))
 BINARY = but(PIXELS[..., 0], ((1, 2), -0.5), ((1, 4), 1.5))
 SUMS, TWO_OUTSIDE = (
-    "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.7",
+    "1 of 12 rows of predictions do not sum to 1; first at (1, 2): 0.75",
     "2 of 36 predictions are outside [0, 1]",
 )
 TWO_PIXELS = hiding((2, 6, 1), (1, 2), (1, 4))

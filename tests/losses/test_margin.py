@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from masksafe import losses
 
@@ -29,13 +28,6 @@ def test_a_label_of_any_dtype_out_of_range_is_nan_in_its_row():
         for value, gradient in each:
             np.testing.assert_array_equal(np.isnan(value), SECOND)
             np.testing.assert_array_equal(np.isnan(gradient), np.broadcast_to(SECOND[:, None], (4, 5)))
-
-
-@pytest.mark.forms
-@pytest.mark.parametrize("loss", MULTICLASS)
-def test_a_nan_score_is_nan_in_its_row_eagerly_too(loss):
-    scores = np.where(np.arange(20).reshape(4, 5) == 8, np.nan, SCORES)
-    np.testing.assert_array_equal(np.isnan(loss(scores, np.array([0, 1, 2, 2]))), SECOND)
 
 
 def test_a_label_at_a_masked_or_forbidden_class_costs_infinity():

@@ -92,16 +92,8 @@ def test_narrow_logits_are_rounded_once(dtype):
         np.testing.assert_allclose(np.float64(actual), exact, rtol=eps, atol=max(tiny, least))
 
 
-def test_gradient_of_soft_labels():
-    """By differences; at the ends of [0, 1] too, for the loss that is linear in them."""
-    logits, labels, step = jnp.array([0.5, -2.0, 3.0]), jnp.array([0.0, 1.0, 0.3]), 1e-3
-
-    @jax.jit
-    def all_of(labels):
-        fns = [functools.partial(loss, logits) for loss in (sigmoid_binary_cross_entropy, sigmoid_focal_loss)]
-        differences = lambda f: (f(labels + step) - f(labels - step)) / (2 * step)  # noqa: E731
-        return [(jax.grad(lambda t, f=f: f(t).sum())(labels), differences(f)) for f in fns]
-
-    binary, focal = all_of(labels)
-    np.testing.assert_allclose(*binary, rtol=1e-2)
-    np.testing.assert_allclose(focal[0][2], focal[1][2], rtol=1e-2)
+def test_the_cross_entropy_is_linear_in_its_labels():
+    """At the ends of [0, 1] too."""
+    logits, labels = np.float32([0.5, -2, 3]), np.float32([0, 1, 0.3])
+    gradient = jax.grad(lambda t: sigmoid_binary_cross_entropy(logits, t).sum())(labels)
+    np.testing.assert_allclose(gradient, -logits, rtol=1e-6)
