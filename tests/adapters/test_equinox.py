@@ -175,7 +175,7 @@ def trained(layer, batches, where=None):
 @pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.forms)])
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_norm_is_equinox_own(mode, affine):
-    assert_close(*(trained(layer, BATCHES) for layer in batch_norms(mode, channelwise_affine=affine)))
+    assert_close(*(trained(layer, BATCHES[:2]) for layer in batch_norms(mode, channelwise_affine=affine)))
 
 
 @each_mode
@@ -207,21 +207,21 @@ def test_batch_norm_over_two_axes_is_equinox_own():
 @each_mode
 def test_batch_norm_does_not_see_what_is_masked(mode):
     """Masked samples are as if taken out, and of masked elements no bit matters."""
-    layer, own = batch_norms(mode)
+    (layer, own), batches = batch_norms(mode), BATCHES[:2]
     is_sample = jnp.array([True, False, True, True, False, True])
-    samples = jnp.broadcast_to(is_sample[:, None, None], BATCHES.shape)
-    (outs, state), d_layer, d_x = trained(layer, jnp.where(samples, BATCHES, jnp.nan), samples)
-    (expected, expected_state), d_own, d_expected = trained(own, BATCHES[:, is_sample])
+    samples = jnp.broadcast_to(is_sample[:, None, None], batches.shape)
+    (outs, state), d_layer, d_x = trained(layer, jnp.where(samples, batches, jnp.nan), samples)
+    (expected, expected_state), d_own, d_expected = trained(own, batches[:, is_sample])
     assert_close((state, [out[is_sample] for out in outs]), (expected_state, expected))
     assert_close(d_layer, d_own, atol=1e-4)
     assert_close(d_x[:, is_sample], d_expected)
     assert all((out[~is_sample] == 0).all() for out in outs)
     assert (d_x[:, ~is_sample] == 0).all()
 
-    some = jax.random.bernoulli(jax.random.key(4), 0.6, BATCHES.shape)
-    clean = trained(layer, jnp.where(some, BATCHES, 0), some)
+    some = jax.random.bernoulli(jax.random.key(4), 0.6, batches.shape)
+    clean = trained(layer, jnp.where(some, batches, 0), some)
     for garbage in GARBAGE:
-        chex.assert_trees_all_equal(trained(layer, jnp.where(some, BATCHES, garbage), some), clean)
+        chex.assert_trees_all_equal(trained(layer, jnp.where(some, batches, garbage), some), clean)
 
 
 @each_mode

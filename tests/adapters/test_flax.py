@@ -117,16 +117,29 @@ def test_attention_does_not_see_what_is_masked(flax):
 
 
 @pytest.mark.parametrize(
-    ("flax", "keyword"), [(Nnx, "inputs_k"), (Linen, "inputs_k"), form(Linen, "inputs_kv")], ids=ids
+    ("flax", "keywords"),
+    [
+        (Nnx, ("inputs_k", "inputs_v")),
+        (Linen, ("inputs_k", "inputs_v")),
+        form(Nnx, ("inputs_k",)),
+        form(Linen, ("inputs_kv",)),
+    ],
+    ids=ids,
 )
 @pytest.mark.filterwarnings("ignore:The inputs_kv arg:DeprecationWarning")
-def test_attention_to_a_context_with_nothing_left(flax, keyword):
+def test_attention_to_a_context_with_nothing_left(flax, keywords):
     layer, own = (attention(flax, module) for module in (flax.ours, flax.own))
     is_left, context = MASK[:, 1:], X[:, 1:]
     mask = is_left[:, None, None, :, 0]
-    out = cases.same_for_all_garbage(lambda x: layer(X, **{keyword: filled(x, context, is_left)}, mask=mask))
-    assert jnp.all(out[2] == 0)
-    np.testing.assert_allclose(out[:2], own(X, **{keyword: context}, mask=mask)[:2], rtol=1e-5, atol=1e-5)
+
+    def attended(value):
+        contexts = dict.fromkeys(keywords, filled(value, context, is_left))
+        return value_and_gradients(flax, layer, X, mask=mask, **contexts)
+
+    y, *_ = cases.same_for_all_garbage(attended)
+    assert jnp.all(y[2] == 0)
+    expected = own(X, **dict.fromkeys(keywords, context), mask=mask)
+    np.testing.assert_allclose(y[:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
 @nnx_by_default
