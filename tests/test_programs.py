@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -84,7 +85,7 @@ NUMBERS = {
 CHANGED_BY_DEFAULT = "scale", "epsilon of layer norm", "temperature"
 
 
-@pytest.mark.parametrize("name", [name if name in CHANGED_BY_DEFAULT else form(name) for name in NUMBERS])
+@pytest.mark.parametrize("name", few_of(NUMBERS, *CHANGED_BY_DEFAULT))
 def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
     fn, x = NUMBERS[name], jnp.asarray(HEADS)
     results = [jax.block_until_ready(fn(x, n)) for n in (1, 2)]
