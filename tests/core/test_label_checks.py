@@ -403,7 +403,8 @@ def test_an_error_is_raised_in_both_of_two_processes():
         command = [sys.executable, "-c", TWO_PROCESSES, str(free.getsockname()[1])]
     flags = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for process in [subprocess.Popen([*command, number], env=flags, **pipes) for number in "01"]:
+    processes = [subprocess.Popen([*command, number], env=flags, **pipes) for number in "01"]
+    for process in processes:
         told, _ = process.communicate(timeout=600)
         assert told.count("1 of 8 labels are outside [0, 7); first at (7,): 7") == 1
         assert process.returncode == 0
