@@ -72,6 +72,20 @@ def choose():
         yield lambda **choices: contexts.enter_context(platforms.chosen(**choices))
 
 
+@pytest.fixture
+def compilations():
+    """The programs that are compiled, as a list to which each adds an element."""
+    found = []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
 def pytest_sessionfinish():
     """Runs a side effect on each device: JAX keeps the last one, and tells once more at exit if a test made it fail."""
     succeed = jax.jit(lambda x: (jax.debug.callback(lambda: None), x)[1])

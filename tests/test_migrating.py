@@ -38,23 +38,22 @@ LOGITS, FEATURES, KERNEL = per_token(V), per_token(3), floats(3, V)
 # The formulas, as the other libraries have them.
 
 
-def t5x_cross_entropy(logits, targets, mask, z=0.0):
+def t5x_cross_entropy(logits, targets, z=0.0):
     log_z = jax.scipy.special.logsumexp(logits, axis=-1, keepdims=True)
     loss = -jnp.sum(targets * (logits - log_z), axis=-1) + z * jnp.square(log_z[..., 0])
-    return loss * mask
+    return loss * MASK
 
 
-def with_z_loss(logits, labels, mask):
-    return t5x_cross_entropy(logits, jax.nn.one_hot(labels, V), mask, Z)
+def with_z_loss(logits, labels):
+    return t5x_cross_entropy(logits, jax.nn.one_hot(labels, V), Z)
 
 
-def flax_smoothed(logits, labels, mask):
-    targets = jnp.where(jax.nn.one_hot(labels, V) == 1, 1 - S, S / (V - 1))
-    return t5x_cross_entropy(logits, targets, mask)
+def flax_smoothed(logits, labels):
+    return t5x_cross_entropy(logits, jnp.where(jax.nn.one_hot(labels, V) == 1, 1 - S, S / (V - 1)))
 
 
-def padded_cross_entropy(logits, labels, mask):
-    return t5x_cross_entropy(jnp.where(jnp.arange(V) < N, logits, -1e9), jax.nn.one_hot(labels, V), mask)
+def padded_cross_entropy(logits, labels):
+    return t5x_cross_entropy(jnp.where(jnp.arange(V) < N, logits, -1e9), jax.nn.one_hot(labels, V))
 
 
 def selective_log_softmax(logits, tokens):
@@ -96,103 +95,70 @@ class Row(NamedTuple):
     constants: dict = {}  # noqa: RUF012
 
 
-LABELLED = {"logits": MASK[..., None], "labels": MASK}
-LINEAR = {"features": MASK[..., None], "labels": MASK}
-STEPS = {"logits": LOGITS[0], "a": TOKENS[0], "adv": floats(5)}
-OF_STEPS = {"logits": MASK[0][:, None], "a": MASK[0], "adv": MASK[0]}
-OF_TOKENS = {"logits": LOGITS, "tokens": TOKENS}
+# Arguments, and what is masked of them.
+OF_X = {"x": per_token()}, {"x": MASK}
+OF_LOGITS = {"logits": LOGITS, "labels": TOKENS}, {"logits": MASK[..., None], "labels": MASK}
+OF_LINEAR = {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS}, {"features": MASK[..., None], "labels": MASK}
+OF_PADDED = OF_LINEAR[0] | {"labels": TOKENS % N}, OF_LINEAR[1] | {"kernel": np.arange(V) < N}
+OF_STEPS = {"logits": LOGITS[0], "a": TOKENS[0]}, {"logits": MASK[0][:, None], "a": MASK[0]}
+WEIGHTED_STEPS = OF_STEPS[0] | {"adv": floats(5)}, OF_STEPS[1] | {"adv": MASK[0]}
+
+
+def of_logits(name):
+    """Logits, and labels of this name."""
+    return [{"logits": x["logits"], name: x["labels"]} for x in OF_LOGITS]
 
 
 def linear(formula):
-    return lambda features, kernel, labels: formula(features @ kernel, labels, MASK)
+    return lambda features, kernel, labels: formula(features @ kernel, labels)
 
 
+def right(logits, labels):
+    return masked_mean(jnp.argmax(logits, -1) == labels, MASK)
+
+
+def log_probs_at_a_temperature(logits, tokens):
+    return selective_log_softmax(logits / T, tokens) * MASK
+
+
+def largest(x):
+    return jnp.max(x, initial=0, where=MASK)
+
+
+MAX, SEGMENT_MAX = "`jnp.max(x, initial=0, where=mask)`", "`jraph.segment_max_or_constant("
+WEIGHTS = {"w": 1.5 * MASK[0]}
 ROWS = {
     "mean": Row("`(loss * mask).sum()", lambda loss: masked_mean(loss, MASK), {"loss": per_token()}, {"loss": MASK}),
-    "std": Row("`jnp.std(x, where=mask)`", lambda x: jnp.std(x, where=MASK), {"x": per_token()}, {"x": MASK}),
-    "max": Row(
-        "`jnp.max(x, initial=0, where=mask)`",
-        lambda x: jnp.max(x, initial=0, where=MASK),
-        {"x": per_token()},
-        {"x": MASK},
-    ),
-    "max of integers": Row(
-        "`jnp.max(x, initial=0, where=mask)`",
-        lambda x: jnp.max(x, initial=0, where=MASK),
-        {"x": -TOKENS - 1},
-        {"x": MASK},
-    ),
-    "z-loss": Row(
-        "`cross_entropy_with_logits(",
-        functools.partial(with_z_loss, mask=MASK),
-        {"logits": LOGITS, "labels": TOKENS},
-        LABELLED,
-    ),
-    "z-loss of a linear layer": Row(
-        "the same of `features @ kernel`",
-        linear(with_z_loss),
-        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
-        LINEAR,
-    ),
-    "smoothing": Row(
-        "labels of `1 - s` and `s / (V - 1)`",
-        functools.partial(flax_smoothed, mask=MASK),
-        {"logits": LOGITS, "labels": TOKENS},
-        LABELLED,
-    ),
-    "smoothing before a linear layer": Row(
-        "such labels, and `features @ kernel`",
-        linear(flax_smoothed),
-        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
-        LINEAR,
-    ),
-    "padded vocabulary": Row(
-        "`jnp.where(jnp.arange(V) < n",
-        linear(padded_cross_entropy),
-        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS % N},
-        LINEAR | {"kernel": np.arange(V) < N},
-    ),
-    "accuracy": Row(
-        "`jnp.argmax(features @ kernel, -1) == labels`",
-        lambda features, kernel, labels: masked_mean(jnp.argmax(features @ kernel, -1) == labels, MASK),
-        {"features": FEATURES, "kernel": KERNEL, "labels": TOKENS},
-        LINEAR,
-    ),
-    "log-probabilities": Row(
-        "`selective_log_softmax(",
-        lambda logits, tokens: selective_log_softmax(logits / T, tokens) * MASK,
-        OF_TOKENS,
-        {"logits": MASK[..., None], "tokens": MASK},
-    ),
+    "std": Row("`jnp.std(x, where=mask)`", lambda x: jnp.std(x, where=MASK), *OF_X),
+    "max": Row(MAX, largest, *OF_X),
+    "max of integers": Row(MAX, largest, {"x": -TOKENS - 1}, {"x": MASK}),
+    "z-loss": Row("`cross_entropy_with_logits(", with_z_loss, *OF_LOGITS),
+    "z-loss of a linear layer": Row("the same of `features @ kernel`", linear(with_z_loss), *OF_LINEAR),
+    "smoothing": Row("labels of `1 - s` and `s / (V - 1)`", flax_smoothed, *OF_LOGITS),
+    "smoothing before a linear layer": Row("such labels, and `features @ kernel`", linear(flax_smoothed), *OF_LINEAR),
+    "padded vocabulary": Row("`jnp.where(jnp.arange(V) < n", linear(padded_cross_entropy), *OF_PADDED),
+    "accuracy": Row("`jnp.argmax(features @ kernel, -1) == labels`", linear(right), *OF_LINEAR),
+    "log-probabilities": Row("`selective_log_softmax(", log_probs_at_a_temperature, *of_logits("tokens")),
     "sum and mean": Row(
-        "`jnp.sum(x * mask)`, `masked_mean(",
-        lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)),
-        {"x": per_token()},
-        {"x": MASK},
+        "`jnp.sum(x * mask)`, `masked_mean(", lambda x: (jnp.sum(x * MASK), masked_mean(x, MASK)), *OF_X
     ),
-    "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), {"x": per_token()}, {"x": MASK}),
+    "whitening": Row("`masked_whiten(x, mask)`", lambda x: masked_whiten(x, MASK), *OF_X),
     "categorical": Row(
         "`distrax.Categorical(logits)",
         lambda logits, action: (selective_log_softmax(logits, action) * MASK, entropy(logits) * MASK),
-        {"logits": LOGITS, "action": TOKENS},
-        {"logits": MASK[..., None], "action": MASK},
+        *of_logits("action"),
     ),
     "policy gradient": Row(
-        "`rlax.policy_gradient_loss(",
-        functools.partial(policy_gradient_loss, w=1.5 * MASK[0]),
-        STEPS,
-        OF_STEPS,
-        {"w": 1.5 * MASK[0]},
+        "`rlax.policy_gradient_loss(", functools.partial(policy_gradient_loss, w=WEIGHTS["w"]), *WEIGHTED_STEPS, WEIGHTS
     ),
     "entropy": Row(
         "`rlax.entropy_loss(",
         lambda logits, a: -jnp.mean(entropy(logits) * MASK[0]),
-        {"logits": LOGITS[0], "a": TOKENS[0]},
-        {"logits": MASK[0][:, None], "a": MASK[0]},
+        *OF_STEPS,
         {"w": 1.0 * MASK[0]},
     ),
-    "segments": Row("`jraph.segment_max_or_constant(", segment_max_or_constant, {"x": floats(5, 3)}),
-    "segments of integers": Row("`jraph.segment_max_or_constant(", segment_max_or_constant, {"x": TOKENS.T - 9}),
+    "segments": Row(SEGMENT_MAX, segment_max_or_constant, {"x": floats(5, 3)}),
+    "segments of integers": Row(SEGMENT_MAX, segment_max_or_constant, {"x": TOKENS.T - 9}),
 }
 
 

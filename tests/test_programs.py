@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -18,6 +19,13 @@ INTEGER = losses.softmax_cross_entropy_with_integer_labels
 
 form = functools.partial(pytest.param, marks=pytest.mark.forms)
 
+
+def attend(q, **arguments):
+    return masksafe.dot_product_attention(q, q, q, **arguments)
+
+
+HEADS = np.random.default_rng(0).normal(size=(2, 4, 1, 8)).astype(np.float32)
+IDS, LENGTHS = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
 ONE_PROGRAM = {
     **{name: (getattr(masksafe, name), X) for name in ("mean", "var", "logsumexp", "softmax", "log_softmax")},
     **{name: (getattr(masksafe, name), X) for name in ("layer_norm", "rms_norm")},
@@ -28,18 +36,7 @@ ONE_PROGRAM = {
     "softmax_cross_entropy_with_integer_labels": (INTEGER, X, LABELS),
     "triplet_margin_loss": (losses.triplet_margin_loss, X, X, X),
 }
-
-
-@pytest.mark.parametrize("name", ONE_PROGRAM)
-def test_an_eager_call_is_one_program(name):
-    op, *arrays = ONE_PROGRAM[name]
-    steps = jax.make_jaxpr(op)(*map(jnp.asarray, arrays)).eqns
-    assert [str(step.primitive) for step in steps] == ["jit"]
-
-
-HEADS = np.random.default_rng(0).normal(size=(2, 4, 1, 8)).astype(np.float32)
-IDS, LENGTHS = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
-MASKS = {
+OF_ATTENTION = {
     "causal": {"is_causal": True},
     "causal with an offset": {"is_causal": True, "causal_offset": 1},
     "window": {"local_window_size": 1},
@@ -53,19 +50,18 @@ MASKS = {
     "functions": {"score_mod": lambda x, b, h, q, k: x - q, "mask_mod": lambda b, h, q, k: k <= q},
     "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
 }
+ONE_PROGRAM |= {f"attention, {name}": (attend, HEADS, options) for name, options in OF_ATTENTION.items()}
 
 
-@pytest.mark.parametrize("name", MASKS)
-def test_an_eager_call_of_attention_is_one_program(name):
+@pytest.mark.parametrize("name", ONE_PROGRAM)
+def test_an_eager_call_is_one_program(name):
+    op, *arrays = ONE_PROGRAM[name]
+    options = arrays.pop() if isinstance(arrays[-1], dict) else {}
     is_array = lambda x: isinstance(x, (np.ndarray, jax.Array))  # noqa: E731
-    arrays = {argument: jnp.asarray(x) for argument, x in MASKS[name].items() if is_array(x)}
-    rest = {argument: x for argument, x in MASKS[name].items() if not is_array(x)}
-    fn = lambda q, arrays: masksafe.dot_product_attention(q, q, q, **arrays, **rest)  # noqa: E731
-    assert [str(step.primitive) for step in jax.make_jaxpr(fn)(jnp.asarray(HEADS), arrays).eqns] == ["jit"]
-
-
-def attend(q, **arguments):
-    return masksafe.dot_product_attention(q, q, q, **arguments)
+    named = {argument: jnp.asarray(x) for argument, x in options.items() if is_array(x)}
+    rest = {argument: x for argument, x in options.items() if not is_array(x)}
+    steps = jax.make_jaxpr(lambda arrays, named: op(*arrays, **named, **rest))(list(map(jnp.asarray, arrays)), named)
+    assert [str(step.primitive) for step in steps.eqns] == ["jit"]
 
 
 # Functions of an array and a number, which eager code may change in each call.
@@ -89,21 +85,7 @@ NUMBERS = {
 CHANGED_BY_DEFAULT = "scale", "epsilon of layer norm", "temperature"
 
 
-@pytest.fixture
-def compilations():
-    """The programs that are compiled, as a list to which each adds an element."""
-    found = []
-
-    def listen(event, *_, **__):
-        if event == "/jax/core/compile/backend_compile_duration":
-            found.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
-@pytest.mark.parametrize("name", [name if name in CHANGED_BY_DEFAULT else form(name) for name in NUMBERS])
+@pytest.mark.parametrize("name", few_of(NUMBERS, *CHANGED_BY_DEFAULT))
 def test_another_number_in_an_eager_call_compiles_nothing(name, compilations):
     fn, x = NUMBERS[name], jnp.asarray(HEADS)
     results = [jax.block_until_ready(fn(x, n)) for n in (1, 2)]

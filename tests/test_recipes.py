@@ -42,8 +42,20 @@ def drawn(seed, *shape):
     return np.random.default_rng(seed).normal(size=(*TOKENS.shape, *shape)).astype(np.float32)
 
 
+def assert_is(expected, fn, *arrays, masks=None, order=1):
+    """What a function returns, whatever its arrays hold where they are masked."""
+    close(fn(*arrays), expected)
+    masks = [MASKED.reshape(*MASKED.shape, *[1] * (x.ndim - 2)) for x in arrays] if masks is None else masks
+    assert_safe(fn, *arrays, masked=dict(enumerate(masks)), order=order)
+
+
 def close(actual, expected):
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), actual, expected)
+
+
+def by_row(formula, x):
+    """The formula of the tokens of each row; 0 of none."""
+    return np.array([formula(row[kept]) if kept.any() else 0 * row[0] for row, kept in zip(x, TOKENS, strict=True)])
 
 
 # Sequences.
@@ -63,9 +75,8 @@ def test_means_by_token_sequence_and_document_are_those_of_what_there_is():
         (lambda loss: averages.by_sequence(loss, TOKENS), sequences),
         (lambda loss: averages.by_document(loss, SEGMENTS, TOKENS, most=3), documents),
     ):
-        close(mean(loss).value, np.mean(expected))
         assert mean(loss).count == len(expected)
-        assert_safe(lambda loss, mean=mean: mean(loss).value, loss, masked={0: MASKED}, order=1)
+        assert_is(np.mean(expected), lambda loss, mean=mean: mean(loss).value, loss)
 
 
 def test_experts_are_balanced_within_each_document():
@@ -77,39 +88,34 @@ def test_experts_are_balanced_within_each_document():
     def loss(probs, experts):
         return recipes.balance_by_document(probs, experts, jnp.asarray(ids), most=4).value
 
-    close(loss(probs, experts), np.mean(expected))
-    masked = {0: np.broadcast_to(ids < 0, probs.T.shape).T, 1: np.broadcast_to(ids < 0, experts.T.shape).T}
-    assert_safe(loss, probs, experts, masked=masked, order=1)
+    assert_is(np.mean(expected), loss, probs, experts, masks=[(ids < 0)[:, None]] * 2)
+
+
+def recurrence(step, *arrays):
+    """Row by row the states of a recurrence over the tokens: those of all positions, 0 at masked ones, and the last."""
+    states = np.zeros(arrays[0].shape)
+    last = np.zeros((len(states), *states.shape[2:]))
+    for i, t in zip(*np.nonzero(TOKENS), strict=True):
+        states[i, t] = last[i] = step(last[i], *(x[i, t] for x in arrays))
+    return last, states
 
 
 def test_a_recurrence_passes_over_what_is_masked():
-    x, weights = drawn(21, 3), np.random.default_rng(22).normal(size=(3, 3)).astype(np.float32)
-
-    def step(state, x):
-        return jnp.tanh(state @ weights + x)
+    weights = np.random.default_rng(22).normal(size=(3, 3)).astype(np.float32)
 
     def run(x):
-        return recipes.recur(step, jnp.zeros((len(x), 3)), x, TOKENS)
+        return recipes.recur(lambda state, x: jnp.tanh(state @ weights + x), jnp.zeros((len(x), 3)), x, TOKENS)
 
-    last, outputs = run(x)
-    for i, kept in enumerate(map(np.flatnonzero, TOKENS)):
-        state = np.zeros(3)
-        for t in kept:
-            state = np.tanh(state @ weights + x[i, t])
-            close(outputs[i, t], state)
-        close(last[i], state)
-    np.testing.assert_array_equal(outputs[MASKED], 0)
-    assert_safe(run, x, masked={0: MASKED[..., None]}, order=1)
+    x = drawn(21, 3)
+    np.testing.assert_array_equal(run(x)[1][MASKED], 0)
+    assert_is(recurrence(lambda state, x: np.tanh(state @ weights + x), x), run, x)
 
 
 def test_a_linear_recurrence_passes_over_what_is_masked():
     a, b = drawn(23, 2), drawn(24, 2)
     outputs = recipes.linear_recurrence(a, b, TOKENS)
-    for i, kept in enumerate(map(np.flatnonzero, TOKENS)):
-        state = np.zeros(2)
-        for t in kept:
-            state = a[i, t] * state + b[i, t]
-            close(outputs[i, t], state)
+    _, expected = recurrence(lambda state, a, b: a * state + b, a, b)
+    close(outputs[TOKENS], expected[TOKENS])
     masked = {0: MASKED[..., None], 1: MASKED[..., None]}
     assert_safe(lambda a, b: recipes.linear_recurrence(a, b, TOKENS), a, b, masked=masked, order=1)
 
@@ -117,14 +123,11 @@ def test_a_linear_recurrence_passes_over_what_is_masked():
 @pytest.mark.parametrize("segments", [TOKENS, SEGMENTS], ids=["sequences", "documents"])
 def test_a_causal_convolution_sees_its_own_sequence_alone(segments):
     x, kernel = drawn(25, 2), np.random.default_rng(26).normal(size=(3, 2)).astype(np.float32)
-    out = recipes.causal_convolution(x, kernel, segments, TOKENS)
-    for i, t in np.ndindex(TOKENS.shape):
-        seen = [
-            k for k in range(3) if TOKENS[i, t] and t >= k and TOKENS[i, t - k] and segments[i, t] == segments[i, t - k]
-        ]
-        close(out[i, t], sum((x[i, t - k] * kernel[k] for k in seen), np.zeros(2)))
-    fn = lambda x: recipes.causal_convolution(x, kernel, segments, TOKENS)  # noqa: E731
-    assert_safe(fn, x, masked={0: MASKED[..., None]}, order=1)
+    expected = np.zeros(x.shape)
+    for i, t, k in np.ndindex(*TOKENS.shape, 3):
+        if t >= k and TOKENS[i, t] and TOKENS[i, t - k] and segments[i, t] == segments[i, t - k]:
+            expected[i, t] += x[i, t - k] * kernel[k]
+    assert_is(expected, lambda x: recipes.causal_convolution(x, kernel, segments, TOKENS), x)
 
 
 @pytest.mark.parametrize(
@@ -132,25 +135,23 @@ def test_a_causal_convolution_sees_its_own_sequence_alone(segments):
     [("mean_pool", lambda x: x.mean(0)), ("max_pool", lambda x: x.max(0)), ("last_pool", lambda x: x[-1])],
 )
 def test_pooling_is_that_of_the_tokens(name, pool):
-    x, fn = drawn(27, 2), functools.partial(getattr(recipes, name), mask=TOKENS)
-    close(fn(x), [pool(row[kept]) if kept.any() else np.zeros(2) for row, kept in zip(x, TOKENS, strict=True)])
-    assert_safe(fn, x, masked={0: MASKED[..., None]}, order=1)
+    x = drawn(27, 2)
+    assert_is(by_row(pool, x), functools.partial(getattr(recipes, name), mask=TOKENS), x)
 
 
 def test_windows_are_pooled_without_padding():
     x, mask = np.pad(drawn(28, 2), ((0, 0), (0, 1), (0, 0))), np.pad(TOKENS, ((0, 0), (0, 1)))
-    fn = functools.partial(recipes.window_pool, mask=mask, size=2)
+    expected = np.zeros((6, 3, 2))
     for i, j in np.ndindex(6, 3):
         kept = x[i, 2 * j : 2 * j + 2][mask[i, 2 * j : 2 * j + 2]]
-        close(fn(x)[i, j], kept.mean(0) if len(kept) else np.zeros(2))
-    assert_safe(fn, x, masked={0: ~mask[..., None]}, order=1)
+        expected[i, j] = kept.mean(0) if len(kept) else 0
+    assert_is(expected, functools.partial(recipes.window_pool, mask=mask, size=2), x, masks=[~mask[..., None]])
 
 
 def test_a_standard_deviation_has_a_gradient_at_equal_elements():
     x, fn = drawn(29), functools.partial(recipes.std, axis=1, where=TOKENS)
-    close(fn(x), [row[kept].std() if kept.any() else 0 for row, kept in zip(x, TOKENS, strict=True)])
     np.testing.assert_array_equal(jax.grad(lambda x: fn(x).sum())(np.ones_like(x)), 0)
-    assert_safe(fn, x, masked={0: MASKED}, order=1)
+    assert_is(by_row(np.std, x), fn, x)
 
 
 def test_advantages_end_with_an_episode_and_look_beyond_a_limit_of_time():
@@ -166,8 +167,7 @@ def test_advantages_end_with_an_episode_and_look_beyond_a_limit_of_time():
             future = 0 if terminated[i, t] else next_values[i, t]
             ends = terminated[i, t] or truncated[i, t] or t == 4
             expected[i, t] = rewards[i, t] + 0.9 * future - values[i, t] + (0 if ends else 0.72 * expected[i, t + 1])
-    close(fn(rewards, values, next_values), expected)
-    assert_safe(fn, rewards, values, next_values, masked={0: MASKED, 1: MASKED, 2: MASKED | terminated}, order=1)
+    assert_is(expected, fn, rewards, values, next_values, masks=[MASKED, MASKED, MASKED | terminated])
 
 
 # Sampling.
@@ -349,8 +349,7 @@ def test_advantages_are_those_of_answers_without_masked_tokens(across):
         answers = [kept] if across else np.split(kept, np.flatnonzero(np.diff(kept) > 1) + 1)
         for answer in answers:
             expected[i, answer] = gae_of_tokens(rewards[i, answer], values[i, answer], 0.9, 0.8)
-    np.testing.assert_allclose(estimate(rewards, values), expected, rtol=1e-5, atol=1e-6)
-    assert_safe(estimate, rewards, values, masked={0: MASKED, 1: MASKED})
+    assert_is(expected, estimate, rewards, values, order=2)
 
 
 def test_advantages_in_a_group_are_those_of_the_answers_there_are():
@@ -364,8 +363,7 @@ def test_advantages_in_a_group_are_those_of_the_answers_there_are():
             row[left] = (group[left] - group[left].mean()) / (group[left].std(ddof=1) + 1e-4)
     rewards = rewards.astype(np.float32)
     relative = functools.partial(policies.group_relative, mask=where)
-    np.testing.assert_allclose(relative(rewards), expected, rtol=1e-5, atol=1e-6)
-    assert_safe(relative, rewards, masked={0: ~where})
+    assert_is(expected, relative, rewards, masks=[~where], order=2)
     assert jnp.isfinite(jax.jit(jax.jacrev(relative))(rewards)).all()
 
 

@@ -19,6 +19,20 @@ def test_elements_that_are_not_selected_are_gone_on_both_sides():
     assert_mask_safe(fn, X, X[::-1], masked={0: MASK, 1: ~MASK}, transforms=("jit",))
 
 
+def test_every_dtype():
+    numbers = {dtype: np.arange(3).astype(jnp.dtype(dtype)) for dtype in DTYPES}
+
+    @jax.jit
+    def ones_for_zeros(numbers):
+        one = {d: jnp.ones((), d) for d in numbers}
+        of_mask = {d: masksafe.mask_where(x == 0, x, one[d]) for d, x in numbers.items()}
+        return of_mask, {d: masksafe.apply_where(x != 0, x, lambda x: x, fill_value=one[d]) for d, x in numbers.items()}
+
+    expected = {d: np.where(x != 0, x, np.ones((), x.dtype)) for d, x in numbers.items()}
+    for results in ones_for_zeros(numbers):
+        chex.assert_trees_all_equal(results, expected, strict=True)
+
+
 # mask_where
 
 
@@ -33,20 +47,13 @@ def test_mask_where_on_nan_replaces_the_masked_elements_and_keeps_the_others():
         np.testing.assert_array_equal(np.asarray(result, np.float32), np.where(MASK, 0, np.nan))
 
 
-def test_mask_where_takes_every_dtype():
-    ones = {dtype: np.ones((2, 3), jnp.dtype(dtype)) for dtype in DTYPES}
-    out = jax.jit(lambda ones: {d: masksafe.mask_where(MASK, x, jnp.zeros((), d)) for d, x in ones.items()})(ones)
-    expected = {dtype: np.where(MASK, 0, 1).astype(jnp.dtype(dtype)) for dtype in DTYPES}
-    chex.assert_trees_all_equal(out, expected, strict=True)
-
-
-@pytest.mark.parametrize(
-    "shapes", [((3,), (2, 3), ()), ((2, 1), (2, 3), (3,)), ((2, 3), (1,), (2, 1)), ((), (2,), (3, 1))]
-)
-def test_mask_where_broadcasts(shapes):
+def test_mask_where_broadcasts():
     rng = np.random.default_rng(0)
-    mask, x, y = rng.random(shapes[0]) < 0.5, rng.normal(size=shapes[1]), rng.normal(size=shapes[2])
-    np.testing.assert_array_equal(masksafe.mask_where(mask, x, y), np.where(mask, y, x).astype(np.float32))
+    for of_mask, of_x, of_y in (
+        ((3,), (2, 3), ()), ((2, 1), (2, 3), (3,)), ((2, 3), (1,), (2, 1)), ((), (2,), (3, 1))
+    ):  # fmt: skip
+        mask, x, y = rng.random(of_mask) < 0.5, rng.normal(size=of_x), rng.normal(size=of_y)
+        np.testing.assert_array_equal(masksafe.mask_where(mask, x, y), np.where(mask, y, x).astype(np.float32))
 
 
 def test_mask_where_promotes_as_jax_does():
@@ -107,18 +114,6 @@ def test_apply_where_never_shows_the_functions_an_element_that_is_not_theirs():
     np.testing.assert_allclose(out, np.where(x > 0, x / y, x + y), rtol=1e-6)
     assert sorted(bool((s > 0).all()) for s in seen) == [False, True]
     assert sorted(bool((s < 0).all()) for s in seen) == [False, True]
-
-
-def test_apply_where_takes_every_dtype():
-    numbers = {dtype: np.arange(3).astype(jnp.dtype(dtype)) for dtype in DTYPES}
-
-    @jax.jit
-    def ones_for_zeros(numbers):
-        same = lambda x: x  # noqa: E731
-        return {d: masksafe.apply_where(x != 0, x, same, fill_value=jnp.ones((), d)) for d, x in numbers.items()}
-
-    expected = {d: np.where(x != 0, x, np.ones((), x.dtype)) for d, x in numbers.items()}
-    chex.assert_trees_all_equal(ones_for_zeros(numbers), expected, strict=True)
 
 
 def test_apply_where_takes_numbers_as_results_and_as_arguments():

@@ -1,4 +1,6 @@
-"""What the tests of both flax's libraries share: options of norms, a padded batch, checkpoints and comparisons."""
+"""Both libraries of flax behind the same functions, and what their tests share: options, a batch, comparisons."""
+
+import functools
 
 import chex
 import flax.serialization
@@ -7,11 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint
 import pytest
+from flax import linen, nnx
 
-CHANNELS = 6
+from masksafe import adapters
+
+CHANNELS, HEADS = 6, 2
 X = jax.random.normal(jax.random.key(0), (3, 4, CHANNELS)) * 2 + 1
 MASK = np.ones((3, 4, 1), bool)
 MASK[1, 2:] = MASK[2] = False  # padded positions, and an empty sample
+VALID = MASK[..., 0]
+PAIRS = nnx.make_attention_mask(VALID, VALID)  # floats, as flax makes them
 GARBAGE = (jnp.nan, jnp.inf, -1e38, 5.0)
 
 NORMS = {
@@ -32,19 +39,163 @@ NORMS = {
     "batch in bfloat16": ("BatchNorm", {"use_running_average": False, "dtype": jnp.bfloat16}),
     "batch, running statistics": ("BatchNorm", {"use_running_average": True}),
 }
-MASKED = {name: NORMS[name] for name in ("layer", "layer, positions and channels", "rms", "group", "batch")}
-BY_DEFAULT = [*MASKED, "layer, parameters in bfloat16", "batch, running statistics"]  # of what is compared to flax
+MASKED = ("layer", "layer, positions and channels", "rms", "group", "batch")
+OF_LINEN = {  # options that flax.nnx does not have
+    "layer, features elsewhere": ("LayerNorm", {"reduction_axes": -1, "feature_axes": (2, 1)}),
+    "layer, statistics in 16 bits": ("LayerNorm", {"force_float32_reductions": False, "param_dtype": jnp.float16}),
+    "group of all": ("GroupNorm", {"num_groups": 2, "reduction_axes": (0, 1, 2)}),
+    "batch, two axes": ("BatchNorm", {"use_running_average": False, "axis": (2, 1)}),
+    "batch, statistics in 16 bits": (
+        "BatchNorm",
+        {"use_running_average": False, "force_float32_reductions": False, "param_dtype": jnp.bfloat16},
+    ),
+}
+NORMAL = jax.nn.initializers.normal(1.0)  # for parameters that are neither 0 nor 1
 
 
-def initializers():
-    """Of parameters that are neither 0 nor 1."""
-    normal = jax.nn.initializers.normal(1.0)
-    return {"scale_init": normal, "bias_init": normal}
+OF_NNX_MODEL = """
+from flax import nnx
+from flax.nnx import BatchNorm, GroupNorm, LayerNorm, MultiHeadAttention, RMSNorm
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Linear(6, 8, rngs=rngs)
+        self.norms = nnx.List([
+            LayerNorm(8, scale_metadata={"note": "kept"}, rngs=rngs),
+            RMSNorm(8, rngs=rngs),
+            GroupNorm(8, num_groups=2, rngs=rngs),
+            BatchNorm(8, momentum=0.5, rngs=rngs),
+        ])
+        self.attention = MultiHeadAttention(2, 8, decode=False, normalize_qk=True, rngs=rngs)
+        self.out = nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x, mask=None, pairs=None):
+        x = self.embed(x)
+        for norm in self.norms:
+            x = nnx.gelu(norm(x, mask=mask))
+        x = x + self.attention(x, mask=pairs)
+        return self.out(x)
+"""
+OF_LINEN_MODEL = """
+from flax import linen
+from flax.linen import BatchNorm, GroupNorm, LayerNorm, MultiHeadAttention, MultiHeadDotProductAttention, RMSNorm
+
+class Model(linen.Module):
+    @linen.compact
+    def __call__(self, x, mask=None, pairs=None):
+        x = linen.Dense(8)(x)
+        ones = linen.with_partitioning(linen.initializers.ones, (None,))
+        for norm in (LayerNorm(scale_init=ones), RMSNorm(), GroupNorm(2), BatchNorm(use_running_average=False)):
+            x = linen.gelu(norm(x, mask=mask))
+        x = x + MultiHeadAttention(2, normalize_qk=True)(x, mask=pairs)
+        x = x + MultiHeadDotProductAttention(2)(x, mask=pairs)
+        return linen.Dense(1)(x)
+"""
 
 
-def options_of(layer, options):
-    """The options, with initializers for the parameters that the layer has."""
-    return {**{name: f for name, f in initializers().items() if (layer, name) != ("RMSNorm", "bias_init")}, **options}
+def model_of(source, module):
+    """The class of a model that takes its layers from a module."""
+    own = "flax.nnx" if "flax.nnx" in source else "flax.linen"
+    names = {}
+    exec(source.replace(f"from {own} import", f"from {module} import"), names)
+    return names["Model"]
+
+
+class Nnx:
+    """Layers of flax.nnx."""
+
+    own, ours, attention_layer = nnx, adapters.nnx, "MultiHeadAttention"
+    step_options = {"decode": True, "is_causal": True}  # noqa: RUF012
+    first_layer = "embed"
+
+    @staticmethod
+    def make(module, layer, x=X, **options):
+        """A layer of flax's module or of ours."""
+        features = (HEADS, CHANNELS) if layer == "MultiHeadAttention" else (x.shape[options.get("axis", -1)],)
+        return getattr(module, layer)(*features, **options, rngs=nnx.Rngs(1))
+
+    @classmethod
+    def decoder(cls, x):
+        layer = attention(cls, cls.ours)
+        layer.init_cache(x.shape)
+        return layer
+
+    @staticmethod
+    def model(module):
+        return model_of(OF_NNX_MODEL, module)(nnx.Rngs(0))
+
+    @staticmethod
+    def split(layer):
+        """A hashable definition, the parameters, and the other state."""
+        return nnx.split(layer, nnx.Param, ...)
+
+    @staticmethod
+    def apply(definition, params, rest, x, **arguments):
+        """The output, and the state that is left."""
+        layer = nnx.merge(definition, params, rest, copy=True)
+        y = layer(x, **arguments)
+        return y, nnx.to_pure_dict(nnx.state(layer, nnx.Not(nnx.RngState)))
+
+
+class Linen:
+    """Layers of flax.linen, each bound to its variables, so that it is called as one of flax.nnx."""
+
+    own, ours, attention_layer = linen, adapters.linen, "MultiHeadDotProductAttention"
+    step_options = {}  # noqa: RUF012
+    first_layer = "Dense_0"
+
+    @staticmethod
+    def make(module, layer, x=X, **options):
+        options = {"num_heads": HEADS, **options} if "Attention" in layer else options
+        return Linen.bound(getattr(module, layer)(**options), x)
+
+    @staticmethod
+    def bound(layer, x=X):
+        variables = layer.init({"params": jax.random.key(1), "dropout": jax.random.key(2)}, x)
+        return layer.bind(variables, rngs={"dropout": jax.random.key(3)}, mutable=["batch_stats", "cache"])
+
+    @classmethod
+    def decoder(cls, x):
+        return attention(cls, cls.ours, decode=True, x=x)
+
+    @classmethod
+    def model(cls, module):
+        return cls.bound(model_of(OF_LINEN_MODEL, module)())
+
+    @staticmethod
+    def split(layer):
+        layer, variables = layer.unbind()
+        return layer, variables.get("params", {}), {k: v for k, v in variables.items() if k != "params"}
+
+    @staticmethod
+    def apply(definition, params, rest, x, **arguments):
+        return definition.apply({"params": params, **rest}, x, **arguments, mutable=["batch_stats", "cache"])
+
+
+def norm(library, module, name):
+    layer, options = {**NORMS, **OF_LINEN}[name]
+    initializers = {"scale_init": NORMAL} | ({} if layer == "RMSNorm" else {"bias_init": NORMAL})
+    return library.make(module, layer, **initializers, **options)
+
+
+def attention(library, module, **options):
+    given = {"qkv_features": 8, "bias_init": NORMAL, "decode": False, **options}
+    return library.make(module, library.attention_layer, **given)
+
+
+def value_and_gradients(library, layer, x, counted=True, **arguments):
+    """The output, the gradients of the sum of its sines by the parameters and the input, and the state that is left."""
+    return _value_and_gradients(library.apply, *library.split(layer), x, counted, **arguments)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("is_causal", "decode"))
+def _value_and_gradients(apply, definition, params, rest, x, counted, **arguments):
+    def total(params, x):
+        y, after = apply(definition, params, rest, x, **arguments)
+        return jnp.sum(jnp.sin(y.astype(jnp.float32)), where=counted), (y, after)
+
+    (d_params, d_x), (y, after) = jax.grad(total, (0, 1), has_aux=True)(params, x)
+    return y, d_params, d_x, after
 
 
 def assert_close(ours, theirs, dtype=None):
@@ -54,14 +205,23 @@ def assert_close(ours, theirs, dtype=None):
     chex.assert_trees_all_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def assert_same_bits(a, b):
-    chex.assert_trees_all_equal(a, b)
-    chex.assert_tree_all_finite(a)
+def same_for_all_garbage(run):
+    """What `run(value)` returns, finite and with the same bits for each kind of garbage."""
+    first, *others = map(run, GARBAGE)
+    chex.assert_tree_all_finite(first)
+    for other in others:
+        chex.assert_trees_all_equal(first, other)
+    return first
 
 
 def filled(value, x=X, mask=MASK):
     """`x` with a value under the mask."""
     return jnp.where(mask, x, value)
+
+
+def assert_masked_are_zero(*arrays):
+    for x in arrays:
+        np.testing.assert_array_equal(np.where(MASK, 0, x), 0)
 
 
 def through_msgpack(state, directory):

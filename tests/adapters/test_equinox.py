@@ -24,10 +24,13 @@ def of_both(make):
 
 
 def spread(leaf):
-    is_parameter = equinox.is_inexact_array(leaf)
-    return (
-        (leaf + jnp.cos(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)).astype(leaf.dtype) if is_parameter else leaf
-    )
+    if not equinox.is_inexact_array(leaf):
+        return leaf
+    return (leaf + jnp.cos(1.0 + jnp.arange(leaf.size)).reshape(leaf.shape)).astype(leaf.dtype)
+
+
+def assert_close(actual, expected, atol=1e-5):
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=atol)
 
 
 @equinox.filter_jit
@@ -46,12 +49,8 @@ def arrays_of(tree):
     return jax.tree.leaves(equinox.filter(tree, equinox.is_array))
 
 
-def leaves_with_paths(tree):
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
 def assert_same_leaves(ours, theirs):
-    (leaves, expected) = (dict(leaves_with_paths(tree)) for tree in (ours, theirs))
+    leaves, expected = (dict(jax.tree_util.tree_leaves_with_path(tree)) for tree in (ours, theirs))
     assert list(leaves) == list(expected)
     assert all(np.array_equal(leaf, expected[path]) for path, leaf in leaves.items())
 
@@ -69,7 +68,8 @@ NORMS = {
     "group norm of channels alone": (lambda nn: nn.GroupNorm(2, 8, 1e-3), (8,)),
     "group norm without parameters": (lambda nn: nn.GroupNorm(2, channelwise_affine=False), (4, 5)),
 }
-MASKED_NORMS = ["layer norm of two axes", "layer norm", "rms norm", "group norm"]
+MASKED_NORMS = ["layer norm of two axes", "rms norm", "group norm"]
+COMPARED = [*MASKED_NORMS, "layer norm", "rms norm without bias", "group norm of channels alone"]
 
 
 def sample(shape):
@@ -80,17 +80,17 @@ def with_mask(layer, x, where):
     return layer(x, where=where)
 
 
-@pytest.mark.parametrize(("make", "shape"), NORMS.values(), ids=NORMS)
-def test_norm_is_equinox_own(make, shape):
+@pytest.mark.parametrize("name", few_of(NORMS, *COMPARED))
+def test_norm_is_equinox_own(name):
     """Its fields, values and gradients, and it hands a state on."""
+    make, shape = NORMS[name]
     mine, its = of_both(make)
     assert_same_leaves(mine, its)
     assert isinstance(mine, type(its))
     assert type(mine).__name__ == type(its).__name__
     static, expected = ({k: v for k, v in vars(x).items() if k not in ("weight", "bias")} for x in (mine, its))
     assert static == expected
-    actual, expected = (differentiated(layer, (sample(shape),), lambda layer, x: layer(x)) for layer in (mine, its))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(*(differentiated(layer, (sample(shape),), lambda layer, x: layer(x)) for layer in (mine, its)))
     out, state = mine(sample(shape), None, key=KEY)
     assert state is None
     np.testing.assert_array_equal(out, mine(sample(shape)))
@@ -140,6 +140,9 @@ def test_masks_of_norms_broadcast_from_the_last_axis():
 BATCHES = jax.random.normal(jax.random.key(3), (3, 6, 4, 5)) * jnp.array([1.0, 2.0, 0.5])[:, None, None, None] + 1
 
 
+each_mode = pytest.mark.parametrize("mode", few_of(MODES, "ema"))
+
+
 def batch_norms(mode, **arguments):
     return of_both(lambda nn: nn.BatchNorm(4, "batch", mode=mode, momentum=0.8, **arguments))
 
@@ -172,18 +175,16 @@ def trained(layer, batches, where=None):
 @pytest.mark.parametrize("affine", [True, pytest.param(False, marks=pytest.mark.forms)])
 @pytest.mark.parametrize("mode", MODES)
 def test_batch_norm_is_equinox_own(mode, affine):
-    actual, expected = (trained(layer, BATCHES) for layer in batch_norms(mode, channelwise_affine=affine))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(*(trained(layer, BATCHES[:2]) for layer in batch_norms(mode, channelwise_affine=affine)))
 
 
-@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
+@each_mode
 def test_gradients_of_batch_norm_within_vmap_are_equinox_own(mode):
     def of_sample(layer, state):
         gradient = jax.grad(lambda x: jnp.sum(jnp.sin(layer(x, state)[0])))
         return jax.jit(jax.vmap(gradient, axis_name="batch"))(BATCHES[0])
 
-    actual, expected = (of_sample(layer, theirs.State(layer)) for layer in batch_norms(mode))
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(*(of_sample(layer, theirs.State(layer)) for layer in batch_norms(mode)))
 
 
 @pytest.mark.forms
@@ -198,36 +199,32 @@ def test_batch_norm_over_two_axes_is_equinox_own():
         return out, jax.tree.leaves(state)
 
     layer, own = of_both(lambda nn: nn.BatchNorm(6, ("batch", "time"), mode="batch"))
-    chex.assert_trees_all_close(run(layer), run(own), rtol=1e-4, atol=1e-5)
+    assert_close(run(layer), run(own))
     out, _ = run(layer, where=where)
     np.testing.assert_array_equal((out == 0).all((2, 3)), ~where)
 
 
-@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
-def test_masked_samples_of_batch_norm_are_as_if_taken_out(mode):
-    layer, own = batch_norms(mode)
+@each_mode
+def test_batch_norm_does_not_see_what_is_masked(mode):
+    """Masked samples are as if taken out, and of masked elements no bit matters."""
+    (layer, own), batches = batch_norms(mode), BATCHES[:2]
     is_sample = jnp.array([True, False, True, True, False, True])
-    where = jnp.broadcast_to(is_sample, (3, 6))
-    (outs, state), *gradients = trained(layer, jnp.where(is_sample[:, None, None], BATCHES, jnp.nan), where)
-    (expected, expected_state), *expected_gradients = trained(own, BATCHES[:, is_sample])
-    chex.assert_trees_all_close(state, expected_state, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close([out[is_sample] for out in outs], expected, rtol=1e-4, atol=1e-5)
-    chex.assert_trees_all_close(gradients[0], expected_gradients[0], rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(gradients[1][:, is_sample], expected_gradients[1], rtol=1e-4, atol=1e-5)
+    samples = jnp.broadcast_to(is_sample[:, None, None], batches.shape)
+    (outs, state), d_layer, d_x = trained(layer, jnp.where(samples, batches, jnp.nan), samples)
+    (expected, expected_state), d_own, d_expected = trained(own, batches[:, is_sample])
+    assert_close((state, [out[is_sample] for out in outs]), (expected_state, expected))
+    assert_close(d_layer, d_own, atol=1e-4)
+    assert_close(d_x[:, is_sample], d_expected)
     assert all((out[~is_sample] == 0).all() for out in outs)
-    assert (gradients[1][:, ~is_sample] == 0).all()
+    assert (d_x[:, ~is_sample] == 0).all()
 
-
-@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
-def test_batch_norm_under_a_mask_is_untouched_by_garbage(mode):
-    layer, _ = batch_norms(mode)
-    where = jax.random.bernoulli(jax.random.key(4), 0.6, BATCHES.shape)
-    clean = trained(layer, jnp.where(where, BATCHES, 0), where)
+    some = jax.random.bernoulli(jax.random.key(4), 0.6, batches.shape)
+    clean = trained(layer, jnp.where(some, batches, 0), some)
     for garbage in GARBAGE:
-        chex.assert_trees_all_equal(trained(layer, jnp.where(where, BATCHES, garbage), where), clean)
+        chex.assert_trees_all_equal(trained(layer, jnp.where(some, batches, garbage), some), clean)
 
 
-@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
+@each_mode
 def test_batch_of_nothing_is_zero_and_leaves_the_state(mode):
     layer, _ = batch_norms(mode)
     for batches in (BATCHES[:0], BATCHES[:1]):
@@ -241,7 +238,7 @@ def test_batch_of_nothing_is_zero_and_leaves_the_state(mode):
 
 
 @pytest.mark.parametrize("batches", [0, 2])
-@pytest.mark.parametrize("mode", few_of(MODES, "ema"))
+@each_mode
 def test_a_channel_of_nothing_keeps_its_statistics(mode, batches):
     layer, _ = batch_norms(mode)
     where = jnp.ones((6, 4, 1), bool).at[:, 1].set(False)
@@ -299,36 +296,22 @@ def attend(layer, query, key_, value, mask):
     return layer(query, key_, value, mask)
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [None, pytest.param(MASK[0], marks=pytest.mark.forms), MASK],
-    ids=["no mask", "for all heads", "for each head"],
-)
+NUMBERS = jnp.where(MASK, jnp.array([1.0, -2.0, jnp.nan] * 2), 0)  # as in equinox's own example of BERT
+MASKS = {"no mask": None, "for all heads": MASK[0], "for each head": MASK, "floats": NUMBERS}
+MASKS["integers"] = jnp.where(MASK, jnp.array([1, -2, 3] * 2), 0)
+
+
+@pytest.mark.parametrize("mask", few_of(MASKS, "no mask", "for each head", "floats"))
 def test_attention_is_equinox_own(mask):
     layers = attentions(**SIZES, **BIASES)
-    actual, expected = (differentiated(layer, (QUERY, KEY_, VALUE, mask), attend) for layer in layers)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kept", [[1.0, -2.0, np.nan], [1, -2, 3]], ids=["floats", "integers"])
-def test_masks_of_attention_may_be_numbers(kept):
-    """As in equinox's own example of BERT, whose mask is a product of floats."""
-    mask = jnp.where(MASK, jnp.tile(jnp.array(kept), 2), 0)
-    actual, expected = (
-        differentiated(layer, (QUERY, KEY_, VALUE, mask), attend) for layer in attentions(**SIZES, **BIASES)
-    )
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
+    assert_close(*(differentiated(layer, (QUERY, KEY_, VALUE, MASKS[mask]), attend) for layer in layers), atol=1e-4)
 
 
 def test_heads_are_processed_as_by_equinox():
     def rotated(layer, x, mask):
         return layer(x, x, x, mask, process_heads=rotate)
 
-    actual, expected = (differentiated(layer, (QUERY, MASK[0, :, :4]), rotated) for layer in attentions())
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-4)
-    layer, _ = attentions()
-    with pytest.raises(ValueError, match=r"^MultiheadAttention: process_heads: got shapes \[\(4, 1, 4\)"):
-        layer(QUERY, QUERY, QUERY, process_heads=lambda q, k, v: (q[:, :1], k, v))
+    assert_close(*(differentiated(layer, (QUERY, MASK[0, :, :4]), rotated) for layer in attentions()), atol=1e-4)
 
 
 @pytest.mark.forms
@@ -410,37 +393,36 @@ def test_attention_of_mixed_dtypes_has_equinox_dtype():
 # What is refused.
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-def test_batch_is_refused_where_a_sample_is_expected(name):
-    with pytest.raises(ValueError, match=rf"^{name}: x: got shape \(2, 8\); expected shape \(8,\)"):
-        getattr(ours, name)(8)(jnp.ones((2, 8)))
-    layer, _ = attentions()
-    with pytest.raises(
-        ValueError, match=r"^MultiheadAttention: query: got shape \(1, 4, 8\); expected an array of rank 2"
-    ):
-        layer(QUERY[None], QUERY, QUERY)
+ROWS = QUERY, QUERY, QUERY
+SHAPE = r"x: got shape \(2, 8\); expected shape \(8,\)"
+REFUSED = [
+    ("LayerNorm", (jnp.ones((2, 8)),), {}, SHAPE),
+    ("RMSNorm", (jnp.ones((2, 8)),), {}, SHAPE),
+    ("RMSNorm", (jnp.ones(8),), {"where": jnp.ones(8)}, "where: got dtype float32; expected bool"),
+    ("MultiheadAttention", (QUERY[None], QUERY, QUERY), {}, "query: got shape .1, 4, 8.; expected an array of rank 2"),
+    ("MultiheadAttention", (QUERY, QUERY[:3], QUERY), {}, "value: got 4 rows; expected 3"),
+    ("MultiheadAttention", (*ROWS, jnp.ones((5, 4), bool)), {}, "mask: got shape .5, 4.; expected a shape that broad"),
+    ("MultiheadAttention", ROWS, {"process_heads": lambda q, k, v: (q[:, :1], k, v)}, "process_heads: got shapes "),
+]
 
 
-def test_bad_arguments_are_refused():
-    attention, _ = attentions()
-    with pytest.raises(
-        ValueError, match=r"^MultiheadAttention: mask: got shape \(5, 4\); expected a shape that broadcast"
-    ):
-        attention(QUERY, QUERY, QUERY, jnp.ones((5, 4), bool))
-    with pytest.raises(ValueError, match=r"^MultiheadAttention: value: got 4 rows; expected 3"):
-        attention(QUERY, QUERY[:3], QUERY)
+@pytest.mark.parametrize(("name", "arguments", "options", "text"), REFUSED)
+def test_bad_arguments_are_refused(name, arguments, options, text):
+    layer = attentions()[0] if name == "MultiheadAttention" else getattr(ours, name)(8)
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: {text}"):
+        layer(*arguments, **options)
+
+
+def test_other_dtypes_are_refused():
     for make, shape in NORMS.values():
         for dtype in ("complex64", "int32"):
             layer = make(ours)
-            with pytest.raises(
-                TypeError, match=f"^{type(layer).__name__}: x: got dtype {dtype}; expected a float dtype"
-            ):
+            text = f"^{type(layer).__name__}: x: got dtype {dtype}; expected a float dtype"
+            with pytest.raises(TypeError, match=text):
                 layer(jnp.ones(shape, dtype))
     layer, state = theirs.make_with_state(ours.BatchNorm)(4, "batch", mode="batch")
     with pytest.raises(TypeError, match=r"^BatchNorm: x: got dtype complex64; expected a float dtype"):
         over_batch(layer, BATCHES[0].astype(jnp.complex64), state)
-    with pytest.raises(TypeError, match=r"^RMSNorm: where: got dtype float32; expected bool"):
-        ours.RMSNorm(8)(jnp.ones(8), where=jnp.ones(8))
 
 
 @pytest.mark.parametrize("axis_name", ["batch", None])
@@ -503,8 +485,7 @@ def test_a_model_is_moved_by_one_import(models):
         model = equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
         return out, arrays_of(model), arrays_of(state)
 
-    actual, expected = (step(*model) for model in models)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+    assert_close(*(step(*model) for model in models))
 
 
 @pytest.mark.parametrize("moved", [0, 1], ids=["to equinox", "from equinox"])

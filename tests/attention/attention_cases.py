@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import masksafe
@@ -66,6 +67,14 @@ def with_gradients(fn):
         return outputs, reverse(cotangents)
 
     return run
+
+
+def inner_jaxprs(equation):
+    """The programs within an equation, such as the body of a loop."""
+    for x in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+        x = getattr(x, "jaxpr", x)
+        if hasattr(x, "eqns"):
+            yield x
 
 
 # The reference: float64, pair by pair. `live`, `bias` and `factors` broadcast to [B, N, T, S].
@@ -151,4 +160,42 @@ CASES = {
     "bias of -inf": (dict(bias=np.where(causal(6, 7, -1), np.float32(0.5), -np.inf)), causal(6, 7, -1)),
     "causal and left padding": (dict(is_causal=True, mask=LEFT_PADDED), causal(6, 7) & LEFT_PADDED),
 }
-CASES = {name: (arguments, np.broadcast_to(live, (2, 2, 6, 7))) for name, (arguments, live) in CASES.items()}
+QUERY, KEY = np.arange(6)[:, None], np.arange(7)
+POSITIONS = dict(
+    query_positions=np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]]),
+    key_positions=np.array([[3, 7, -5, 0, 0, 4, 2], [6, 5, 4, 3, 2, 1, 0]]),
+)
+QUERY_AT, KEY_AT = POSITIONS["query_positions"][:, None, :, None], POSITIONS["key_positions"][:, None, None]
+BEHIND, BEHIND_FIRST = QUERY_AT - KEY_AT, QUERY - KEY_AT[:1]
+LENGTHS = dict(query_seq_lengths=np.array([6, 3]), key_value_seq_lengths=np.array([6, 4]))
+OF_SAMPLES = np.array([2, 5])
+
+# Which no kernel of the library takes.
+POSITIONS_AND_MODS = {
+    "positions": (dict(is_causal=True, **POSITIONS), BEHIND >= 0),
+    "positions, window": (dict(local_window_size=(2, 1), **POSITIONS), (BEHIND <= 2) & (BEHIND >= -1)),
+    "positions and lengths": (
+        dict(is_causal=True, **POSITIONS, **LENGTHS),
+        (BEHIND >= 0) & below([6, 3], 6)[:, None, :, None] & below([6, 4], 7)[:, None, None],
+    ),
+    "positions of queries": (dict(is_causal=True, query_positions=POSITIONS["query_positions"]), QUERY_AT >= KEY),
+    "positions of keys, the same for all samples": (
+        dict(is_causal=True, local_window_size=(3, 3), key_positions=POSITIONS["key_positions"][:1]),
+        (BEHIND_FIRST >= 0) & (BEHIND_FIRST <= 3),
+    ),
+    "mod, chunked": (dict(mask_mod=lambda b, h, q, k: q // 3 == k // 3), QUERY // 3 == KEY // 3),
+    "mod of samples and heads": (
+        dict(mask_mod=lambda b, h, q, k: (k < jnp.asarray(OF_SAMPLES)[b]) & ((q + k) % 2 == h)),
+        (OF_SAMPLES[:, None, None, None] > KEY) & (np.arange(2)[:, None, None] == (QUERY + KEY) % 2),
+    ),
+    "mod of keys": (dict(mask_mod=lambda b, h, q, k: k != 4), KEY != 4),
+    "mod of queries": (dict(mask_mod=lambda b, h, q, k: q > 1), QUERY > 1),
+    "mod of nothing": (dict(mask_mod=lambda *_: jnp.asarray(False)), False),
+}
+
+
+def over_all_pairs(cases):
+    return {name: (arguments, np.broadcast_to(live, (2, 2, 6, 7))) for name, (arguments, live) in cases.items()}
+
+
+CASES, POSITIONS_AND_MODS = over_all_pairs(CASES), over_all_pairs(POSITIONS_AND_MODS)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_cases import (
     CASES,
+    POSITIONS_AND_MODS,
     assert_close,
     assert_same_bits,
     attention,
@@ -80,13 +81,16 @@ def test_pairs_that_one_of_many_masks_excludes_are_gone(many_blocks):
 
 
 # In turn: the contract's table has some of each kind in every form.
-IN_TURN = [*zip(CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows")), strict=False)]
+ALL_CASES, BY_DEFAULT = CASES | POSITIONS_AND_MODS, ("positions and lengths", "mod of samples and heads")
+IN_TURN = [
+    pytest.param(name, form, marks=[pytest.mark.forms] * (name not in BY_DEFAULT))
+    for name, form in zip(ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows")))
+]
 
 
-@pytest.mark.forms
 @pytest.mark.parametrize(("name", "each_form"), IN_TURN, indirect=["each_form"])
 def test_pairs_that_a_mask_alone_excludes_are_gone(name, each_form):
-    arguments, live = CASES[name]
+    arguments, live = ALL_CASES[name]
     if has_infinite_bias := "bias" in arguments:
         arguments = {}
     run = with_gradients(functools.partial(with_residual, **arguments))
@@ -163,8 +167,8 @@ def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(form):
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("time", [8, 600])
-def test_a_nan_in_a_cotangent_shows_in_the_gradients_on_which_it_has_an_influence(time):
+def test_a_nan_in_a_cotangent_shows_in_the_gradients_on_which_it_has_an_influence():
+    time = 600
     inputs, d_out = random_inputs(1, time, time, 1, 1, 64), np.zeros((1, time, 1, 64), np.float32)
     _, found = with_gradients(attention)(inputs, replaced(d_out, (0, 3, 0, 5), np.nan))
     d_q, d_k, d_v = map(np.isnan, found)

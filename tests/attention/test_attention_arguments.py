@@ -127,6 +127,25 @@ BAD_ARGUMENTS = [
         TypeError,
         "score_mod: got a function that asks .*jnp.where in place of if",
     ),
+    (dict(score_mod=np.ones(3)), TypeError, "score_mod: got type ndarray"),
+    (dict(score_mod=lambda x, b, h, q, k: jnp.ones(2)), ValueError, r"score_mod: got a result of shape \(2,\)"),
+    (dict(score_mod=lambda x, b, h, q, k: k > q), TypeError, "score_mod: got a result of dtype bool"),
+    (dict(mask_mod=lambda b, h, q, k: k - q), TypeError, "mask_mod: got a result of dtype int32"),
+    (dict(score_mod=lambda x, b, h, q, k: k), TypeError, "score_mod: got .* int32; expected one float"),
+    (
+        dict(score_mod=lambda x, q, k: x),
+        TypeError,
+        r"score_mod: got a function of \(x, q, k\); expected one that can be called as \(logit, batch",
+    ),
+    (dict(mask_mod=lambda b, h, q, k: (k, q)), TypeError, "mask_mod: got a result of type tuple"),
+    (
+        dict(is_causal=True, causal_offset=1, query_positions=np.arange(6)[None]),
+        ValueError,
+        "causal_offset: got an offset and query_positions",
+    ),
+    (dict(key_positions=np.ones((2, 7))), TypeError, "key_positions: got dtype float"),
+    (dict(query_positions=np.ones((2, 5), int)), ValueError, "query_positions: got shape"),
+    (dict(sinks=np.ones(3)), ValueError, r"sinks: got shape \(3,\); expected \(2,\)"),
     (dict(implementation="pallas"), ValueError, "implementation: got value 'pallas'"),
 ]
 

@@ -37,6 +37,7 @@ from masksafe._core import platforms
 from masksafe.attention import _cudnn
 from masksafe.testing import assert_consistent
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 T, S = 6, 8
 SIZES = dict(B=2, T=T, S=S, N=4, K=2, H=8)
 KEYS = np.array([[1, 1, 0, 1, 0, 0, 0, 1], [0] * S], bool)[:, None, None]
@@ -98,10 +99,6 @@ def poisoned(inputs, live, garbage):
     return tuple(
         np.where(hidden, np.asarray(garbage, x.dtype), x) for x, hidden in zip(inputs, hidden_by(live), strict=True)
     )
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
 
 
 @pytest.mark.parametrize(

@@ -6,16 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_close,
-    attention,
-    below,
-    causal,
-    exact,
-    normals,
-    random_inputs,
-    with_gradients,
-)
+from attention_cases import assert_close, attention, below, causal, exact, normals, random_inputs, with_gradients
 from tiers import few_of
 
 import masksafe

@@ -7,12 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_cases import (
-    assert_same_bits,
-    attention,
-    normals,
-    replaced,
-)
+from attention_cases import assert_same_bits, attention, normals, replaced
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiers import few_of

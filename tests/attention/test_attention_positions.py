@@ -7,74 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import (
-    assert_close,
     assert_same_bits,
     attention,
-    below,
     causal,
-    exact,
     normals,
     random_inputs,
     with_gradients,
 )
-from tiers import few_of
 
 import masksafe
 
 with_residual = functools.partial(attention, return_residual=True)
 
 
-# Positions.
-
-QUERY_POSITIONS = np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]])
-KEY_POSITIONS = np.array([[3, 7, -5, 0, 0, 4, 2], [6, 5, 4, 3, 2, 1, 0]])
-
-
-def sees(query_positions, key_positions, left=None, right=0):
-    distance = query_positions[:, None, :, None] - key_positions[:, None, None, :]
-    return (-distance <= right) & (True if left is None else distance <= left)
-
-
-INDEX = np.broadcast_to(np.arange(7), (2, 7))
-POSITIONS = {
-    "causal": (
-        dict(is_causal=True, query_positions=QUERY_POSITIONS, key_positions=KEY_POSITIONS),
-        sees(QUERY_POSITIONS, KEY_POSITIONS),
-    ),
-    "window": (
-        dict(local_window_size=(2, 1), query_positions=QUERY_POSITIONS, key_positions=KEY_POSITIONS),
-        sees(QUERY_POSITIONS, KEY_POSITIONS, 2, 1),
-    ),
-    "of queries alone": (dict(is_causal=True, query_positions=QUERY_POSITIONS), sees(QUERY_POSITIONS, INDEX)),
-    "of keys alone, the same for all samples": (
-        dict(is_causal=True, local_window_size=(3, 3), key_positions=KEY_POSITIONS[:1]),
-        sees(INDEX[:, :6], KEY_POSITIONS[[0, 0]], 3),
-    ),
-    "with lengths": (
-        dict(
-            is_causal=True,
-            query_positions=QUERY_POSITIONS,
-            key_positions=KEY_POSITIONS,
-            key_value_seq_lengths=np.array([6, 4]),
-            query_seq_lengths=np.array([6, 3]),
-        ),
-        sees(QUERY_POSITIONS, KEY_POSITIONS) & below([6, 4], 7)[:, None, None, :] & below([6, 3], 6)[:, None, :, None],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", few_of(POSITIONS, "with lengths"))
-def test_positions_are_what_masks_compare(name, form):
-    arguments, live = POSITIONS[name]
-    live, inputs = np.broadcast_to(live, (2, 2, 6, 7)), random_inputs()
-    cotangents = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
-    run = with_gradients(functools.partial(with_residual, **arguments))
-    clean = run(inputs, cotangents)
-    expected, of_all = exact(*inputs, live, d_out=cotangents[0], d_lse=cotangents[1])
-    assert_close(clean, (expected, [of_all[name] for name in ("query", "key", "value")]))
-    masked = ~live.any((1, 3))[..., None, None], *[~live.any((1, 2))[..., None, None]] * 2
-    dirty = tuple(np.where(m, np.float32(np.nan), x) for m, x in zip(masked, inputs, strict=True))
-    assert_same_bits(run(dirty, cotangents), clean)
+# Positions. Which pairs they exclude is in test_attention.py.
 
 
 def test_a_rotating_cache_gives_what_a_long_one_gives():

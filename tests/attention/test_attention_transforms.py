@@ -14,6 +14,7 @@ from attention_cases import (
     below,
     causal,
     exact,
+    inner_jaxprs,
     normals,
     random_inputs,
     replaced,
@@ -28,48 +29,24 @@ import masksafe
 from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, live_blocks
 
-
-def assert_exact(actual, inputs, live, d_out, tolerance=2e-5, **arguments):
-    """For the output and the gradients of as many inputs as there are, of which the fourth is a bias over all pairs."""
-    out, gradients = actual
-    (expected, _), of_all = exact(*inputs[:3], live, *inputs[3:], d_out=d_out, **arguments)
-    assert_close(out, expected, tolerance)
-    for gradient, name in zip(gradients, ("query", "key", "value", "bias"), strict=False):
-        assert_close(gradient, of_all[name], tolerance)
-
-
 # Autodiff. Derivatives against float64 are in test_attention.py.
-
-ARGUMENTS = dict(is_causal=True, causal_offset=-1, mask=np.arange(7) != 2)
-LIVE = causal(6, 7, -1) & (np.arange(7) != 2)
-STEP = 1e-3  # of central differences in float64
 
 
 @pytest.mark.forms
 def test_gradient_through_a_jvp(form):
     """What mean-flow and consistency models do: a forward derivative inside of a loss."""
-    inputs = random_inputs()
-    along = [normals(*x.shape, seed=(i, 8)) for i, x in enumerate(inputs)]
+    mask = np.broadcast_to(np.arange(7) != 2, (1, 1, 1, 7))
 
-    @jax.jit
-    def slope(query, key, value):
-        def loss(*args):
-            fn = functools.partial(attention, **ARGUMENTS)
-            out, velocity = jax.jvp(lambda q: fn(q, *args[1:]), args[:1], (jnp.ones_like(query),))
+    def gradients_of(attend):
+        def loss(query, key, value):
+            fn = lambda query: attend(query, key, value, mask=mask, is_causal=True)  # noqa: E731
+            out, velocity = jax.jvp(fn, (query,), (jnp.ones_like(query),))
             return jnp.sum((out - 0.3 * velocity) ** 2)
 
-        gradients = jax.grad(loss, (0, 1, 2))(query, key, value)
-        return sum(jnp.vdot(g, d) for g, d in zip(gradients, along, strict=True))
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*random_inputs())
 
-    def exact_loss(query, key, value):
-        ahead, behind, out = (exact(query + step, key, value, LIVE)[0] for step in (STEP, -STEP, 0))
-        return ((out - 0.3 * (ahead - behind) / (2 * STEP)) ** 2).sum()
-
-    ahead, behind = (
-        exact_loss(*(np.float64(x) + step * d for x, d in zip(inputs, along, strict=True))) for step in (STEP, -STEP)
-    )
     with masksafe.forward_mode():
-        np.testing.assert_allclose(slope(*inputs), (ahead - behind) / (2 * STEP), rtol=1e-3)
+        assert_close(gradients_of(attention), gradients_of(jax.nn.dot_product_attention), 1e-4)
 
 
 # Transformations.
@@ -91,7 +68,9 @@ def test_vmap_over_any_argument(over, many_blocks):
     for i in range(3):
         *inputs, length = (x[i] if n == over else x for n, x in enumerate(args))
         live = causal(6, 7) & below(length, 7)[:, None, None, :]
-        assert_exact(jax.tree.map(lambda x, i=i: x[i], batched), inputs, live, d_out)
+        (expected, _), of_all = exact(*inputs[:3], live, inputs[3], d_out=d_out)
+        expected = expected, [of_all[name] for name in ("query", "key", "value", "bias")]
+        assert_close(jax.tree.map(lambda x, i=i: x[i], batched), expected)
 
 
 def test_debug_nans_is_quiet_on_padding(form):
@@ -206,10 +185,8 @@ def results_of(jaxpr):
     """The shapes and dtypes of all that a program computes, in inner programs too."""
     for equation in jaxpr.eqns:
         yield from (variable.aval for variable in equation.outvars)
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                yield from results_of(inner)
+        for inner in inner_jaxprs(equation):
+            yield from results_of(inner)
 
 
 def test_no_array_over_all_pairs_is_computed(choose):

@@ -250,6 +250,11 @@ def weighted_linear_cross_entropy(class_weights, f, kernel, bias, weight, label)
     return weight * (0.9 * costs[label] + 0.1 * np.mean(costs) + 0.01 * logsumexp(x) ** 2)
 
 
+def mean_of_linear_cross_entropy(where, *args):
+    (losses,) = by_row(linear_cross_entropy, ("row", "whole", "label"))(where, *args)
+    return (np.sum(losses) / max(1, where.sum()),)
+
+
 def weighted_mean_of_linear_cross_entropy(class_weights, where, *args):
     kinds = ("row", "whole", "whole", "row", "label")
     (losses,) = by_row(lambda *row: weighted_linear_cross_entropy(class_weights, *row), kinds)(where, *args)
@@ -291,6 +296,12 @@ def top_k_divergence_without_rest(f, kernel, target_log_probs, classes):
 
 def weighted_mean(x, w):
     return np.sum(w * x) / np.sum(w)
+
+
+def mean_of_all(where, x, w=None):
+    """Of a batch; 0 of nothing."""
+    weights = np.ones(x.shape) if w is None else w
+    return (np.sum((x * weights)[where]) / max(np.sum(weights[where]), 1e-300),)
 
 
 def weighted_var(x, w):

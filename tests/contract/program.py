@@ -162,6 +162,14 @@ def shapes_of(key: str) -> tuple[Any, ...]:
     return tuple(jax.tree.leaves(jax.eval_shape(lambda w, *args: op.call(w, *args), op.where, *op.args)))
 
 
+def of_definition(key: str, where: Any = None, args: Any = None) -> tuple[Any, ...]:
+    """The outputs of the definition, by default of the mask and the arrays of the table."""
+    op = OPS[key]
+    wide = (np.asarray(a, np.float64) if a.dtype.kind != "i" else a for a in (op.args if args is None else args))
+    with np.errstate(all="ignore"):
+        return op.definition(op.where if where is None else where, *wide)
+
+
 def cotangents_of(key: str) -> tuple[np.ndarray, ...]:
     return tuple(np.sin(np.arange(s.size) + 1).reshape(s.shape).astype(s.dtype) for s in shapes_of(key))
 
@@ -173,6 +181,11 @@ def filled(key: str, where: np.ndarray, garbage: Any, only: int | None = None) -
         value = np.asarray(garbage(a) if callable(garbage) else garbage)
         new.append(np.where(hidden, value, a).astype(a.dtype) if only in (None, i) else a)
     return tuple(new)
+
+
+def polluted(key: str, where: np.ndarray, value: float = np.nan) -> tuple[np.ndarray, ...]:
+    """The arguments with a number under the mask, and -100 for labels."""
+    return filled(key, where, lambda a: value if a.dtype.kind == "f" else -100)
 
 
 def assert_close(actual: Any, expected: Any) -> None:

@@ -280,8 +280,24 @@ def _merged(w: Any, outs: Any, lses: Any) -> Any:
     return masksafe.merge_attention(outs, masksafe.mask_where(~w, lses, -np.inf))
 
 
-def _of_pixels(w: Any) -> Any:
-    return None if w is None else w[..., None]
+def _of_batch(call: Callable[..., Any], args: Any, kinds: str, where: np.ndarray, definition: Any, **others: Any) -> Op:
+    """An op whose result belongs to no row."""
+    return Op(call, args, tuple(kinds.split(", ")), where, definition, has_rows=False, **others)
+
+
+def _of_pixels(op: Callable[..., Any], definition: Callable[..., Any], **others: Any) -> Op:
+    def call(w: Any, p: Any, t: Any) -> Any:
+        return op(p, t, where=None if w is None else w[..., None])
+
+    return Op(call, (PIXELS, TRUTH), ("row", "row"), SOME_PIXELS, definition, **others)
+
+
+def _of_frames(op: Callable[..., Any]) -> Op:
+    def call(w: Any, x: Any, y: Any) -> Any:
+        return op(x, ~w, y, jnp.zeros_like(y, bool))
+
+    kinds = ("row", "of row")
+    return Op(call, (FRAMES, TEXTS), kinds, SOME_FRAMES, of.by_row(of.ctc, kinds), may_be_unmasked=False)
 
 
 def _doubled(w: Any, x: Any) -> Any:
@@ -440,13 +456,12 @@ OPS = {
         functools.partial(losses.smooth_labels, alpha=0.1), of.smoothed, (P,), "row", keeps_row=True
     ),
     "triplet_margin_loss": _by_row(losses.triplet_margin_loss, of.triplet, (X, Y, Z), "row, row, row"),
-    "ntxent": Op(
+    "ntxent": _of_batch(
         lambda w, z: losses.ntxent(z, jnp.arange(z.shape[0]) % 2, where=w),
         (X,),
-        ("row",),
+        "row",
         SOME_ROWS,
         lambda w, z: (of.nt_xent(z[w], np.flatnonzero(w) % 2),),
-        has_rows=False,
     ),
     "info_nce_loss": _of_pairs("info_nce_loss", of.info_nce, scale=3.0),
     "info_nce_loss, ids": _of_pairs("info_nce_loss", of.info_nce, PAIR_IDS, scale=3.0, symmetric=False, tier="forms"),
@@ -455,37 +470,12 @@ OPS = {
         "sigmoid_contrastive_loss", of.sigmoid_contrastive, PAIR_IDS, scale=3.0, bias=-1.0, tier="forms"
     ),
     "binary_dice_loss": _by_row(losses.binary_dice_loss, of.binary_dice, (X, BITS), has_axis=False),
-    "dice_loss": Op(
-        lambda w, p, t: losses.dice_loss(p, t, where=_of_pixels(w)),
-        (PIXELS, TRUTH),
-        ("row", "row"),
-        SOME_PIXELS,
-        of.by_row(of.dice, ("row", "row")),
+    "dice_loss": _of_pixels(losses.dice_loss, of.by_row(of.dice, ("row", "row"))),
+    "multiclass_generalized_dice_loss": _of_pixels(
+        losses.multiclass_generalized_dice_loss, of.generalized_dice, has_rows=False
     ),
-    "multiclass_generalized_dice_loss": Op(
-        lambda w, p, t: losses.multiclass_generalized_dice_loss(p, t, where=_of_pixels(w)),
-        (PIXELS, TRUTH),
-        ("row", "row"),
-        SOME_PIXELS,
-        of.generalized_dice,
-        has_rows=False,
-    ),
-    "ctc_loss": Op(
-        lambda w, x, y: losses.ctc_loss(x, ~w, y, jnp.zeros_like(y, bool)),
-        (FRAMES, TEXTS),
-        ("row", "of row"),
-        SOME_FRAMES,
-        of.by_row(of.ctc, ("row", "of row")),
-        may_be_unmasked=False,
-    ),
-    "ctc_loss_with_forward_probs": Op(
-        lambda w, x, y: losses.ctc_loss_with_forward_probs(x, ~w, y, jnp.zeros_like(y, bool))[0],
-        (FRAMES, TEXTS),
-        ("row", "of row"),
-        SOME_FRAMES,
-        of.by_row(of.ctc, ("row", "of row")),
-        may_be_unmasked=False,
-    ),
+    "ctc_loss": _of_frames(losses.ctc_loss),
+    "ctc_loss_with_forward_probs": _of_frames(lambda *args: losses.ctc_loss_with_forward_probs(*args)[0]),
     "linear_softmax_cross_entropy": _of_tokens(
         functools.partial(losses.linear_softmax_cross_entropy, reduction="none", block_size=2),
         of.linear_cross_entropy,
@@ -493,15 +483,12 @@ OPS = {
         "row, whole, label",
         classes=5,
     ),
-    "linear_softmax_cross_entropy, mean": Op(
+    "linear_softmax_cross_entropy, mean": _of_batch(
         lambda w, *args: losses.linear_softmax_cross_entropy(*args, where=w, block_size=2),
         (FEATURES, KERNEL, LABELS),
-        ("row", "whole", "label"),
+        "row, whole, label",
         SOME_ROWS,
-        lambda w, *args: (
-            np.sum(of.by_row(of.linear_cross_entropy, ("row", "whole", "label"))(w, *args)[0]) / max(1, w.sum()),
-        ),
-        has_rows=False,
+        of.mean_of_linear_cross_entropy,
     ),
     "linear_softmax_cross_entropy, weights": _of_tokens(
         _linear_with_weights,
@@ -510,13 +497,12 @@ OPS = {
         "row, whole, whole, row, label",
         classes=5,
     ),
-    "linear_softmax_cross_entropy, mean with weights": Op(
+    "linear_softmax_cross_entropy, mean with weights": _of_batch(
         lambda w, *args: _linear_with_weights(*args, where=w, reduction="mean"),
         (FEATURES, KERNEL, CLASS_BIAS, TOKEN_WEIGHTS, LABELS),
-        ("row", "whole", "whole", "row", "label"),
+        "row, whole, whole, row, label",
         SOME_ROWS,
         functools.partial(of.weighted_mean_of_linear_cross_entropy, CLASS_WEIGHTS),
-        has_rows=False,
         tier="forms",
     ),
     "linear_softmax_cross_entropy, a masked class": _with_padding(
@@ -646,22 +632,16 @@ OPS = {
     ),
     "sum, weights": _weighted(masksafe.sum, lambda x, w: np.sum(w * x)),
     "var_mean, weights": _weighted(masksafe.var_mean, of.weighted_var_mean, **_two_zeros),
-    "MaskedMean, weights": Op(
+    "MaskedMean, weights": _of_batch(
         lambda w, x, v: masksafe.MaskedMean.of(x, w, weights=v).value,
         (X, WEIGHTS),
-        ("row", "row"),
+        "row, row",
         ELEMENTS,
-        lambda w, x, v: (np.sum((x * v)[w]) / max(np.sum(v[w]), 1e-300),),
-        has_rows=False,
+        of.mean_of_all,
         tier="forms",
     ),
-    "MaskedMean": Op(
-        lambda w, x: masksafe.MaskedMean.of(x, where=w).value,
-        (X,),
-        ("row",),
-        ELEMENTS,
-        lambda w, x: (x[w].sum() / max(1, w.sum()),),
-        has_rows=False,
+    "MaskedMean": _of_batch(
+        lambda w, x: masksafe.MaskedMean.of(x, where=w).value, (X,), "row", ELEMENTS, of.mean_of_all
     ),
     "segment_sum": _of_segments("segment_sum", np.sum),
     "segment_sum, rows": _of_segments("segment_sum", np.sum, where=SOME_ROWS, tier="forms"),
@@ -684,13 +664,12 @@ OPS = {
         "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=1 + WEIGHTS[:, 0], tier="forms"
     ),
     "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
-    "load_balancing_loss": Op(
-        lambda w, p, indices: losses.load_balancing_loss(p, indices, where=w),
+    "load_balancing_loss": _of_batch(
+        lambda w, *args: losses.load_balancing_loss(*args, where=w),
         (P, EXPERTS),
-        ("row", "row"),
+        "row, row",
         SOME_ROWS,
         of.load_balance,
-        has_rows=False,
     ),
     "router_z_loss": _by_row(losses.router_z_loss, lambda x: of.logsumexp(x) ** 2, (X,), "row"),
     "mask_where": Op(

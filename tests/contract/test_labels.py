@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from program import assert_same_bits, each_op, run
+from program import assert_same_bits, each_op, function_of_floats, run
 from table import OPS
 
 import masksafe
+from masksafe.testing import nonfinite_report
 
 
 def with_label(key, label):
@@ -48,3 +49,16 @@ def test_checks_report_what_is_bad_and_not_what_is_masked(key):
         jax.block_until_ready(op.call(op.where, *op.args[:-1], masked))
         with pytest.raises(ValueError, match=rf"^{op.name}: 1 of \d labels are outside \[0, {op.classes}\); first at "):
             op.call(op.where, *with_label(key, op.classes))
+
+
+@each_op(lambda op: op.classes, compiles=True, by_default=("log_probs",))
+@pytest.mark.parametrize("grad", [False, pytest.param(True, marks=pytest.mark.forms)], ids=["value", "gradient"])
+def test_a_report_calls_a_bad_label_one(key, grad):
+    op = OPS[key]
+    fn, floats = function_of_floats(op, op.where, with_label(key, op.classes))
+    report = nonfinite_report(fn, *floats, grad=grad)
+    # An op may write it once for the value and once for the gradient.
+    ((primitive, note),) = {(source.primitive, source.note) for source in report.sources}
+    assert primitive == "select_n"
+    assert note.startswith(f"{op.name} writes it on purpose, for a label out of range or at a masked class")
+    assert 'masksafe.label_checks("raise")' in str(report)

@@ -35,7 +35,8 @@ LINEAR = dict.fromkeys(("fewest_tokens", "most_tokens", "fewest_tokens_if_masked
 # Where there is no library, some of each kind are enough to see that the sizes of arrays make no difference.
 TRIED = tuple(op.name for op in OPS.values()) if platforms.Choices().has_kernel_library else KINDS
 FEW = ("softmax_cross_entropy_with_integer_labels", "layer_norm", "max", "segment_softmax", "dot_product_attention")
-BY_DEFAULT = FEW if TRIED is KINDS else TRIED
+# By default those with a way of their own, and other maxima.
+BY_DEFAULT = FEW if TRIED is KINDS else (*KINDS, "logsumexp", "min", "multiclass_hinge_loss")
 
 
 def is_possible(op):

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import KINDS, assert_same_bits, each_op, function_of_floats, run
+from program import KINDS, assert_same_bits, each_op, function_of_floats, of_definition, run
 from table import OPS
 
 from masksafe.testing import nonfinite_report
@@ -23,7 +23,9 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
         args[i] = np.array(args[i])
         args[i][at] = bad
         dirty = run(key, args=args)
-        rows = ([out[at[0]] if op.has_rows else out for out in r] for r in (dirty.outputs, of_definition(key, args)))
+        rows = (
+            [out[at[0]] if op.has_rows else out for out in r] for r in (dirty.outputs, of_definition(key, args=args))
+        )
         shows, is_expected = (any(not np.isfinite(out).all() for out in row) for row in rows)
         # A masked class has a kernel of 0, of which an infinite feature makes NaN.
         assert shows == (is_expected or op.name == "dot_product_attention" or key.endswith("a masked class"))
@@ -31,12 +33,6 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.outputs] for r in (dirty, clean)))
             of_rows = [k for k, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             assert_same_bits(*([np.delete(r.gradients[k], at[0], 0) for k in of_rows] for r in (dirty, clean)))
-
-
-def of_definition(key, args):
-    op = OPS[key]
-    with np.errstate(all="ignore"):
-        return op.definition(op.where, *(a.astype(np.float64) if a.dtype.kind == "f" else a for a in args))
 
 
 IN_THE_SHORT_RUN = [("log_softmax", True), ("mean", False)]

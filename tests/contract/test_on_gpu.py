@@ -12,7 +12,8 @@ from program import (
     cotangents_of,
     direction,
     each_op,
-    filled,
+    of_definition,
+    polluted,
     run,
 )
 from table import OPS
@@ -29,15 +30,10 @@ def _float32_products():
         yield
 
 
-def garbage(key, where, value):
-    return filled(key, where, lambda a: value if a.dtype.kind == "f" else -100)
-
-
 @each_op()
 def test_results_and_derivatives_are_those_of_the_definition(key):
     op, results, cotangents = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True), cotangents_of(key)
-    expected = op.definition(op.where, *(a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args))
-    assert_close(results.outputs, expected)
+    assert_close(results.outputs, of_definition(key))
     directions = [direction(i, op.args[i]) for i in op.floats]
     gradients, slopes = definitions.derivatives(op, cotangents, directions)
     for actual, expected in zip(results.gradients, gradients, strict=True):
@@ -51,7 +47,7 @@ def test_results_and_derivatives_are_those_of_the_definition(key):
 def test_what_is_masked_changes_nothing_and_has_no_derivative(key):
     op, clean = OPS[key], run(key, plan=OWN_CHOICES, all_modes=True)
     for value in (np.nan, np.inf, -np.inf, np.finfo(np.float32).max):
-        dirty = run(key, args=garbage(key, op.where, value), plan=OWN_CHOICES, all_modes=True)
+        dirty = run(key, args=polluted(key, op.where, value), plan=OWN_CHOICES, all_modes=True)
         if op.name.startswith(ADDS_IN_ANY_ORDER):
             assert_close(dirty, tuple(clean))
         else:
@@ -64,7 +60,7 @@ def test_what_is_masked_changes_nothing_and_has_no_derivative(key):
 @each_op()
 def test_nothing_left_is_nothing(key):
     op, where = OPS[key], np.zeros_like(OPS[key].where)
-    results = run(key, where, garbage(key, where, np.nan), plan=OWN_CHOICES, all_modes=True)
+    results = run(key, where, polluted(key, where), plan=OWN_CHOICES, all_modes=True)
     for out, nothing in zip(results.outputs, op.nothing, strict=True):
         assert_is_nothing(out, nothing)
     assert_is_nothing(results[1:])

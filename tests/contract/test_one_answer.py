@@ -15,8 +15,8 @@ from program import (
     cotangents_of,
     distinct_plans,
     each_op,
-    filled,
     function_of_floats,
+    polluted,
     run,
     value_and_gradients,
 )
@@ -28,18 +28,11 @@ from masksafe.testing import assert_consistent
 
 
 @each_op(compiles=True, by_default=KINDS)
-def test_the_value_alone(key):
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "eager"])
+def test_the_value_alone(key, is_compiled):
     op = OPS[key]
     with platforms.chosen(**PLANS["blocks"]):
-        outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *op.args))
-    assert_close(outputs, run(key).outputs)
-
-
-@each_op(compiles=True, by_default=KINDS)
-def test_an_eager_call(key):
-    op = OPS[key]
-    with platforms.chosen(**PLANS["blocks"]):
-        outputs = jax.tree.leaves(op.call(op.where, *op.args))
+        outputs = jax.tree.leaves((jax.jit(op.call) if is_compiled else op.call)(op.where, *op.args))
     assert_close(outputs, run(key).outputs)
 
 
@@ -55,9 +48,8 @@ def test_no_mask_is_a_mask_of_nothing(key):
 def test_the_program_of_accelerators(key):
     op = OPS[key]
     step = jax.jit(functools.partial(value_and_gradients, key))
-    args = [filled(key, op.where, lambda a, x=x: x if a.dtype.kind == "f" else -100) for x in (0, np.nan)]
     with platforms.chosen(**PLANS["elsewhere"]):
-        results = [step(op.where, a, cotangents_of(key)) for a in args]
+        results = [step(op.where, polluted(key, op.where, x), cotangents_of(key)) for x in (0, np.nan)]
 
     assert_same_bits(*jax.device_get(results))
     assert_close(results[0], run(key)[:2])
@@ -66,7 +58,7 @@ def test_the_program_of_accelerators(key):
 @pytest.mark.forms
 @each_op()
 def test_every_form_of_a_program(key):
-    garbage = filled(key, OPS[key].where, lambda a: np.nan if a.dtype.kind == "f" else -100)
+    garbage = polluted(key, OPS[key].where)
     expected = run(key)
     for plan in distinct_plans(key)[1:]:
         results = run(key, plan=plan)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import PLANS, each_op, function_of_floats
+from program import PLANS, each_op, function_of_floats, of_definition
 from table import OPS
 
 import masksafe
@@ -15,10 +15,6 @@ ROUNDINGS = 0.51  # of the result; what is computed in float32 adds next to noth
 
 def as_dtype(args, dtype):
     return tuple(a.astype(jnp.dtype(dtype)) if a.dtype.kind == "f" else a for a in args)
-
-
-def of_definition(op, args):
-    return op.definition(op.where, *(np.asarray(a, np.float64) if a.dtype.kind != "i" else a for a in args))
 
 
 # These return float32 by design: losses and log-probabilities of labels, and statistics.
@@ -38,7 +34,7 @@ def test_16_bits_are_rounded_once(key, dtype):
     args, eps = as_dtype(op.args, dtype), float(jnp.finfo(dtype).eps)
     with platforms.chosen(**PLANS["blocks"]):
         outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *args))
-    for k, (actual, expected) in enumerate(zip(outputs, of_definition(op, args), strict=True)):
+    for k, (actual, expected) in enumerate(zip(outputs, of_definition(key, args=args), strict=True)):
         is_wide = op.name in WIDE or k in WIDE_OUTPUTS.get(op.name, ())
         assert actual.dtype == ("float32" if is_wide else dtype)
         np.testing.assert_allclose(np.float64(actual), expected, rtol=ROUNDINGS * eps, atol=1e-6)
@@ -60,6 +56,6 @@ def test_float64_stays(key):
     op = OPS[key]
     with jax.enable_x64(True), platforms.chosen(**PLANS["blocks"]):
         outputs = jax.tree.leaves(jax.jit(op.call)(op.where, *as_dtype(op.args, "float64")))
-    for actual, expected in zip(outputs, of_definition(op, op.args), strict=True):
+    for actual, expected in zip(outputs, of_definition(key), strict=True):
         assert actual.dtype == "float64"
         np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-14)

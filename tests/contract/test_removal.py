@@ -1,13 +1,8 @@
 """Rule 4. The result is that of the arrays without the masked elements: of a definition that takes them out."""
 
 import numpy as np
-from program import each_op, run
+from program import each_op, of_definition, run
 from table import OPS
-
-
-def of_definition(key, where):
-    op = OPS[key]
-    return op.definition(where, *(a.astype(np.float64) if a.dtype.kind == "f" else a for a in op.args))
 
 
 @each_op()

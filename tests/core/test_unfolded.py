@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend import core
+from tiers import few_of
 
 import masksafe
 from masksafe import losses
@@ -104,9 +105,7 @@ OPS = {
 SHORT = "logsumexp", "integer labels", "layer_norm", "batch_norm", "var", "MaskedMean"
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.forms) for name in OPS]
-)
+@pytest.mark.parametrize("name", few_of(OPS, *SHORT))
 def test_a_mask_that_is_closed_over_is_not_reduced_by_the_compiler(name):
     assert not reductions_of_constants(lambda x: OPS[name](x).sum(), X)
 
@@ -123,9 +122,7 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize(
-    "masked", [name if name == "mask" else pytest.param(name, marks=pytest.mark.forms) for name in ATTENTION]
-)
+@pytest.mark.parametrize("masked", few_of(ATTENTION, "mask"))
 def test_the_cotangent_of_a_sum_is_not_reduced_by_the_compiler(masked):
     attention = functools.partial(masksafe.dot_product_attention, **ATTENTION[masked])
     q = jax.ShapeDtypeStruct((8, 128, 4, 16), "float32")

@@ -17,7 +17,6 @@ import pytest
 import results
 import routers
 import segments
-from tiers import few_of
 
 WORK = measure.Work({"masksafe": jnp.square, "optax": jnp.exp, "torch": lambda x: x}, (jnp.ones(3),))
 CASES = [measure.Case("power", "none", "float32", size, "3", lambda: WORK) for size in ("tiny", "large")]
@@ -228,26 +227,23 @@ def as_numpy(work):
     return {name: jax.device_get(jax.jit(step)(*args)) for name, (step, args) in programs.items()}
 
 
-@pytest.mark.parametrize("mask", few_of(segments.MASKS, "rows"))
-@pytest.mark.parametrize("name", segments.FORMULAS)
-def test_the_formulas_of_segments_compute_what_masksafe_does(name, mask):
-    value, other = as_numpy(segments.prepare(name, mask, "float32", (100, 2), 9)).values()
+FORMULAS = {segments: segments.FORMULAS, routers: routers.PEERS, contrastive: contrastive.LOSSES}
+SIZES = {segments: ((100, 2), 9), routers: ((50, 6, 2),), contrastive: ((50, 6),)}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "mask"),
+    [
+        pytest.param(module, name, mask, marks=[pytest.mark.forms] * (mask != module.MASKS[-1]))
+        for module, names in FORMULAS.items()
+        for name in names
+        for mask in module.MASKS
+    ],
+)
+def test_the_formulas_of_peers_compute_what_masksafe_does(module, name, mask):
+    value, other = as_numpy(module.prepare(name, mask, "float32", *SIZES[module])).values()
     tolerance = 1e-3 if name == "segment_standardize" else 1e-5  # whose variance is at least epsilon, not larger by it
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, tolerance, tolerance), value, other)
-
-
-@pytest.mark.parametrize("mask", few_of(routers.MASKS, *routers.MASKS[-1:]))
-@pytest.mark.parametrize("name", routers.PEERS)
-def test_the_formulas_of_routers_compute_what_masksafe_does(name, mask):
-    value, other = as_numpy(routers.prepare(name, mask, "float32", (50, 6, 2))).values()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
-
-
-@pytest.mark.parametrize("mask", few_of(contrastive.MASKS, *contrastive.MASKS[-1:]))
-@pytest.mark.parametrize("name", contrastive.LOSSES)
-def test_the_formulas_of_contrastive_losses_compute_what_masksafe_does(name, mask):
-    value, other = as_numpy(contrastive.prepare(name, mask, "float32", (50, 6))).values()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), value, other)
 
 
 def test_figures_of_the_oldest_jax_are_kept_apart(rows, tmp_path, monkeypatch):

@@ -174,20 +174,16 @@ def test_vmap_and_remat():
 GOOD = CLASSES | (np.arange(12) == LABELS[:, None])
 
 
-def test_label_checks_count_the_classes_of_all_devices():
+def test_label_checks_know_the_classes_and_the_masks_of_all_devices():
     """They are silent on good labels."""
     step = jax.jit(split(local_loss, GOOD))
     with masksafe.label_checks("raise"):
         loss = jax.block_until_ready(step(LOGITS, LABELS, GOOD))
         with pytest.raises(Exception, match=r"labels are outside \[0, 12\)"):
             jax.block_until_ready(step(LOGITS, np.where(ROWS, LABELS, 12), GOOD))
+        with pytest.raises(Exception, match="labels are at a masked class"):
+            jax.block_until_ready(step(LOGITS, LABELS, CLASSES))
     np.testing.assert_allclose(loss, on_eight_devices_and_on_one(LOGITS, LABELS, GOOD)[1][0], rtol=1e-6)
-
-
-@pytest.mark.forms
-def test_label_checks_see_the_masks_of_all_devices():
-    with masksafe.label_checks("raise"), pytest.raises(Exception, match="labels are at a masked class"):
-        jax.block_until_ready(jax.jit(split(local_loss, CLASSES))(LOGITS, LABELS, CLASSES))
 
 
 @pytest.mark.forms
@@ -195,8 +191,3 @@ def test_bad_labels_are_nan_under_checkify():
     with masksafe.label_checks("checkify"):
         _, loss = jax.jit(checkify.checkify(split(local_loss)))(LOGITS, np.where(ROWS, LABELS, 12), ROWS | True)
     np.testing.assert_array_equal(np.isnan(loss), ~ROWS)
-
-
-def test_an_axis_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match="softmax_cross_entropy_with_integer_labels: axis_name"):
-        integer(LOGITS, LABELS, axis_name="classes")

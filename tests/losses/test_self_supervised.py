@@ -20,12 +20,6 @@ def test_batches_without_pairs_or_others_have_loss_zero():
         jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), value_and_gradient(EMBEDDINGS, labels))
 
 
-def test_masking_elements_is_taking_them_out():
-    mask = np.broadcast_to([True, False, True], EMBEDDINGS.shape)
-    both = jax.jit(lambda x, removed: (ntxent(x, LABELS, where=mask), ntxent(removed, LABELS)))
-    np.testing.assert_allclose(*both(EMBEDDINGS, EMBEDDINGS[:, ::2]), rtol=1e-5)
-
-
 def test_a_zero_embedding_has_a_finite_gradient():
     assert np.isfinite(value_and_gradient(np.where(np.arange(6)[:, None] == 1, 0, EMBEDDINGS), LABELS)[1]).all()
 
@@ -49,12 +43,3 @@ def test_masked_rows_need_no_eps_and_equal_vectors_have_finite_gradients():
 
     with jax.debug_nans(True):
         assert all(np.isfinite(gradient).all() for gradient in gradients(EMBEDDINGS, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [((EMBEDDINGS[0], LABELS), "embeddings: got shape"), ((EMBEDDINGS, LABELS[:3]), "labels: got shape")],
-)
-def test_bad_arguments_are_refused(args, text):
-    with pytest.raises(ValueError, match=f"ntxent: {text}"):
-        ntxent(*args)

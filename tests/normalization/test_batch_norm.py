@@ -1,5 +1,7 @@
 """batch_norm, group_norm and l2_normalize: batches over devices, axes, groups, digits, peers."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -10,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 P = PartitionSpec
 RNG = np.random.default_rng(0)
 X = (RNG.normal(size=(8, 5, 6)) * [1, 2, 3, 4, 5, 6] + 3).astype(np.float32)
@@ -35,10 +38,6 @@ def differentiated(fn):
 
 def batch_norm(x, scale, bias, where=None, **options):
     return masksafe.batch_norm(x, scale, bias, where=where, **options)
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
 
 
 # Batch norm.
@@ -111,18 +110,14 @@ def test_weights_of_batch_norm_are_those_of_other_norms():
     chex.assert_trees_all_close(*both(X, np.abs(np.cos(X))), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("axis", [(2, 0), forms(1), forms(-1)])
-def test_batch_norm_over_any_axes(axis):
-    axes = (axis,) if isinstance(axis, int) else axis
-    shape = [X.shape[a] for a in axes]
-    scale, bias = (np.cos(s + np.arange(np.prod(shape))).reshape(shape).astype(np.float32) for s in (0, 1))
-    y, mean, var = masksafe.batch_norm(X, scale, bias, axis=axis, where=WHERE)
-    moved = np.moveaxis(X, axes, range(3 - len(axes), 3)).reshape(-1, np.prod(shape))
-    live = np.moveaxis(WHERE, axes, range(3 - len(axes), 3)).reshape(moved.shape)
-    flat = masksafe.batch_norm(moved, scale.reshape(-1), bias.reshape(-1), where=live)
-    chex.assert_trees_all_close((mean.reshape(-1), var.reshape(-1)), flat[1:], rtol=1e-5)
-    actual = np.moveaxis(y, axes, range(3 - len(axes), 3)).reshape(moved.shape)
-    np.testing.assert_allclose(actual, flat[0], rtol=1e-4, atol=1e-5)
+def test_batch_norm_of_channels_on_several_axes():
+    flat = lambda x: np.moveaxis(x, (2, 0), (1, 2)).reshape(5, 48)  # noqa: E731
+    scale, bias = (np.cos(s + np.arange(48)).astype(np.float32) for s in (0, 1))
+    parameters = scale.reshape(6, 8), bias.reshape(6, 8)
+    y, *statistics = masksafe.batch_norm(X, *parameters, axis=(2, 0), where=WHERE)
+    expected, *of_columns = masksafe.batch_norm(flat(X), scale, bias, where=flat(WHERE))
+    chex.assert_trees_all_close(statistics, [s.reshape(6, 8) for s in of_columns], rtol=1e-5)
+    np.testing.assert_allclose(flat(y), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_batch_norm_is_that_of_flax():

@@ -16,6 +16,7 @@ from tiers import pairs
 
 import masksafe
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 SHAPE = (3, 4, 5)
 X = np.random.default_rng(0).normal(2.0, 3.0, SHAPE).astype(np.float32)
 WHERE = np.random.default_rng(1).random(SHAPE) < 0.7
@@ -101,10 +102,6 @@ def assert_close(actual, expected, rtol, atol):
     """Also of arrays in 16 bits."""
     actual = jax.tree.map(lambda a: np.asarray(a, np.float64), actual)
     chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
 
 
 def cases(short, *choices):

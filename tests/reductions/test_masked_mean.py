@@ -14,13 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import masksafe
 from masksafe import MaskedMean, losses, value_and_grad_of_mean
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 P = PartitionSpec
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
-
-
 RNG = np.random.default_rng(0)
 LENGTHS = np.array([6, 1, 0, 3, 0, 0, 5, 2, 0, 0, 0, 0, 6, 4, 1, 1])  # some parts of four, and pairs, have nothing left
 FEATURES = RNG.normal(size=(16, 6, 3)).astype(np.float32)
@@ -143,10 +138,15 @@ def test_what_is_not_finite_shows_in_the_sum(value):
     np.testing.assert_equal(np.asarray(MaskedMean.sum([MaskedMean(1.0, 1), MaskedMean(value, 1)]).value), value)
 
 
-def test_numbers_of_python_without_jit():
+def test_numbers_of_any_kind():
     with jax.disable_jit():
         assert MaskedMean(jnp.array(14.0), 4).value == MaskedMean(14.0, 4).value == MaskedMean(14, 4.0).value == 3.5
         assert (MaskedMean(True, 1) + MaskedMean(6, np.int64(1))).value == 3.5
+    assert MaskedMean(1.0, jnp.uint32(7)).count == 7
+    assert "count=14" in repr(MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7)))
+    np.testing.assert_array_equal(MaskedMean([1.0, 2.0], [1, 2]).value, [1, 1])
+    x = jnp.arange(3.0) + 1j
+    np.testing.assert_allclose((MaskedMean.of(x) + MaskedMean.of(x + 1j)).value, 1 + 1.5j)
 
 
 def test_integers_do_not_wrap():
@@ -161,6 +161,8 @@ def test_sum_of_a_list():
     assert MaskedMean.sum(parts).value == MaskedMean.sum(iter(parts)).value == sum(parts).value == 4
     assert MaskedMean.sum([]).value == 0
     assert MaskedMean.sum(parts[:1]).value == 1
+    with pytest.raises(TypeError, match="unsupported operand"):
+        MaskedMean(1, 1) + 3
 
 
 def test_trees_of_something_else():
@@ -170,6 +172,10 @@ def test_trees_of_something_else():
     assert specs.total == specs.count == P("a")
     assert "MaskedMean(total=P('a'" in repr(specs)
     assert repr(MaskedMean(1.5, 2)) == "MaskedMean(total=1.5, count=2)"
+    mean = MaskedMean(jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32"))
+    assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
+    gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))
+    assert (gradient.total, gradient.count) == (0.5, -0.75)
 
 
 # Its gradient.
@@ -350,14 +356,8 @@ def test_a_bad_label_of_one_part_shows():
 
 
 TOLD = "softmax_cross_entropy_with_integer_labels: 1 of {} labels are outside [0, 5); first at {}: 5 "
-
-
-PLACES = {
-    "plainly": "{} of the batch, in micro-batch {} of 4",
-    "jitted": "{} of the batch, in micro-batch {} of 4",
-    "next tokens": "{} of the batch, in micro-batch {} of 4",
-    "flat": "{} of micro-batch {} of 4",
-}
+PLACES = dict.fromkeys(("plainly", "jitted", "next tokens"), "{} of the batch, in micro-batch {} of 4")
+PLACES["flat"] = "{} of micro-batch {} of 4"
 SHORT = [("raise", "next tokens")]
 
 
@@ -404,19 +404,12 @@ def test_label_reports_of_vmaps_devices_and_labels_of_all_parts(how):
     mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
     fn = value_and_grad_of_mean(mean_loss, microbatches=2, axis_name="a")
     on_devices = jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a"), P("a")), out_specs=P())
+    in_vmap, with_all = (value_and_grad_of_mean(f, microbatches=n) for f, n in ((of_samples, 4), (of_all, 2)))
     batch = FEATURES, labels
     fn, args, place = {
-        "vmap": (
-            value_and_grad_of_mean(of_samples, microbatches=4),
-            batch,
-            r"\(14, 2\) of the batch, in micro-batch 2 of 4",
-        ),
+        "vmap": (in_vmap, batch, r"\(14, 2\) of the batch, in micro-batch 2 of 4"),
         "devices": (on_devices, batch, r"\(6, 2\) of the batch, in micro-batch 0 of 2 of shard 1"),
-        "all labels": (
-            value_and_grad_of_mean(of_all, microbatches=2),
-            [jax.random.key(0)],
-            r"\(14, 2\) of micro-batch 0 of 2",
-        ),
+        "all labels": (with_all, [jax.random.key(0)], r"\(14, 2\) of micro-batch 0 of 2"),
     }[how]
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"{place}: 5"), masksafe.label_checks("raise"):
         jax.block_until_ready(jax.jit(fn)(PARAMS, *args))
@@ -431,22 +424,6 @@ def test_counts_of_narrow_dtypes_neither_wrap_nor_stand_still(dtype):
     assert sum(parts).count == 300
 
 
-@pytest.mark.parametrize(
-    ("in_axes", "error", "match"),
-    [
-        ((None, 0), ValueError, "in_axes: got 2 of them; expected one for each of the 3"),
-        ((0, 0, 0), ValueError, r"in_axes\[0\]: got value 0; expected None"),
-        ((None, {}, 0), ValueError, r"in_axes\[1\]: got {} for an argument"),
-        (0.5, TypeError, "in_axes: got value 0.5"),
-        ((None, "a", 0), TypeError, "in_axes: got value 'a'"),
-        (2, ValueError, r"args\[2\]: got shape \(16, 6\); expected an axis 2"),
-    ],
-)
-def test_bad_in_axes_are_refused(in_axes, error, match):
-    with pytest.raises(error, match=match):
-        value_and_grad_of_mean(mean_loss, in_axes=in_axes)(PARAMS, FEATURES, LABELS)
-
-
 def test_a_mean_that_is_summed_already_is_refused():
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
     fn = value_and_grad_of_mean(lambda p, x: MaskedMean.of(p * x).psum("a"), axis_name="a")
@@ -454,66 +431,58 @@ def test_a_mean_that_is_summed_already_is_refused():
         jax.eval_shape(jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("a")), out_specs=P()), jnp.ones(()), jnp.ones(8))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "match"),
-    [
-        (lambda: value_and_grad_of_mean(mean_loss, (0, 0))(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
-        (lambda: value_and_grad_of_mean(mean_loss, 1.5)(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
-        (
-            lambda: value_and_grad_of_mean(mean_loss, microbatches=2)(PARAMS, FEATURES, LABELS[:8]),
-            ValueError, r"axes to cut of sizes 16 of args\[1\] and 8 of args\[2\]; .* in_axes is None.$",
-        ),
-        (
-            lambda: value_and_grad_of_mean(mean_loss, microbatches=2)(PARAMS, FEATURES, jax.random.PRNGKey(0)),
-            ValueError, r"2 of args\[2\]; .* in_axes is None. A key of jax.random.key is split",
-        ),
-        (
-            lambda: value_and_grad_of_mean(mean_loss, microbatches=4)(PARAMS, 1.0, jax.random.PRNGKey(0)),
-            ValueError, r"args\[2\]: got shape \(2,\); expected an axis 0 .* A key of jax.random.key is split",
-        ),
-        (
-            lambda: value_and_grad_of_mean(lambda p, x: p * x)(1.0, 1.0),
-            TypeError, r"returns an array of dtype float32 and shape \(\); .* MaskedMean.of\(loss, where=mask\)",
-        ),
-        (lambda: value_and_grad_of_mean(lambda p: (MaskedMean(p, 1), p))(1.0), TypeError, "Write has_aux=True"),
-        (lambda: value_and_grad_of_mean(lambda p: MaskedMean(3, p))(1.0), TypeError, "total has dtype int32"),
-        (lambda: value_and_grad_of_mean(mean_loss, microbatches=0), ValueError, "microbatches: got value 0"),
-        (
-            lambda: value_and_grad_of_mean(mean_loss, microbatches=3)(PARAMS, FEATURES, LABELS),
-            ValueError, r"args\[1\]: got shape \(16, 6, 3\)",
-        ),
-        (lambda: value_and_grad_of_mean(lambda x: x)(1.0), TypeError, "fn: got a function that returns"),
-        (lambda: value_and_grad_of_mean(lambda x: MaskedMean(x, x))(jnp.ones(2)), ValueError, "total has shape"),
-        (lambda: value_and_grad_of_mean(mean_loss, argnums=3)(PARAMS, FEATURES, LABELS), ValueError, "argnums"),
-        (lambda: value_and_grad_of_mean(lambda x: MaskedMean.of(x))(3), TypeError, "dtype int32; expected a float"),
-        (lambda: value_and_grad_of_mean(mean_loss, axis_name="d")(PARAMS, FEATURES, LABELS), ValueError, "axis_name"),
-        (lambda: MaskedMean(1, 1) + 3, TypeError, "unsupported operand"),
-    ],
-)  # fmt: skip
-def test_bad_arguments_are_refused(call, error, match):
+BATCH, RAW_KEY = (PARAMS, FEATURES, LABELS), jax.random.PRNGKey(0)
+A_KEY_IS_SPLIT = "A key of jax.random.key is split"
+# Options, arguments, the error, and a part of its text.
+BAD_ARGUMENTS = [
+    ({"argnums": (0, 0)}, BATCH, ValueError, "argnums"),
+    ({"argnums": 1.5}, BATCH, ValueError, "argnums"),
+    ({"argnums": 3}, BATCH, ValueError, "argnums"),
+    ({"axis_name": "d"}, BATCH, ValueError, "axis_name"),
+    ({"microbatches": 0}, BATCH, ValueError, "microbatches: got value 0"),
+    ({"microbatches": 3}, BATCH, ValueError, r"args\[1\]: got shape \(16, 6, 3\)"),
+    (
+        {"microbatches": 2},
+        (PARAMS, FEATURES, LABELS[:8]),
+        ValueError,
+        r"axes to cut of sizes 16 of args\[1\] and 8 of args\[2\]; .* in_axes is None.$",
+    ),
+    (
+        {"microbatches": 2},
+        (PARAMS, FEATURES, RAW_KEY),
+        ValueError,
+        rf"2 of args\[2\]; .* in_axes is None. {A_KEY_IS_SPLIT}",
+    ),
+    (
+        {"microbatches": 4},
+        (PARAMS, 1.0, RAW_KEY),
+        ValueError,
+        rf"args\[2\]: got shape \(2,\); expected an axis 0 .* {A_KEY_IS_SPLIT}",
+    ),
+    ({"in_axes": (None, 0)}, BATCH, ValueError, "in_axes: got 2 of them; expected one for each of the 3"),
+    ({"in_axes": (0, 0, 0)}, BATCH, ValueError, r"in_axes\[0\]: got value 0; expected None"),
+    ({"in_axes": (None, {}, 0)}, BATCH, ValueError, r"in_axes\[1\]: got {} for an argument"),
+    ({"in_axes": 0.5}, BATCH, TypeError, "in_axes: got value 0.5"),
+    ({"in_axes": (None, "a", 0)}, BATCH, TypeError, "in_axes: got value 'a'"),
+    ({"in_axes": 2}, BATCH, ValueError, r"args\[2\]: got shape \(16, 6\); expected an axis 2"),
+    (
+        {"fn": lambda p, x: p * x},
+        (1.0, 1.0),
+        TypeError,
+        r"returns an array of dtype float32 and shape \(\); .* MaskedMean.of\(loss, where=mask\)",
+    ),
+    ({"fn": lambda x: x}, (1.0,), TypeError, "fn: got a function that returns"),
+    ({"fn": lambda p: (MaskedMean(p, 1), p)}, (1.0,), TypeError, "Write has_aux=True"),
+    ({"fn": lambda p: MaskedMean(3, p)}, (1.0,), TypeError, "total has dtype int32"),
+    ({"fn": lambda x: MaskedMean(x, x)}, (jnp.ones(2),), ValueError, "total has shape"),
+    ({"fn": lambda x: MaskedMean.of(x)}, (3,), TypeError, "dtype int32; expected a float"),
+]
+
+
+@pytest.mark.parametrize(("options", "args", "error", "match"), BAD_ARGUMENTS)
+def test_bad_arguments_are_refused(options, args, error, match):
     with pytest.raises(error, match=match):
-        call()
-
-
-def test_counts_of_any_integer_dtype_can_be_read():
-    assert MaskedMean(1.0, jnp.uint32(7)).count == 7
-    assert "count=14" in repr(MaskedMean(1.0, jnp.uint32(7)) + MaskedMean(1.0, jnp.uint32(7)))
-    np.testing.assert_array_equal(MaskedMean([1.0, 2.0], [1, 2]).value, [1, 1])
-
-
-def test_mean_of_complex_numbers():
-    x = jnp.arange(3.0) + 1j
-    np.testing.assert_allclose((MaskedMean.of(x) + MaskedMean.of(x + 1j)).value, 1 + 1.5j)
-
-
-def test_shapes_in_place_of_arrays():
-    mean = MaskedMean(jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((), "int32"))
-    assert jax.eval_shape(lambda mean: (mean + mean).value, mean).dtype == "float32"
-
-
-def test_gradient_by_a_mean_is_that_of_its_total_and_count():
-    gradient = jax.grad(lambda mean: mean.value)(MaskedMean(jnp.float32(3), jnp.float32(2)))
-    assert (gradient.total, gradient.count) == (0.5, -0.75)
+        value_and_grad_of_mean(**({"fn": mean_loss} | options))(*args)
 
 
 def test_counts_do_not_wrap_over_many_micro_batches():

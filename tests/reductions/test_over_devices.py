@@ -12,26 +12,24 @@ from tiers import few_of
 
 import masksafe
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 P = PartitionSpec
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 3)).astype(np.float32) + 100
 WHERE = np.arange(16)[:, None] < np.array([16, 5, 0])  # uneven: some devices have nothing of a column, or of any
 WEIGHTS = RNG.integers(0, 4, size=X.shape).astype(np.float32)
 NORMS = ("standardize", "layer_norm", "rms_norm")
-REDUCTIONS = {
-    "sum": masksafe.sum,
-    "mean": masksafe.mean,
-    "var": functools.partial(masksafe.var, correction=1),
-    "var_mean": masksafe.var_mean,
-    "standardize": lambda x, axis, where, **kwargs: masksafe.standardize(x, axis, where=where, **kwargs),
-    "layer_norm": lambda x, axis, where, **kwargs: masksafe.layer_norm(x, axis=axis, where=where, **kwargs),
-    "rms_norm": lambda x, axis, where, **kwargs: masksafe.rms_norm(x, axis=axis, where=where, **kwargs),
-}
+
+
+def of_name(name):
+    """An op of that name, with axes and a mask in the same places."""
+    op = getattr(masksafe, name)
+    return lambda x, axis=0, where=None, **options: op(x, axis=axis, where=where, **options)
+
+
+REDUCTIONS = {name: of_name(name) for name in ("sum", "mean", "var_mean", *NORMS)}
+REDUCTIONS["var"] = functools.partial(of_name("var"), correction=1)
 EXTREMA = {"max": masksafe.max, "min": masksafe.min}
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
 
 
 def each_name(*short, of=REDUCTIONS):

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import masksafe
 
+forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 FLOATS = ("float16", "bfloat16", "float32")
 # What holds for var_mean holds for var, which is its first result.
 OPS = {"sum": masksafe.sum, "mean": masksafe.mean, "var_mean": masksafe.var_mean}
@@ -66,10 +67,6 @@ def reference(name, x, axis=None, where=None, keepdims=False):
 
 def references(*args):
     return {name: reference(name, *args) for name in OPS}
-
-
-def forms(*values):
-    return pytest.param(*values, marks=pytest.mark.forms)
 
 
 # Values and derivatives.
@@ -137,14 +134,6 @@ def test_reductions_without_mask_are_those_of_jax(dtype):
         np.testing.assert_allclose(np.asarray(ours, complex), np.asarray(theirs, complex), rtol=rounding)
 
 
-def test_unmasked_infinity_shows_in_its_own_slice_only():
-    x, where = X.copy(), DEAD.copy()
-    x[0, 1, 2], where[0, 1, 2] = np.inf, True
-    outputs = [pair[0] for pair in values_and_gradients(1)(np.swapaxes(x, 1, 2), np.swapaxes(where, 1, 2)).values()]
-    for out in jax.tree.leaves(outputs):
-        np.testing.assert_array_equal(np.isfinite(out), np.arange(12).reshape(3, 4) != 1)
-
-
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, forms(AxisType.Auto)], ids=str)
 def test_reduction_of_a_sharded_batch_with_uneven_masks_is_that_of_the_whole(axis_type):
     x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
@@ -177,11 +166,9 @@ def test_a_weighted_reduction_has_the_dtype_of_the_product(of_x, of_weights, pro
     assert (total, var, mean) == (jnp.float32(69632).astype(product.dtype), 0, 8)  # in float16 it is infinite
 
 
-@pytest.mark.parametrize(
-    ("dtype", "offset", "rtol"), [("float32", 1e4, 1e-5), ("float16", 1e3, 1e-3), forms("bfloat16", 1e3, 1e-2)]
-)
-def test_variance_survives_a_large_mean(dtype, offset, rtol):
-    x = (np.random.default_rng(0).normal(size=(8, 512)) + offset).astype(jnp.dtype(dtype))
+@pytest.mark.parametrize(("dtype", "rtol"), [("float16", 1e-3), forms("bfloat16", 1e-2)])
+def test_variance_of_16_bits_survives_a_large_mean(dtype, rtol):
+    x = (np.random.default_rng(0).normal(size=(8, 512)) + 1e3).astype(jnp.dtype(dtype))
     expected = np.var(np.asarray(x, np.float64), axis=1)
     np.testing.assert_allclose(np.asarray(masksafe.var(x, axis=1), np.float64), expected, rtol=rtol)
 

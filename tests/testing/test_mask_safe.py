@@ -28,40 +28,6 @@ def zero_with_a_gradient(x):
 
 zero_with_a_gradient.defvjp(lambda x: (jnp.zeros_like(x), None), lambda _, d_zero: (d_zero,))
 
-# Planted bugs. Each names what the report must say of it.
-LEAKS = {
-    "a gradient that no garbage changes": (
-        lambda x: clean(x) + zero_with_a_gradient(x),
-        "2 of 2 masked elements have a",
-    ),
-    "value": (lambda x: x.sum(), "derivative: value"),
-    "multiplied away": (lambda x: x * ~MASK, "derivative: value"),
-    "a product with 0": (
-        lambda x: clean(x).sum() + (x - jax.lax.stop_gradient(x)).sum() * 0,
-        "derivative: value",
-    ),
-    "where behind the bad operation": (
-        lambda x: jnp.where(MASK, 0.0, jnp.log(x**2)),
-        "derivative: gradient",
-    ),
-    "uniform weights of an empty row": (
-        lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, x)) * x,
-        "derivative: value",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LEAKS)
-def test_planted_leak_is_found(name):
-    fn, text = LEAKS[name]
-    with pytest.raises(AssertionError, match=text):
-        assert_mask_safe_compiled(fn, X, masked={0: MASK})
-
-
-@pytest.mark.forms
-def test_all_derivatives_under_all_transforms_of_a_clean_function_pass():
-    assert_mask_safe(lambda x: clean(x) ** 3, X, masked={0: MASK})
-
 
 def leaking(order):
     """A function that is clean up to a derivative of this order, where a masked element enters."""
@@ -89,11 +55,106 @@ def leaking(order):
     return fn
 
 
-@pytest.mark.parametrize(("order", "derivative"), [(1, "gradient with respect"), (2, "Hessian-vector product")])
-def test_leak_into_a_derivative_is_found_at_its_order_only(order, derivative):
-    with pytest.raises(AssertionError, match=f"derivative: {derivative}"):
-        assert_mask_safe_compiled(leaking(order), X, masked={0: MASK})
-    assert_mask_safe_compiled(leaking(order), X, masked={0: MASK}, order=order - 1)
+def where_unmasked(x):
+    return jnp.where(MASK, 0.0, jnp.log(x**2))
+
+
+def of_a_tree(params):
+    return {"out": clean(params["w"]).sum() + jnp.where(MASK[0], 0, params["b"]).sum(), "count": jnp.int32(3)}
+
+
+def scaled(x, scale):
+    return jnp.where(MASK, 0.0, x * scale)
+
+
+def looked_up(index):
+    return jnp.where(OF_INDEX, 0.0, TABLE[index]) + TABLE[index].sum() * 0
+
+
+def dropped(key, x, where):
+    return jnp.where(where, x, 0.0) * jax.random.bernoulli(key, 0.5, x.shape)
+
+
+def check(fn, *args, masked=None, **options):
+    """The assertion, of X under MASK unless arguments and masks are given."""
+    masked = {0: MASK} if masked is None else masked
+    return lambda: assert_mask_safe_compiled(fn, *(args or (X,)), masked=masked, **options)
+
+
+TREE, OF_TREE = {"w": X, "b": X[0]}, {0: {"w": MASK, "b": MASK[0]}}
+BATCH, OF_BATCH = {"x": X, "index": jnp.arange(3)}, {0: {"x": MASK, "index": np.zeros(3, bool)}}
+TABLE, INDEX, OF_INDEX = jnp.arange(5.0), jnp.array([1, 2]), np.array([False, True])
+WHERE, NOTHING = jnp.asarray(~MASK), np.zeros((2, 3), bool)
+mean, naive_mean = (lambda x, where, op=op: op(x, where=where) for op in (masksafe.mean, jnp.mean))
+ZERO_TIMES = lambda x: clean(x).sum() + (x - jax.lax.stop_gradient(x)).sum() * 0  # noqa: E731
+UNIFORM = lambda x: jax.nn.softmax(jnp.where(MASK.any(1, keepdims=True), -1e30, x)) * x  # noqa: E731
+MASKS_LESS = r"In the call of `empty`, which should mask everything: .*\n +argument: +0, .* 6 of 6 elements masked"
+
+# Planted bugs, and what the report must say of each.
+LEAKS = {
+    "a gradient that no garbage changes": (
+        check(lambda x: clean(x) + zero_with_a_gradient(x)),
+        "2 of 2 masked elements",
+    ),
+    "value": (check(lambda x: x.sum()), "derivative: value"),
+    "multiplied away": (check(lambda x: x * ~MASK), "derivative: value"),
+    "a product with 0": (check(ZERO_TIMES), "derivative: value"),
+    "where behind the bad operation": (check(where_unmasked), "derivative: gradient"),
+    "uniform weights of an empty row": (check(UNIFORM), "derivative: value"),
+    "gradient": (check(leaking(1)), "derivative: gradient with respect"),
+    "second derivative": (check(leaking(2)), "derivative: Hessian-vector product"),
+    "gradient of another argument": (check(scaled, X, jnp.float32(2.0)), "gradient with respect to argument 1"),
+    "an integer that wraps": (check(lambda i: TABLE[i], INDEX, masked={0: OF_INDEX}), r"argument: +0, int32"),
+    "padding of the output": (check(lambda x: x + 1), "derivative: value"),
+    "not finite of nothing": (
+        check(naive_mean, X, WHERE, empty=(X, NOTHING), garbage=[1.0]),
+        "With everything masked, a result is not finite",
+    ),
+    "empty that masks as before": (check(mean, X, WHERE, empty=(X, ~MASK)), MASKS_LESS),
+    "empty that masks nothing": (check(mean, X, WHERE, empty=(X, ~NOTHING)), MASKS_LESS),
+    "a tree": (
+        check(lambda p: of_a_tree(p)["out"] + p["b"].sum(), TREE, masked=OF_TREE),
+        r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9",
+    ),
+    "a float beside an integer": (
+        check(lambda batch: where_unmasked(batch["x"]), BATCH, masked=OF_BATCH),
+        "derivative: gradient",
+    ),
+}
+SAFE = {
+    "a value with a leaking gradient": check(leaking(1), order=0),
+    "a gradient with a leaking derivative": check(leaking(2), order=1),
+    "an integer": check(looked_up, INDEX, masked={0: OF_INDEX}),
+    "padding of the output": check(lambda x: x + 1, output_mask=MASK),
+    "padding of one output": check(lambda x: {"a": x + 1, "b": clean(x)}, output_mask={"a": MASK, "b": False}),
+    "finite of nothing": check(mean, X, WHERE, empty=(X, NOTHING)),
+    "a tree": check(of_a_tree, TREE, masked=OF_TREE),
+    "a float beside an integer": check(lambda batch: clean(batch["x"]) ** 2, BATCH, masked=OF_BATCH),
+    "garbage that a dtype cannot hold": check(
+        lambda x, i: clean(x) + jnp.where(MASK, 0, i),
+        X,
+        jnp.ones((2, 3), int),
+        masked={0: MASK, 1: MASK},
+        garbage=[np.nan],
+    ),
+    "keys and booleans": check(dropped, jax.random.key(1), X, WHERE, masked={1: MASK}),
+}
+
+
+@pytest.mark.parametrize(("call", "text"), LEAKS.values(), ids=LEAKS)
+def test_planted_leak_is_found(call, text):
+    with pytest.raises(AssertionError, match=text):
+        call()
+
+
+@pytest.mark.parametrize("call", SAFE.values(), ids=SAFE)
+def test_what_is_safe_passes(call):
+    call()
+
+
+@pytest.mark.forms
+def test_all_derivatives_under_all_transforms_of_a_clean_function_pass():
+    assert_mask_safe(lambda x: clean(x) ** 3, X, masked={0: MASK})
 
 
 def test_leak_under_one_transform_is_found_there():
@@ -139,25 +200,6 @@ def test_operation_by_operation_all_masks_are_filled_at_once():
     np.testing.assert_array_equal(filled[1] == jnp.iinfo(filled[1].dtype).min, MASK)
 
 
-def test_leak_into_another_arguments_gradient_is_found():
-    def fn(x, scale):
-        return jnp.where(MASK, 0.0, x * scale)
-
-    with pytest.raises(AssertionError, match="gradient with respect to argument 1"):
-        assert_mask_safe_compiled(fn, X, jnp.float32(2.0), masked={0: MASK})
-
-
-def test_integer_that_wraps_is_found():
-    table, mask = jnp.arange(5.0), np.array([False, True])
-
-    def looked_up(index):
-        return jnp.where(mask, 0.0, table[index]) + table[index].sum() * 0
-
-    assert_mask_safe_compiled(looked_up, jnp.array([1, 2]), masked={0: mask})
-    with pytest.raises(AssertionError, match=r"argument: +0, int32"):
-        assert_mask_safe_compiled(lambda index: table[index], jnp.array([1, 2]), masked={0: mask})
-
-
 def test_report_tells_where_to_look():
     with pytest.raises(AssertionError) as caught:
         assert_mask_safe(lambda x: x * 2, X, masked={0: MASK}, garbage=[7.0])
@@ -179,75 +221,9 @@ def _harmless():
     return np.asarray(filled[1])[0, 0] * np.float32(2)
 
 
-def test_output_mask_frees_the_padding_of_the_output():
-    with pytest.raises(AssertionError):
-        assert_mask_safe_compiled(lambda x: x + 1, X, masked={0: MASK})
-    assert_mask_safe_compiled(lambda x: x + 1, X, masked={0: MASK}, output_mask=MASK)
-    assert_mask_safe_compiled(
-        lambda x: {"a": x + 1, "b": clean(x)}, X, masked={0: MASK}, output_mask={"a": MASK, "b": False}
-    )
-
-
-def test_empty_must_be_finite():
-    nothing = np.zeros((2, 3), bool)
-
-    def mean(x, where):
-        return jnp.mean(x, where=where)
-
-    x, where = X, jnp.asarray(~MASK)
-    assert_mask_safe_compiled(
-        lambda x, where: masksafe.mean(x, where=where), x, where, masked={0: MASK}, empty=(x, nothing)
-    )
-    with pytest.raises(AssertionError, match="With everything masked, a result is not finite"):
-        assert_mask_safe_compiled(mean, x, where, masked={0: MASK}, empty=(x, nothing), garbage=[1.0])
-
-
-@pytest.mark.parametrize("where", [~MASK, np.ones((2, 3), bool)], ids=["as before", "all"])
-def test_empty_must_mask_everything(where):
-    def mean(x, where):
-        return masksafe.mean(x, where=where)
-
-    text = r"In the call of `empty`, which should mask everything: .*\n +argument: +0, .* 6 of 6 elements masked"
-    with pytest.raises(AssertionError, match=text):
-        assert_mask_safe_compiled(mean, X, jnp.asarray(~MASK), masked={0: MASK}, empty=(X, where))
-
-
-def test_pytrees_of_arguments_and_outputs():
-    params, masks = {"w": X, "b": X[0]}, {"w": MASK, "b": MASK[0]}
-
-    def fn(params):
-        return {"out": clean(params["w"]).sum() + jnp.where(MASK[0], 0, params["b"]).sum(), "count": jnp.int32(3)}
-
-    assert_mask_safe_compiled(fn, params, masked={0: masks})
-    with pytest.raises(AssertionError, match=r"argument: +0, float32\[3\], float32\[2, 3\], 3 of 9"):
-        assert_mask_safe_compiled(lambda p: fn(p)["out"] + p["b"].sum(), params, masked={0: masks})
-
-
-def test_floats_beside_integers_in_one_argument_are_differentiated():
-    batch = {"x": X, "index": jnp.arange(3)}
-    masks = {"x": MASK, "index": np.zeros(3, bool)}
-    assert_mask_safe_compiled(lambda batch: clean(batch["x"]) ** 2, batch, masked={0: masks})
-    with pytest.raises(AssertionError, match="derivative: gradient"):
-        assert_mask_safe_compiled(lambda batch: jnp.where(MASK, 0, jnp.log(batch["x"] ** 2)), batch, masked={0: masks})
-
-
 def test_function_sees_jax_arrays_only():
     fn = lambda x: clean(x.at[0, 0].set(0.0))  # noqa: E731
     assert_mask_safe(fn, X, masked={0: MASK}, garbage=np.array([1e30]), transforms=("eager",), order=0)
-
-
-def test_garbage_that_a_dtype_cannot_hold_is_left_out():
-    def fn(x, index):
-        return clean(x) + jnp.where(MASK, 0, index)
-
-    assert_mask_safe_compiled(fn, X, jnp.ones((2, 3), int), masked={0: MASK, 1: MASK}, garbage=[np.nan])
-
-
-def test_keys_and_booleans_are_passed_through():
-    def dropped(key, x, where):
-        return jnp.where(where, x, 0.0) * jax.random.bernoulli(key, 0.5, x.shape)
-
-    assert_mask_safe_compiled(dropped, jax.random.key(1), X, jnp.asarray(~MASK), masked={1: MASK})
 
 
 OTHER_DTYPES = [pytest.param(d, marks=pytest.mark.forms) for d in ("float16", "float32", "int8", "int32")]
