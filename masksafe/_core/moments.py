@@ -67,16 +67,16 @@ class Rows(NamedTuple):
         """How many axes number the rows that one device has as a whole: those before the first axis of a row."""
         return 0 if self.devices.are_many else ndim + min(self.all_axes, default=-ndim)
 
-    def on_one_axis(self, x: Array, arrays: Tree) -> tuple["Rows", Tree]:
-        """The rows and the arrays, which have the rank of `x`, with one axis in place of neighbours of each row.
+    def on_one_axis(self, arrays: Tree) -> tuple["Rows", Tree]:
+        """The rows and the arrays, the first of which has all elements, with one axis in place of a row's neighbours.
 
         Without its library XLA's CPU compiler takes up to seven times as long for a sum of products along several axes.
         """
-        axes, ndim = sorted(self.axes), x.ndim
+        x, axes = jax.tree.leaves(arrays)[0], sorted(self.axes)
         are_neighbours = len(axes) > 1 and axes[-1] - axes[0] < len(axes)
-        if platforms.choices().has_kernel_library or not are_neighbours or not sharding.may_loop((x, arrays)):
+        if platforms.choices().has_kernel_library or not are_neighbours or not sharding.may_loop(arrays):
             return self, arrays
-        first, end = ndim + axes[0], ndim + axes[-1] + 1
+        first, end = x.ndim + axes[0], x.ndim + axes[-1] + 1
 
         def merged(a: Array) -> Array:
             along = a.shape[first:end]

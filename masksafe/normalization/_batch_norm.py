@@ -99,7 +99,7 @@ def _normalize(
     features: Axes, devices: sharding.Devices, epsilon: float | None, arrays: NormInputs
 ) -> tuple[Array, Array, Array]:
     inputs = read(_OP, arrays, features)
-    rows, inputs = _rows(features, arrays.x.ndim, devices).on_one_axis(inputs.x, inputs)
+    rows, inputs = _rows(features, arrays.x.ndim, devices).on_one_axis(inputs)
     norm = Norm(rows, epsilon)
     of_rows = norm.moments(inputs)
     order = [sorted(features).index(a) for a in features]  # the user's order of the axes

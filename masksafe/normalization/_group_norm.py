@@ -92,7 +92,7 @@ def _normalize(rows: Rows, epsilon: float | None, arrays: NormInputs) -> Array:
     inputs = read(_OP, arrays, (axis,))
     # Channels are rows, and groups of them share moments: an array with an axis for the groups would be copied.
     if rows.axes or not sharding.are_whole(inputs):
-        of_one_axis, inputs = rows.on_one_axis(inputs.x, inputs)
+        of_one_axis, inputs = rows.on_one_axis(inputs)
         return normalize(Norm(of_one_axis, epsilon), inputs, None).reshape(arrays.x.shape)
 
     def grouped(a: Array) -> Array:  # without positions groups are rows: rows of one channel would be slow

@@ -224,7 +224,7 @@ def normalize_rows(call: Call, arrays: NormInputs) -> Array:
     ndim = arrays.x.ndim
     axes = arguments.canonical_axes(call.op, call.axis, ndim)
     inputs = read(call.op, arrays, axes)
-    rows, inputs = moments.Rows(row_blocks.axes_of_row(axes, ndim), call.devices).on_one_axis(inputs.x, inputs)
+    rows, inputs = moments.Rows(row_blocks.axes_of_row(axes, ndim), call.devices).on_one_axis(inputs)
     return normalize(Norm(rows, call.epsilon, call.by), inputs, None).reshape(arrays.x.shape)
 
 
