@@ -206,6 +206,7 @@ KEY = jax.random.key(0)
 PARAMS = {"in": X[0].T @ X[0, :, :5], "out": X[0, :, :5].T}
 CLEAN = {
     "softmax": (jax.nn.softmax, X),
+    "a sum of all": (lambda x: jnp.sin(x) * x.sum(), X),
     "bfloat16": (lambda x: jax.nn.softmax(x) @ jnp.eye(8, 2, dtype=x.dtype), jnp.asarray(X, jnp.bfloat16)),
     "float16": (lambda x: jnp.tanh(x) * 3, jnp.asarray(X, jnp.float16)),
     "scalar": (jnp.sin, jnp.array(0.5)),
