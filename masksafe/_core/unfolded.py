@@ -25,6 +25,11 @@ def number_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> 
     return _reduce(lax.add, unknown(0, x.dtype), x, axis, keepdims)
 
 
+def largest_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
+    """`jnp.max` of integers, of which there is at least one."""
+    return _reduce(lax.max, unknown(jnp.iinfo(x.dtype).min, x.dtype), x, axis, keepdims)
+
+
 def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
     """`jnp.sum` of numbers that are wide enough to be summed as they are."""
 
