@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
+from masksafe._core.linear import nan_unless_zero
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, Function, Pytree, jitted
+from masksafe._core.typing import Array, Function, Pytree, Tree, jitted
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -139,6 +141,20 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 
     return decorate
+
+
+@jax.custom_jvp
+def nan_in_derivatives(results: Tree) -> Tree:
+    """The results, whose NaNs are in their derivatives as well: a tangent or a cotangent is NaN there, if it is not 0.
+
+    For results of kernels whose plain form has no NaN. So one that is replaced after the op has no part in a gradient.
+    """
+    return results
+
+
+@nan_in_derivatives.defjvp
+def _(primals: tuple[Tree], tangents: tuple[Tree]) -> tuple[Tree, Tree]:
+    return *primals, *jax.tree.map(lambda x, t: jnp.where(jnp.isnan(x), nan_unless_zero(t), t), primals, tangents)
 
 
 def computed_once(cotangent: Array) -> Array:

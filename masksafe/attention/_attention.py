@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
-from masksafe._core.derivatives import rule, with_derivatives_of
+from masksafe._core.derivatives import nan_in_derivatives, rule, with_derivatives_of
+from masksafe._core.linear import finite_or_zero, without_sign_of_zero
 from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
@@ -28,7 +29,6 @@ from masksafe._core.sharding import Devices, may_loop, vary_with
 from masksafe._core.tiles import Tile, divide, part, take
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention import _block
 from masksafe.attention._block import Adjustments, Cotangents, Gradients, Inputs, Keys, Plan, Queries
 from masksafe.attention._blocks import attend_in_blocks, is_one_block, pull_back_in_blocks, tiles_of
@@ -73,10 +73,23 @@ def attend(
 
 
 def _scaled_queries(q: Array, scale: Array) -> Array:
-    """The queries times the scale, in the wide dtype."""
+    """The queries times the scale, in the wide dtype; what is bad stays so, whatever the scale."""
     wide = q.astype(wide_dtype(q.dtype))
-    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
-    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
+    is_sound = _block.are_bounded(wide)  # a NaN in a padded query must not reach the gradient of the scale
+    scaled = _product(jnp.where(is_sound, wide, 0), scale.astype(wide.dtype))
+    return jnp.where(is_sound, scaled, jnp.where(jnp.isfinite(wide), jnp.inf, wide))
+
+
+@jax.custom_jvp
+def _product(q: Array, scale: Array) -> Array:
+    return q * scale
+
+
+@_product.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (q, scale), (d_q, d_scale) = primals, tangents
+    # A NaN among the tangents of padded queries must not reach the gradient of the scale either, but stays one.
+    return q * scale, finite_or_zero(d_q) * scale + 0 * d_q + finite_or_zero(q) * d_scale
 
 
 def _attend_flattened(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> tuple[Array, Array]:
@@ -122,7 +135,7 @@ _Result = tuple[Array, Array]
 
 
 def _forward(plan: Plan, inputs: Inputs) -> tuple[_Result, tuple[Inputs, Partial]]:
-    results = _evaluate(plan, _grouped(inputs))
+    results = nan_in_derivatives(_evaluate(plan, _grouped(inputs)))
     out = results.weighted.astype(inputs.q.dtype) if plan.rounds else results.weighted
     # The output is kept unrounded, since delta depends on it.
     return (out, _logsumexp(results)[..., 0]), (inputs, results)
@@ -130,7 +143,7 @@ def _forward(plan: Plan, inputs: Inputs) -> tuple[_Result, tuple[Inputs, Partial
 
 def _reverse(plan: Plan, residuals: tuple[Inputs, Partial], cotangents: _Result) -> tuple[Any]:
     (inputs, results), (d_out, d_lse) = residuals, cotangents
-    d = _pull_back(plan, _grouped(inputs), results, d_out, d_lse[..., None])
+    d = nan_in_derivatives(_pull_back(plan, _grouped(inputs), results, d_out, d_lse[..., None]))
     d_adjustments = jax.tree.map(lambda d, x: d.reshape(x.shape), d.adjustments, inputs.adjustments)
     return (Inputs(d.query, d.key, d.value, d_adjustments, None),)  # type: ignore[arg-type]
 
@@ -172,16 +185,20 @@ def _evaluate(plan: Plan, inputs: Inputs) -> Partial:
 
 def _pull_back_plainly(plan: Plan, inputs: Inputs, results: Partial, d_out: Array, d_lse: Array) -> Gradients:
     wanted, _ = _find_wanted_queries(*map(lax.stop_gradient, (results.weighted, d_out, d_lse)))
-    # A sound query without a cotangent may have one in a derivative.
+    # A sound query without a cotangent may have one in a derivative; but the derivatives of its logits have no effect.
     live = (results.largest != -jnp.inf) & (wanted | jnp.isfinite(results.weighted[..., :1]))
-    inputs = _with_live_queries(inputs, live)
+    inputs = _with_live_queries(inputs, live, wanted)
+    d_out = jnp.where(live, d_out, 0).astype(d_lse.dtype)
+    shows = jnp.where(wanted, _block.trace_of(d_out), 0)
+    inputs = inputs._replace(q=inputs.q + shows.astype(inputs.q.dtype))
+    d_out = jnp.where(wanted, finite_or_zero(d_out), d_out)
 
     def plain(q: Array, k: Array, v: Array, adjustments: Adjustments) -> tuple[Array, Array]:
         results = _evaluate_plainly(plan, Inputs(q, k, v, adjustments, inputs.pairs))
         return results.weighted, _logsumexp(results)
 
     _, reverse = jax.vjp(plain, *inputs[:-1])
-    return Gradients(*reverse((jnp.where(live, d_out, 0).astype(d_lse.dtype), jnp.where(live, d_lse, 0))))
+    return Gradients(*reverse((d_out, jnp.where(live, d_lse, 0))))
 
 
 @with_derivatives_of(_pull_back_plainly)
@@ -208,10 +225,11 @@ def _find_wanted_queries(out: Array, d_out: Array, d_lse: Array) -> tuple[Array,
     return any_of(is_wanted, -1, keepdims=True) | (d_lse != 0), delta
 
 
-def _with_live_queries(inputs: Inputs, live: Array) -> Inputs:
-    """With pairs of which only those of live queries, `[B, T, N, 1]`, are unmasked."""
-    live_queries = _block.queries_by_problem(live, inputs.k.shape[2])[..., 0]
-    return inputs._replace(pairs=inputs.pairs._replace(live_queries=live_queries))
+def _with_live_queries(inputs: Inputs, live: Array, showing: Array | None = None) -> Inputs:
+    """With only the pairs of live queries unmasked, `[B, T, N, 1]`, and maybe those queries that show bad tangents."""
+    by_problem = jax.tree.map(lambda x: _block.queries_by_problem(x, inputs.k.shape[2])[..., 0], (live, showing))
+    pairs = inputs.pairs._replace(live_queries=by_problem[0], showing_queries=by_problem[1])
+    return inputs._replace(pairs=pairs)
 
 
 # The passes for the keys that a device holds, in the schedule that the platform wants.
@@ -226,13 +244,14 @@ def _pass_forward(plan: Plan, inputs: Inputs) -> Partial:
             (q, is_query_sound), (k, v, is_key_sound) = by_query, by_key
             if not plan.on_accelerator:
                 q, k, v = map(widened, (q, k, v))
-            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(k, v, is_key_sound)
+            queries, keys = Queries.of(plan, q, is_query_sound), Keys.of(plan, k, v, is_key_sound)
             if tiles is None or is_one_block(tiles):
                 return attend_by_rows(plan, queries, keys, pairs), (), carry
             of_tile = functools.partial(take, keys, 2)
             return attend_in_blocks(plan, queries, of_tile, pairs, v.shape[-1], tiles), (), carry
 
-        return _solve(kernel, steps, (q, _block.are_finite(q)), (k, v, _block.are_finite(k, v)), pairs)[0]
+        by_query, by_key = (q, _block.are_sound(q, scale=plan.scale)), (k, v, _block.are_sound(k, v))
+        return _solve(kernel, steps, by_query, by_key, pairs)[0]
 
     def on_cpu(q: Array, k: Array, v: Array, pairs: Pairs) -> Any:
         if not plan.is_plain and _has_few_queries(plan, q, k, pairs):
@@ -266,7 +285,7 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
         def kernel(by_query: Any, by_key: Any, pairs: Pairs, sums: Adjustments) -> _Results:
             if not plan.on_accelerator:
                 by_query, by_key = jax.tree.map(widened, (by_query, by_key))
-            args = plan, by_query.cleaned(plan), Keys.of(*by_key), pairs, sums
+            args = plan, by_query.cleaned(plan), Keys.of(plan, *by_key), pairs, sums
             by_rows = tiles is None or is_one_block(tiles)
             d = pull_back_by_rows(*args) if by_rows else pull_back_in_blocks(*args, tiles)
             return d.query.astype(of_q), (d.key.astype(of_k), d.value.astype(of_v)), d.adjustments
@@ -410,11 +429,12 @@ def _attend_sample_by_sample(plan: Plan, q: Array, k: Array, v: Array, pairs: Pa
         def keys_of(tile: Tile) -> Keys:
             cut = (part(x, {0: (i, 1), 1: (tile.start, tile.size)}) for x in bits)
             k_j, v_j = (widened(_block.keys_by_problem(from_bits(x, k.dtype))) for x in cut)
-            return Keys.of(k_j, v_j, _block.are_finite(k_j, v_j))  # of so few keys one copy serves all uses
+            return Keys.of(plan, k_j, v_j, _block.are_sound(k_j, v_j))  # of so few keys one copy serves all uses
 
         own = pairs.only(Problems(i, 0, 1, num_key_heads))
         q_i = part(q, {0: (i, 1)})
-        of_problems = (_block.queries_by_problem(x, num_key_heads) for x in (widened(q_i), _block.are_finite(q_i)))
+        is_sound = _block.are_sound(q_i, scale=plan.scale)
+        of_problems = (_block.queries_by_problem(x, num_key_heads) for x in (widened(q_i), is_sound))
         tiles = divide(num_queries, num_queries), of_keys
         return attend_in_blocks(plan, Queries.of(plan, *of_problems), keys_of, own, v.shape[-1], tiles)
 

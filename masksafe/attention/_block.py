@@ -14,9 +14,13 @@ and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of
 
 The reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023).
 
-Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So elements that are not finite
-are replaced by 0 before a product, and their query or key is called bad: the logits of its unmasked pairs are NaN, and
-make NaN what depends on them.
+Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So elements that are not finite,
+or so large that a product of two rows may not be, are replaced by 0 before a product, and their query or key is called
+bad: the logits of its unmasked pairs are NaN, and make NaN what depends on them.
+
+In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
+logits NaN. But a bad logit is 0 there, so that a query without a cotangent has no part in any derivative. What is NaN
+is known from the kernels, whose results and gradients the derivatives are those of.
 
 Arrays are laid out by problem, the work of one key head of one sample: queries and outputs `[B, K, G, T, H]` for the G
 query heads that share a key head, keys and values `[B, K, S, H]`.
@@ -24,6 +28,7 @@ query heads that share a key head, keys and values `[B, K, S, H]`.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,13 +37,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.exponentials import shift_of
+from masksafe._core.linear import finite_or_zero, with_finite_cotangent, without_sign_of_zero
 from masksafe._core.platforms import AttentionSizes
-from masksafe._core.precision import wide_dtype
+from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.soft_cap import pulled_back, soft_capped
 from masksafe._core.tiles import once_if
 from masksafe._core.typing import Array, Arrays
 from masksafe._core.unfolded import any_of
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import modified, modified_where
 from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
@@ -116,10 +121,14 @@ class Keys(NamedTuple):
     k: Array
     v: Array
     is_sound: Array | None = None  # which keys are not bad, `[B, K, S, 1]`; None in the reverse pass: queries tell
+    trace: Array | None = None  # 0, with a tangent of NaN for a bad tangent, `[B, K, S, 1]`; of the plain form
 
     @classmethod
-    def of(cls, k: Array, v: Array, is_sound: Array | None = None) -> "Keys":
-        return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
+    def of(cls, plan: Plan, k: Array, v: Array, is_sound: Array | None = None) -> "Keys":
+        k, v = map(cleaned, (k, v))
+        if not plan.is_plain:
+            return cls(k, v, is_sound)
+        return cls(finite_or_zero(k), finite_or_zero(v), is_sound, trace_of(k) + trace_of(v))
 
 
 class Queries(NamedTuple):
@@ -127,10 +136,12 @@ class Queries(NamedTuple):
 
     q: Array  # with the first factor of `split_scale`
     is_sound: Array  # which queries are not bad, `[B, K, G, T, 1]`
+    trace: Array | None = None  # as that of `Keys`
 
     @classmethod
     def of(cls, plan: Plan, q: Array, is_sound: Array) -> "Queries":
-        return cls(_cleaned_queries(plan, q), is_sound)
+        q = _cleaned_queries(plan, q)
+        return cls(finite_or_zero(q), is_sound, trace_of(q)) if plan.is_plain else cls(q, is_sound)
 
 
 class Cotangents(NamedTuple):
@@ -149,7 +160,8 @@ class Cotangents(NamedTuple):
 
     def cleaned(self, plan: Plan) -> "Cotangents":
         """With 0 for bad elements of the first two, and queries as in `Queries`."""
-        return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
+        d_out = jnp.where(jnp.isfinite(self.d_out), self.d_out, self.d_out.dtype.type(0))
+        return self._replace(q=_cleaned_queries(plan, self.q), d_out=d_out)
 
 
 def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
@@ -158,20 +170,36 @@ def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
 
 
 def _cleaned_queries(plan: Plan, q: Array) -> Array:
-    return times(finite_or_zero(q), split_scale(plan, q)[0])
+    return times(cleaned(q, plan.scale), split_scale(plan, q)[0])
 
 
-def finite_or_zero(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
+def cleaned(x: Array, scale: float = 1.0) -> Array:
+    """With 0 for bad elements."""
+    return jnp.where(are_bounded(x, scale), x, x.dtype.type(0))
 
 
-def are_finite(*arrays: Array) -> Array:
-    """Where all elements along the last axis are finite, `[..., 1]`.
+def are_bounded(x: Array, scale: float = 1.0) -> Array:
+    """Which elements are not bad: so large, also times the scale, that a product of two such rows is sure to be finite.
+
+    Such a product is at most a quarter of the largest number.
+    """
+    wide = jnp.finfo(wide_dtype(x.dtype))
+    most = math.sqrt(float(wide.max)) / (2 * math.sqrt(x.shape[-1]))
+    return times(jnp.abs(widened(x)), max(1.0, abs(scale))) <= wide.dtype.type(most)
+
+
+def are_sound(*arrays: Array, scale: float = 1.0) -> Array:
+    """Where no element along the last axis is bad, `[..., 1]`.
 
     Not by a maximum, in which XLA's library for CPUs loses a NaN. For arrays in the user's layout: of others, XLA would
     have to make a copy for each use.
     """
-    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x), -1, keepdims=True) for x in arrays))
+    return functools.reduce(jnp.logical_and, (jnp.all(are_bounded(x, scale), -1, keepdims=True) for x in arrays))
+
+
+def trace_of(x: Array) -> Array:
+    """0 `[..., 1]`; its tangent is NaN where one along the last axis is not finite."""
+    return jnp.sum(0 * x, -1, keepdims=True)
 
 
 def times(x: Array, factor: float) -> Array:
@@ -203,7 +231,10 @@ def keys_by_problem(x: Array) -> Array:
 def attend_to_block(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
     """The block's part of the outputs `[B, K, G, queries, width of v]`."""
     exps, largest, total = exponentials(logits(plan, queries, keys, block))
-    return Partial(dot_values(drop(plan, block, exps), keys.v), largest, total)
+    weighted = dot_values(drop(plan, block, exps), keys.v)
+    if block.shows is not None:  # in the tangents of the weights: those of the cotangents would reach masked keys
+        weighted = jnp.where(block.shows, with_finite_cotangent(weighted), weighted)
+    return Partial(weighted, largest, total)
 
 
 def exponentials(x: Array) -> tuple[Array, Array, Array]:
@@ -214,7 +245,10 @@ def exponentials(x: Array) -> tuple[Array, Array, Array]:
 
 
 def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
-    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key."""
+    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key.
+
+    In the plain form they are 0 there, as at any bad logit.
+    """
     x = _capped(plan, times(dot_keys(queries.q, keys.k), split_scale(plan, queries.q)[1]), block.mask)
     x = _with_bias(x, block)
     if (mod := block.score_mod) is not None and block.indices is not None:
@@ -223,7 +257,17 @@ def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
         else:
             x = modified(mod, mod.captured, x, block.indices)
     assert keys.is_sound is not None
-    return _poisoned(x, queries.is_sound & keys.is_sound[:, :, None, None, :, 0], block.mask)
+    is_sound = queries.is_sound & _by_pair(keys.is_sound)
+    if queries.trace is None or keys.trace is None:
+        return _poisoned(x, is_sound, block.mask)
+    trace = (queries.trace + _by_pair(keys.trace)).astype(x.dtype)
+    x = jnp.where(is_sound & (x < jnp.inf), x, 0) + (trace if block.shows is None else jnp.where(block.shows, trace, 0))
+    return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
+
+
+def _by_pair(x: Array) -> Array:
+    """`[B, K, S, 1]` to `[B, K, 1, 1, S]`."""
+    return x[:, :, None, None, :, 0]
 
 
 def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:

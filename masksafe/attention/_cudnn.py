@@ -6,7 +6,7 @@ which a huge number under the mask outweighs.
 
 Cleaning the arrays before the kernel would cost more than the kernel reads and writes. So it runs on the arrays as they
 are, and the results are looked at, which costs one pass over them. Garbage that is finite has done nothing: its weight
-is 0. Everything else shows:
+is 0. Everything else shows, but for elements of bfloat16 that are too large for products, which that pass looks for:
 
 * A NaN in any array, and an infinity in a value, makes a result NaN or infinite.
 * An infinity in a query makes its logsumexp so, even if all its logits are :math:`-\infty`.
@@ -36,7 +36,7 @@ from masksafe._core.tiles import once_if, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._attention import attend
-from masksafe.attention._block import Plan
+from masksafe.attention._block import Plan, are_bounded, cleaned
 from masksafe.attention._pairs import Pairs, block_of, grouped_heads, seen_keys, seen_positions
 
 _T = TypeVar("_T")
@@ -187,8 +187,9 @@ def _forward(config: Config, operands: Operands, masks: Masks) -> tuple[Array, t
         out, lse, saved = _run_kernel(config, operands, masks)
         sees_any = _queries_that_see_any(config, operands, masks)
         out, lse = selected(out, sees_any), selected(lse, sees_any)
-        is_query_sound = jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))
-        is_sound = _all_true(is_query_sound, jnp.isfinite(operands.key))
+        is_query_sound, is_key_sound = _are_sound(config, operands)
+        is_query_sound &= jnp.isfinite(out) & (jnp.abs(lse) < _limit(operands, masks))
+        is_sound = _all_true(is_query_sound, is_key_sound)
         is_bad = ~(is_sound & _products_are_small(config, operands, masks))
         out = _repaired_if(is_bad, out, functools.partial(_repair_output, config), operands, masks)
         return out, [*saved, jnp.broadcast_to(is_bad, out.shape[:1])]
@@ -401,6 +402,18 @@ def _all_true(by_query: Array, by_key: Array) -> Array:
     return jnp.all(by_query.reshape(batch, num_keys, key_heads, -1, width) & by_key[..., None, :])
 
 
+def _are_sound(config: Config, operands: Operands) -> tuple[Array | bool, Array]:
+    """Which queries, and which keys with their values, are not bad, but for what shows in the results.
+
+    No float16 is too large for a product: there queries and values need not be read.
+    """
+    q, k, v = operands[:3]
+    is_key_sound = are_bounded(k)
+    if q.dtype == jnp.float16:
+        return True, is_key_sound
+    return are_bounded(q, config.plan.scale), is_key_sound & are_bounded(v)
+
+
 def _limit(operands: Operands, masks: Masks) -> float:
     """Logits below this cannot be outweighed by masked pairs, nor those below minus this be unmasked ones.
 
@@ -487,8 +500,8 @@ def _zero_where_masked(config: Config, operands: Operands, masks: Masks, gradien
 
 def _cleaned(config: Config, operands: Operands, masks: Masks) -> Operands:
     """With 0 for bad elements, for queries that see no key and for keys that no query sees."""
-    finite: Operands = jax.tree.map(lambda x: selected(x, jnp.isfinite(x)), operands._replace(bias=None))
+    q, k, v = cleaned(operands.query, config.plan.scale), cleaned(operands.key), cleaned(operands.value)
     bias = operands.bias
     if bias is not None:
         bias = selected(bias, jnp.isfinite(bias) | (bias == -jnp.inf))  # which still masks
-    return _zero_where_masked(config, operands, masks, finite)._replace(bias=bias)
+    return _zero_where_masked(config, operands, masks, Operands(q, k, v, None))._replace(bias=bias)

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
+from masksafe._core.linear import without_sign_of_zero
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import may_loop, vary_with
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, once_if, take, whole
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention import _block
 from masksafe.attention._block import Plan
 from masksafe.attention._blocks import is_one_block, tiles_of
@@ -57,15 +57,14 @@ def has_kernels(plan: Plan, q: Array, k: Array, pairs: Pairs) -> bool:
 def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) -> Partial:
     """The output `[B, T, N, width of v]`; if needed, the logsumexp `[B, T, N, 1]` as largest logit, with the sum 1."""
     (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = q.shape, k.shape
-    is_value_sound = _block.are_finite(v)
+    are_bounded = _block.are_bounded(q, plan.scale), _block.are_bounded(k), _block.are_bounded(v)
+    are_sound = [jnp.all(x, -1, keepdims=True) for x in are_bounded]
     if not (q.dtype == jnp.bfloat16 and num_keys >= plan.sizes.fewest_keys_of_bfloat16):
         q, k, v = map(widened, (q, k, v))
     factor, factor_of_logits = _block.split_scale(plan, q)
-    is_query_sound = _block.queries_by_problem(_are_bounded(q, factor), key_heads)
-    is_key_sound = _block.keys_by_problem(_are_bounded(k) & is_value_sound)
-    queries = _bounded(_block.queries_by_problem(q, key_heads), factor)
-    keys = jnp.moveaxis(_bounded(k), 1, 3)
-    values = _block.keys_by_problem(_block.finite_or_zero(v))
+    q, k, v = (jnp.where(is_bounded, x, x.dtype.type(0)) for is_bounded, x in zip(are_bounded, (q, k, v), strict=True))
+    queries = _block.times(_block.queries_by_problem(q, key_heads), factor)
+    keys, values = jnp.moveaxis(k, 1, 3), _block.keys_by_problem(v)
     block, limit, wide = block_of(pairs, whole(num_queries), whole(num_keys)), None, jnp.finfo(wide_dtype(q.dtype))
     if block.mask is not None:
         sees_any = any_of(block.mask, -1, keepdims=True)
@@ -83,12 +82,16 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
             x = _dot(take(queries, 3, tile), take(keys, 3, seen))
             x = soft_capped(_block.times(x, factor_of_logits), plan.soft_cap)
             if block.bias is not None:
-                x = x + _block.finite_or_zero(cut(block.bias, OVER_PAIRS, places).astype(x.dtype))
+                bias = cut(block.bias, OVER_PAIRS, places).astype(x.dtype)
+                x = x + jnp.where(jnp.isfinite(bias), bias, 0)
                 x = jnp.maximum(x, float(wide.min))  # -inf is masked
             results.append(of_logits(x if limit is None else jnp.minimum(x, cut(limit, OVER_PAIRS, places)), seen))
         return _block.queries_by_user(joined(results))
 
-    is_bad = _block.queries_by_user(_sees_bad(block, is_query_sound, is_key_sound))
+    is_query_sound = _block.queries_by_problem(are_sound[0], key_heads)
+    is_bad = _block.queries_by_user(
+        _sees_bad(block, is_query_sound, _block.keys_by_problem(are_sound[1] & are_sound[2]))
+    )
 
     def with_bad_and_empty(x: Array, empty: float) -> Array:
         x = jnp.where(is_bad, x.dtype.type(jnp.nan), x)
@@ -102,23 +105,6 @@ def attend_in_kernels(plan: Plan, q: Array, k: Array, v: Array, pairs: Pairs) ->
         held = lax.optimization_barrier((queries, keys))
         lse = with_bad_and_empty(by_tile(lambda x, _: jax.nn.logsumexp(x, -1, keepdims=True), *held), -jnp.inf)
     return Partial(out, lse, jnp.ones_like(lse))
-
-
-def _bounded(x: Array, factor: float = 1.0) -> Array:
-    """With 0 for bad elements, times the factor, and so small that a product of two rows is finite."""
-    most = x.dtype.type(_most_in_product(x))
-    return lax.clamp(-most, _block.times(_block.finite_or_zero(x), factor), most)
-
-
-def _are_bounded(x: Array, factor: float = 1.0) -> Array:
-    """Where all elements along the last axis are what `_bounded` leaves as they are `[..., 1]`; others are bad."""
-    largest = float(jnp.finfo(x.dtype).max)
-    most = largest if factor == 0 else min(_most_in_product(x) / abs(factor), largest)
-    return jnp.all(jnp.abs(x) <= x.dtype.type(most), -1, keepdims=True)
-
-
-def _most_in_product(x: Array) -> float:
-    return math.sqrt(float(jnp.finfo(wide_dtype(x.dtype)).max)) / (2 * math.sqrt(x.shape[-1]))
 
 
 def _dot(a: Array, b: Array) -> Array:

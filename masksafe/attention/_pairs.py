@@ -61,6 +61,7 @@ class Pairs(NamedTuple):
     heads: Array | None = None  # likewise
     query_words: Array | None = None  # random ones, for dropout
     live_queries: Array | None = None  # the others take no part in the reverse pass
+    showing_queries: Array | None = None  # in whose logits a bad tangent shows; None stands for all
     problems: Problems | None = None  # those to which it is cut, but for arrays over pairs; None stands for all
 
     def only(self, problems: Problems) -> "Pairs":
@@ -89,7 +90,7 @@ AXES = {
     "samples": "b",
     "heads": "bkg",
     "query_words": "bkgtw",
-    "live_queries": "bkgt",
+    **dict.fromkeys(("live_queries", "showing_queries"), "bkgt"),
 }
 
 PlacesByName = dict[str, tuple[Any, int]]
@@ -179,6 +180,7 @@ class Block(NamedTuple):
     mask: Array | None  # where they are unmasked; None means everywhere
     bias: Array | None
     kept: Array | None  # where dropout keeps a weight; None means everywhere
+    shows: Array | None  # where a bad tangent shows; None means everywhere
     indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
     places: PlacesByName  # in arrays over pairs
@@ -193,7 +195,8 @@ def block_of(pairs: Pairs, queries: Tile, keys: Tile, dropout_rate: float = 0.0)
     own = pairs._cut(lambda axes: places if axes == OVER_PAIRS else in_problems)
     indices = _indices(own, queries, keys)
     kept = None if own.query_words is None else _kept(own.query_words, keys, dropout_rate)
-    return Block(_unmasked(own, queries, keys, indices), own.bias, kept, indices, own.score_mod, places)
+    shows = None if own.showing_queries is None else own.showing_queries[..., None]
+    return Block(_unmasked(own, queries, keys, indices), own.bias, kept, shows, indices, own.score_mod, places)
 
 
 def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) -> Array | None:
