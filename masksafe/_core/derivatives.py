@@ -143,18 +143,23 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
     return decorate
 
 
-@jax.custom_jvp
 def nan_in_derivatives(results: Tree) -> Tree:
     """The results, whose NaNs are in their derivatives as well: a tangent or a cotangent is NaN there, if it is not 0.
 
     For results of kernels whose plain form has no NaN. So one that is replaced after the op has no part in a gradient.
     """
-    return results
+    return jax.tree.map(_nan_in_derivatives, results)  # each by itself, so that none is computed for another one
 
 
-@nan_in_derivatives.defjvp
-def _(primals: tuple[Tree], tangents: tuple[Tree]) -> tuple[Tree, Tree]:
-    return *primals, *jax.tree.map(lambda x, t: jnp.where(jnp.isnan(x), nan_unless_zero(t), t), primals, tangents)
+@jax.custom_jvp
+def _nan_in_derivatives(x: Array) -> Array:
+    return x
+
+
+@_nan_in_derivatives.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (d_x,) = primals, tangents
+    return x, jnp.where(jnp.isnan(x), nan_unless_zero(d_x), d_x)
 
 
 def computed_once(cotangent: Array) -> Array:
