@@ -195,6 +195,9 @@ def dot_product_attention(
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
         columns; one in a cotangent does so to the gradients of the keys and values that its query sees.
+      * So does a finite element beyond sqrt(m) / (2 sqrt(width)), with the largest number m of float32 (float64 for
+        float64) and the width of its row: beyond 1.15e18 for a width of 64. A query is looked at as it is and times the
+        scale. Products of two rows within the limit are finite.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.
       * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).

@@ -17,11 +17,11 @@ from jax.sharding import PartitionSpec
 
 from masksafe._core import platforms
 from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.linear import finite_or_zero, without_sign_of_zero
 from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention import _blocks, _contract, _cudnn, _formula
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import are_good
@@ -74,10 +74,23 @@ def attend(
 
 
 def _scaled(q: Array, scale: Array) -> Array:
-    """The queries times the scale, in the wide dtype."""
+    """The queries times the scale, in the wide dtype; what is bad stays so, whatever the scale."""
     wide = q.astype(wide_dtype(q.dtype))
-    is_finite = jnp.isfinite(wide)  # a NaN in a padded query must not reach the gradient of the scale
-    return jnp.where(is_finite, jnp.where(is_finite, wide, 0) * scale.astype(wide.dtype), wide)
+    is_good = _contract.is_good(wide)  # a NaN in a padded query must not reach the gradient of the scale
+    scaled = _product(jnp.where(is_good, wide, 0), scale.astype(wide.dtype))
+    return jnp.where(is_good, scaled, jnp.where(jnp.isfinite(wide), jnp.inf, wide))
+
+
+@jax.custom_jvp
+def _product(q: Array, scale: Array) -> Array:
+    return q * scale
+
+
+@_product.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    (q, scale), (dq, d_scale) = primals, tangents
+    # A NaN among the tangents of padded queries must not reach the gradient of the scale either, but stays one.
+    return q * scale, finite_or_zero(dq) * scale + 0 * dq + finite_or_zero(q) * d_scale
 
 
 def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
@@ -128,9 +141,9 @@ def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -
     branches: dict[str, Any] = {}
     if by_cudnn is not None:
         kernel = _cudnn.CuDNN.of(plan, x, pairs)
-        branches["cuda"] = functools.partial(_contract.attend, kernel, _in_blocks, plan)
+        branches["cuda"] = functools.partial(_contract.attend, kernel, _plain, plan)
     if (formula := _formula.with_weights_kept(plan, x, pairs)) is not None:
-        branches["cpu"] = functools.partial(_contract.attend, formula, _in_blocks, plan)
+        branches["cpu"] = functools.partial(_contract.attend, formula, _plain, plan)
     if by_cudnn:  # by name
 
         def refused(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
@@ -177,14 +190,16 @@ def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tupl
     return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), None
 
 
-def _in_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d: tuple[Array, Array]) -> Any:
-    """For the plain form without the queries that are bad and have no cotangent; others may have one in a derivative."""
-    x, pairs = args
-    gone = ~_contract.are_wanted(*map(lax.stop_gradient, d)) & ~jnp.isfinite(lax.stop_gradient(results.o[..., :1]))
-    return x, pairs._replace(unneeded=by_key_head(gone[..., 0], x.k.shape[2]))
+def _in_reverse(_: Plan, args: tuple[Operands, Pairs], *__: Any) -> Any:
+    return args
 
 
-_in_blocks = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain)
+def _in_plain_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d: tuple[Array, Array]) -> Any:
+    o, m = lax.stop_gradient((results.o[..., :1], results.m))
+    return _contract.in_plain_reverse(args, d, ~jnp.isfinite(o)[..., 0], (m == -jnp.inf)[..., 0])
+
+
+_in_blocks = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain, _in_plain_reverse)
 
 
 # The passes for the keys that a device holds, in the schedule that the platform wants.

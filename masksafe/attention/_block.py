@@ -18,6 +18,10 @@ Every product also contracts over masked pairs, with weight 0, and 0 times NaN i
 0 for what is bad, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN, and
 make NaN what depends on them.
 
+In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
+logits NaN. But a bad logit is 0 there, so that a query without a cotangent has no part in any derivative. What is NaN
+is known from the kernels, whose results and gradients the derivatives are those of.
+
 Arrays are laid out by problem, the work of one key head of one sample: queries and outputs `[B, K, G, T, H]` for the G
 query heads that share a key head, keys and values `[B, K, S, H]`.
 """
@@ -31,12 +35,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.exponentials import shift_of
+from masksafe._core.linear import finite_or_zero, with_finite_cotangent, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import once_if
 from masksafe._core.typing import Array, Arrays
 from masksafe._core.unfolded import any_of
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import modified, modified_where
 from masksafe.attention._pairs import Block
@@ -47,7 +51,16 @@ from masksafe.attention._plan import Plan
 
 def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_keys: bool) -> Partial:
     """The block's part of the outputs `[B, K, G, queries, width of v]`; or these, if it has all keys of its queries."""
-    exps, m, l = exponentials(logits(plan, q, k, block))
+    trace: Any = None
+    if plan.is_plain:
+        trace = trace_of(q) + (trace_of(k) + trace_of(v))[:, :, None, None, :, 0]
+        q, k, v = map(finite_or_zero, (q, k, v))
+    exps, m, l = exponentials(logits(plan, q, k, block, trace))
+    if plan.is_plain and block.shows is not None:
+        # In the tangents of the weights: those of the cotangents would reach masked keys.
+        o = dot_values(drop(plan, block, exps), v)
+        partial = Partial(jnp.where(block.shows, with_finite_cotangent(o), o), m, l)
+        return partial.divided() if has_all_keys else partial
     if not has_all_keys:
         return Partial(dot_values(drop(plan, block, exps), v), m, l)
     if plan.on_accelerator and not plan.is_plain:  # divided before the product, which XLA knows as a softmax
@@ -69,10 +82,25 @@ def nonzero_divisor(l: Array) -> Array:
     return jnp.maximum(l, 0.5)
 
 
-def logits(plan: Plan, q: Array, k: Array, block: Block) -> Array:
-    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key."""
-    mod = block.score_mod
-    return _masked(_adjusted(plan, dot_keys(q, k) * plan.scale, block, block.bias, () if mod is None else mod.captured), block)
+def logits(plan: Plan, q: Array, k: Array, block: Block, trace: Array | None = None) -> Array:
+    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key.
+
+    In the plain form they are 0 there, as at any bad logit, with the tangent of the trace.
+    """
+    captured = () if block.score_mod is None else block.score_mod.captured
+    x = _adjusted(plan, dot_keys(q, k) * plan.scale, block, block.bias, captured)
+    if trace is None:
+        return _masked(x, block)
+    is_good = x < jnp.inf
+    x = jnp.where(is_good if block.is_bad is None else is_good & ~block.is_bad, x, 0)
+    trace = trace.astype(x.dtype)
+    x = x + (trace if block.shows is None else jnp.where(block.shows, trace, 0))
+    return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
+
+
+def trace_of(x: Array) -> Array:
+    """0 `[..., 1]`; its tangent is NaN where one along the last axis is not finite."""
+    return jnp.sum(0 * x, -1, keepdims=True)
 
 
 def _adjusted(plan: Plan, x: Array, block: Block, bias: Array | None, captured: Arrays) -> Array:

@@ -16,6 +16,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.linear import finite_or_zero
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array, DType
 from masksafe._core.unfolded import any_of
@@ -41,17 +42,17 @@ def are_good(x: Array, factor: float = 1.0) -> Array:
     Not by a maximum, in which XLA's library for CPUs loses a NaN. For arrays in the user's layout: of others, XLA would
     have to make a copy for each use.
     """
-    return jnp.all(_is_good(x, factor), -1)
+    return jnp.all(is_good(x, factor), -1)
 
 
-def _is_good(x: Array, factor: float) -> Array:
+def is_good(x: Array, factor: float) -> Array:
     return jnp.abs(x) <= x.dtype.type(largest(x.dtype, x.shape[-1], factor))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def cleaned(x: Array, factor: float = 1.0) -> Array:
     """With 0 for bad elements; its derivative is the identity."""
-    return jnp.where(_is_good(x, factor), x, x.dtype.type(0))
+    return jnp.where(is_good(x, factor), x, x.dtype.type(0))
 
 
 @cleaned.defjvp
@@ -87,13 +88,13 @@ class Config(NamedTuple):
     """The static parameters."""
 
     kernel: Kernel
-    in_blocks: Callable[..., Any]  # with whose derivatives JAX differentiates what it cannot differentiate here
+    plain: Callable[..., Any]  # with whose derivatives JAX differentiates what it cannot differentiate here
     plan: Plan
 
 
-def attend(kernel: Kernel, in_blocks: Callable[..., Any], plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def attend(kernel: Kernel, plain: Callable[..., Any], plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`."""
-    return _attend(Config(kernel, in_blocks, plan), _clean(plan, x), pairs)
+    return _attend(Config(kernel, plain, plan), _clean(plan, x), pairs)
 
 
 def value(kernel: Kernel, plan: Plan, x: Operands, pairs: Pairs) -> Partial:
@@ -177,16 +178,39 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
 
 
 def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    return config.in_blocks(config.plan, x, pairs)
+    return config.plain(config.plan, x, pairs)
 
 
-def _in_reverse(_: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]) -> Any:
+def _in_reverse(_: Config, args: tuple[Operands, Pairs], *__: Any) -> Any:
+    return args
+
+
+def _in_plain_reverse(
+    config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]
+) -> tuple[Any, Any]:
     x, pairs = args
-    gone = residuals[2] & ~are_wanted(*map(lax.stop_gradient, d))[..., 0]
-    return x, pairs._replace(unneeded=by_key_head(gone, x.k.shape[2]))
+    sees_any = _pairs.sees_any(config.plan, pairs, x.q.shape[1], x.k.shape[1])
+    is_empty = jnp.zeros_like(residuals[2]) if sees_any is None else ~by_query_head(sees_any)
+    return in_plain_reverse(args, d, residuals[2], jnp.broadcast_to(is_empty, residuals[2].shape))
 
 
-_attend = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain)
+def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_bad: Array, is_empty: Array) -> Any:
+    """The arguments and the cotangents for the derivatives of the reverse pass, of bad and of empty queries `[B, T, N]`.
+
+    A good query without a cotangent may have one in a derivative; but the derivatives of its logits have no effect.
+    """
+    (x, pairs), (do, dlse) = args, d
+    wanted = are_wanted(*map(lax.stop_gradient, d))
+    used = (~is_empty & (wanted[..., 0] | ~is_bad))[..., None]
+    do, dlse = jnp.where(used, do, 0), jnp.where(used[..., 0], dlse, 0)
+    shows = jnp.where(wanted, jnp.sum(0 * do, -1, keepdims=True), 0)
+    x = x._replace(q=x.q + shows.astype(x.q.dtype))
+    do = jnp.where(wanted, finite_or_zero(do), do)
+    unneeded, showing = (by_key_head(a[..., 0], x.k.shape[2]) for a in (~used, wanted))
+    return (x, pairs._replace(unneeded=unneeded, showing=showing)), (do, dlse)
+
+
+_attend = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain, _in_plain_reverse)
 
 
 _T = TypeVar("_T")

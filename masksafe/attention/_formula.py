@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms
+from masksafe._core.linear import without_sign_of_zero
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.sharding import may_loop
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, take
 from masksafe._core.typing import Array
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
 from masksafe.attention._plan import Operands, Plan, Reach

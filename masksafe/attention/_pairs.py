@@ -49,7 +49,8 @@ class Pairs(NamedTuple):
     words: Array | None = None  # random ones, for dropout
     bad_queries: Array | None = None  # whose unmasked pairs have a NaN as their logit; likewise of the next one
     bad_keys: Array | None = None
-    unneeded: Array | None = None  # queries without a cotangent, whose tiles the reverse pass skips
+    unneeded: Array | None = None  # queries that take no part in the reverse pass; of the plain form, masked ones
+    showing: Array | None = None  # queries in whose logits a bad tangent shows; None stands for all
 
     def at(self, places: dict[str, Tile]) -> "Pairs":
         """With the parts of the arrays at the places."""
@@ -67,7 +68,7 @@ AXES = {
     **dict.fromkeys(("key_index", "key_positions", "key_segments"), "bs"),
     **dict.fromkeys(("query_lengths", "key_lengths", "samples"), "b"),
     **dict.fromkeys(("allowed", "bias"), OVER_PAIRS),
-    **dict.fromkeys(("bad_queries", "unneeded"), "bkgt"),
+    **dict.fromkeys(("bad_queries", "unneeded", "showing"), "bkgt"),
     "bad_keys": "bks",
     "heads": "bkg",
     "words": "bkgtw",
@@ -216,6 +217,7 @@ class Block(NamedTuple):
     bias: Array | None
     is_bad: Array | None
     kept: Array | None  # where dropout keeps a weight; None means everywhere
+    shows: Array | None  # where a bad tangent shows; None means everywhere
     indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
     places: dict[str, Tile]  # in arrays over pairs
@@ -235,7 +237,8 @@ def block_of(plan: Plan, pairs: Pairs, places: dict[str, Tile]) -> Block:
     indices = None if own.samples is None else _indices(own, places)
     mask = unmasked(plan, own, places)
     either = functools.reduce(lambda a, b: b if a is None else a if b is None else a | b, is_bad)
-    return Block(mask, own.bias, either, kept, indices, own.score_mod, places)
+    shows = None if own.showing is None else own.showing[..., None]
+    return Block(mask, own.bias, either, kept, shows, indices, own.score_mod, places)
 
 
 # Tiles with nothing unmasked are skipped. Where numbers are known while tracing, so is the table, an array of NumPy.

@@ -176,13 +176,25 @@ def test_a_low_finite_bias_does_not_mask(both):
 
 
 def test_huge_keys_that_some_queries_see(both):
-    """Their logits exceed what `jax.nn` adds to masked ones, for the queries that do not see them as well."""
+    """Their logits exceed what `jax.nn` adds to masked ones, for the queries that do not see them as well.
+
+    Those beyond the limit, 3.3e18 for a head of width 8, are bad.
+    """
     query, key, _ = inputs_of()
     (cudnn, xla), (clean, _) = (
-        both(causal(T, S), query=np.abs(query), key=replaced(key, (slice(None), 4), x)) for x in (1e30, 0)
+        both(causal(T, S), query=np.abs(query), key=replaced(key, (slice(None), 4), x)) for x in (3e18, 0)
     )
+    assert np.isfinite(wide(cudnn[0])).all()
     assert_close(cudnn[0], xla[0])
     assert_close(cudnn[0][:, :4], clean[0][:, :4])
+
+
+def test_what_is_too_large_for_a_product_is_bad_whatever_it_is_multiplied_by(both):
+    small = dict(zip(INPUTS, (x * x.dtype.type(1e-19) for x in inputs_of()), strict=True))
+    for name, large in itertools.product(INPUTS, (3.2e18, 3.4e18, 1e30)):
+        actual, expected = both(True, **small | {name: replaced(small[name], (0, 2, 1, 3), large)})
+        assert np.isnan(wide(actual[0])).any() == (large > 3.3e18)
+        assert_alike_where_finite(actual, expected)
 
 
 # Nothing is hidden.
@@ -199,7 +211,7 @@ def assert_bad_elements_show_where_they_are_seen(run_both, live):
     """For a function of inputs that returns the results of cuDNN and of the other form."""
     inputs = inputs_of()
     clean = run_both(inputs)[0]
-    for bad, (operand, *index) in itertools.product([np.nan, np.inf, -np.inf], VISIBLE):
+    for bad, (operand, *index) in itertools.product([np.nan, np.inf, -np.inf, 1e30], VISIBLE):
         changed = list(inputs)
         changed[operand] = replaced(inputs[operand], tuple(index), bad)
         actual, expected = run_both(tuple(changed))
@@ -231,10 +243,10 @@ def test_an_infinite_key_or_query_shows_even_if_its_logits_are_minus_infinity():
     query, key, value = inputs_of()
     run = jax.jit(functools.partial(attention, is_causal=True))
     sample, time, head, _ = np.indices(query.shape)
-    for sign in (1, -1):
-        out = run(np.abs(query), replaced(key, (0, 1, 0, 0), sign * np.inf), value)
+    for bad in (np.inf, -np.inf, 1e30, -1e30):
+        out = run(np.abs(query), replaced(key, (0, 1, 0, 0), bad), value)
         np.testing.assert_array_equal(np.isnan(out), (sample == 0) & (time >= 1) & (head < 2))
-        out = run(replaced(query, (1, 2, 3, 0), sign * np.inf), np.abs(key), value)
+        out = run(replaced(query, (1, 2, 3, 0), bad), np.abs(key), value)
         np.testing.assert_array_equal(np.isnan(out), (sample == 1) & (time == 2) & (head == 3))
 
 
@@ -247,6 +259,25 @@ def test_padded_queries_that_the_loss_masks(both):
     d_out = replaced(D_OUT, (1, 4), 0)
     clean, actual = (both(d_out=d_out, query=replaced(inputs_of()[0], (1, 4), x))[0][1] for x in (0, np.nan))
     assert_same_bits(actual, clean)
+
+
+@pytest.mark.forms
+def test_padded_queries_that_the_loss_masks_have_no_second_derivative():
+    query, key, value = inputs_of()
+    real = (np.arange(T) < 4)[:, None, None]
+    fn = lambda *args: jnp.where(real, attention(*args, implementation="cudnn", is_causal=True), 0)  # noqa: E731
+    gradients = jax.grad(functools.partial(loss, fn), (0, 1, 2))
+
+    @jax.jit
+    def derivatives(query):
+        along = jnp.where(real, query, 1), key, value
+        args = query, key, value
+        return jax.jvp(gradients, args, along)[1], jax.vjp(gradients, *args)[1](along)
+
+    clean, found = derivatives(query), derivatives(np.where(real, query, np.asarray(np.nan, query.dtype)))
+    assert all(np.isfinite(wide(x)).all() for x in jax.tree.leaves(found))
+    for (d_q, *others), (clean_d_q, *clean_others) in zip(found, clean, strict=True):
+        assert_close((d_q[:, :4], others), (clean_d_q[:, :4], clean_others))
 
 
 # Derivatives and transformations.
@@ -262,7 +293,7 @@ def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
 
-    def derivatives(implementation, inputs):
+    def derivatives(implementation, inputs, along):
         fn = functools.partial(attention, implementation=implementation, **arguments)
         slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
         with masksafe.forward_mode():
@@ -270,9 +301,10 @@ def test_other_derivatives(name):
         return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
 
     cudnn, xla = (jax.jit(functools.partial(derivatives, name)) for name in ("cudnn", "xla"))
-    clean = cudnn(inputs)
-    assert_close(clean, xla(inputs), 5e-2)
-    assert_same_bits(cudnn(poisoned(inputs, live, np.nan))[1:], clean[1:])
+    clean = cudnn(inputs, along)
+    assert_close(clean, xla(inputs, along), 5e-2)
+    assert_same_bits(cudnn(poisoned(inputs, live, np.nan), along)[1:], clean[1:])
+    assert_same_bits(cudnn(inputs, poisoned(along, live, np.nan))[:2], clean[:2])
     with pytest.raises(TypeError, match="forward_mode"):
         jax.jvp(functools.partial(attention, implementation="cudnn", **arguments), inputs, along)
 
