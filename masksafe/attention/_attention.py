@@ -135,8 +135,7 @@ def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pai
 def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
     bad_queries = by_key_head(~are_good(x.q, plan.scale), x.k.shape[2])
-    bad_keys = jnp.swapaxes(~(are_good(x.k) & are_good(x.v)), 1, 2)
-    pairs = pairs._replace(bad_queries=bad_queries, bad_keys=bad_keys)
+    pairs = pairs._replace(bad_queries=bad_queries, bad_keys=_contract.bad_keys(x.k, x.v))
     in_blocks = functools.partial(_in_blocks, plan)
     branches: dict[str, Any] = {}
     if by_cudnn is not None:
@@ -187,7 +186,7 @@ def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tupl
     bad, unneeded = (by_key_head(a[..., 0], x.k.shape[2]) for a in (wanted & ~is_good, ~wanted))
     pairs = pairs._replace(bad_queries=bad, bad_keys=None, unneeded=unneeded)
     dx = run_reverse(_pass_reverse, plan, x, rows, pairs)
-    return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), None
+    return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), jax.tree.map(lambda _: None, pairs)
 
 
 def _in_reverse(_: Plan, args: tuple[Operands, Pairs], *__: Any) -> Any:

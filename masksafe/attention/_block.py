@@ -19,8 +19,8 @@ Every product also contracts over masked pairs, with weight 0, and 0 times NaN i
 make NaN what depends on them.
 
 In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
-logits NaN. But a bad logit is 0 there, so that a query without a cotangent has no part in any derivative. What is NaN
-is known from the kernels, whose results and gradients the derivatives are those of.
+logits NaN. But the logits themselves are finite there, so that a query without a cotangent has no part in any
+derivative. What is NaN is known from the kernels, whose results and gradients the derivatives are those of.
 
 Arrays are laid out by problem, the work of one key head of one sample: queries and outputs `[B, K, G, T, H]` for the G
 query heads that share a key head, keys and values `[B, K, S, H]`.
@@ -85,14 +85,13 @@ def nonzero_divisor(l: Array) -> Array:
 def logits(plan: Plan, q: Array, k: Array, block: Block, trace: Array | None = None) -> Array:
     """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key.
 
-    In the plain form they are 0 there, as at any bad logit, with the tangent of the trace.
+    In the plain form, which has no NaN of its own, they have the tangent of the trace.
     """
     captured = () if block.score_mod is None else block.score_mod.captured
     x = _adjusted(plan, dot_keys(q, k) * plan.scale, block, block.bias, captured)
     if trace is None:
         return _masked(x, block)
-    is_good = x < jnp.inf
-    x = jnp.where(is_good if block.is_bad is None else is_good & ~block.is_bad, x, 0)
+    x = x if block.bias is None and block.score_mod is None else jnp.where(x < jnp.inf, x, 0)
     trace = trace.astype(x.dtype)
     x = x + (trace if block.shows is None else jnp.where(block.shows, trace, 0))
     return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
@@ -178,7 +177,7 @@ def _weights(plan: Plan, dots: Array, rows: Rows, block: Block) -> tuple[Array, 
     if rows.m is not None and rows.l is not None:
         return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
     exps, _, l = exponentials(x)
-    return exps / nonzero_divisor(l), pull_back_adjustments
+    return _selected(exps / nonzero_divisor(l), block), pull_back_adjustments  # a row with a NaN has no other number
 
 
 def _slopes(rows: Rows, p: Array, dp: Array) -> Array:

@@ -22,7 +22,7 @@ from masksafe._core.typing import Array, DType
 from masksafe._core.unfolded import any_of
 from masksafe.attention import _pairs
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import Pairs, by_key_head, by_query_head
+from masksafe.attention._pairs import Pairs, by_heads, by_key_head, by_query_head
 from masksafe.attention._plan import Operands, Plan
 
 
@@ -45,7 +45,13 @@ def are_good(x: Array, factor: float = 1.0) -> Array:
     return jnp.all(is_good(x, factor), -1)
 
 
-def is_good(x: Array, factor: float) -> Array:
+def bad_keys(k: Array, v: Array) -> Array:
+    """Which keys are bad or have a bad value, `[B, K, S]`."""
+    return jnp.swapaxes(~(are_good(k) & are_good(v)), 1, 2)
+
+
+def is_good(x: Array, factor: float = 1.0) -> Array:
+    """Which elements are good."""
     return jnp.abs(x) <= x.dtype.type(largest(x.dtype, x.shape[-1], factor))
 
 
@@ -111,6 +117,10 @@ def _clean(plan: Plan, x: Operands) -> Operands:
     return x._replace(q=cleaned(x.q, plan.scale), k=cleaned(x.k), v=cleaned(x.v))
 
 
+def _with_bias(x: Operands, pairs: Pairs) -> Pairs:
+    return pairs._replace(bias=by_heads(x.bias, x.k.shape[2]))
+
+
 def _marked(is_bad: Array, sees_any: Any, results: tuple[Array, Array]) -> tuple[Array, Array]:
     """The results: NaN of queries that see something bad, 0 and -inf of those that see nothing."""
     o, lse = results
@@ -123,6 +133,7 @@ def _marked(is_bad: Array, sees_any: Any, results: tuple[Array, Array]) -> tuple
 
 def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Any]:
     kernel, _, plan = config
+    pairs = _with_bias(x, pairs)
     sees_any = _pairs.sees_any(plan, pairs, x.q.shape[1], x.k.shape[1])
 
     @_over_vmap(kernel)
@@ -137,14 +148,14 @@ def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Ar
 
 
 def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    o, m, _ = value(config.kernel, config.plan, x, pairs)
+    o, m, _ = value(config.kernel, config.plan, x, _with_bias(x, pairs))
     return o.astype(x.q.dtype) if config.plan.rounds else o, m[..., 0]
 
 
 def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]) -> Any:
     kernel, _, plan = config
     (x, pairs), (results, saved, sees_bad), (do, dlse) = args, residuals, d
-    sizes = x.q.shape[1], x.k.shape[1]
+    pairs, sizes = _with_bias(x, pairs), (x.q.shape[1], x.k.shape[1])
     sees_any = _pairs.sees_any(plan, pairs, *sizes)
     prepared, pull_back_prepared = jax.vjp(lambda x: kernel.prepare(plan, x, pairs, sees_any), x)
     wanted = are_wanted(do, dlse)[..., 0]
@@ -174,7 +185,7 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
     d_bias = dx.bias
     if x.bias is not None:
         d_bias = _pairs.marked_bias(plan, pairs, *sizes, by_problem, d_bias)
-    return dx._replace(q=dq, k=dk, v=dv, bias=d_bias), None
+    return dx._replace(q=dq, k=dk, v=dv, bias=d_bias), jax.tree.map(lambda _: None, args[1])
 
 
 def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
@@ -189,7 +200,7 @@ def _in_plain_reverse(
     config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]
 ) -> tuple[Any, Any]:
     x, pairs = args
-    sees_any = _pairs.sees_any(config.plan, pairs, x.q.shape[1], x.k.shape[1])
+    sees_any = _pairs.sees_any(config.plan, _with_bias(x, pairs), x.q.shape[1], x.k.shape[1])
     is_empty = jnp.zeros_like(residuals[2]) if sees_any is None else ~by_query_head(sees_any)
     return in_plain_reverse(args, d, residuals[2], jnp.broadcast_to(is_empty, residuals[2].shape))
 

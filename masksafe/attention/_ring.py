@@ -25,6 +25,7 @@ from masksafe._core.tiles import Tile, divide, once_if
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
 from masksafe.attention._block import Rows
+from masksafe.attention._contract import bad_keys
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, add_at, by_heads, cut, unmasked_tiles
 from masksafe.attention._plan import Operands, Plan, Reach, Ring
@@ -64,7 +65,6 @@ class _Moving(NamedTuple):
     v: Array
     positions: Array | None
     segments: Array | None
-    is_bad: Array | None
 
 
 def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x: Operands, pairs: Pairs) -> Partial:
@@ -130,7 +130,7 @@ def _go_round(
 ) -> _State:
     """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
     devices = Devices(ring.axis_name)
-    moving = _Moving(x.k, x.v, *devices.varying((pairs.key_positions, pairs.key_segments, pairs.bad_keys)))
+    moving = _Moving(x.k, x.v, *devices.varying((pairs.key_positions, pairs.key_segments)))
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry
@@ -169,4 +169,5 @@ def _seen_in_step(ring: Ring, step: Any, moving: _Moving, x: Operands, pairs: Pa
     bias = None if x.bias is None else cut(x.bias, "bnts", keys)
     index = (first_key + jnp.arange(num_keys, dtype=jnp.int32))[None]
     own = pairs._replace(key_index=index, key_positions=moving.positions, key_segments=moving.segments)
-    return Operands(x.q, moving.k, moving.v, bias, x.captured), own._replace(allowed=allowed, bad_keys=moving.is_bad)
+    is_bad = None if pairs.bad_keys is None else bad_keys(moving.k, moving.v)
+    return Operands(x.q, moving.k, moving.v, bias, x.captured), own._replace(allowed=allowed, bad_keys=is_bad)

@@ -26,6 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("query_tile", "key_tile", "key_tile_if_nothing_is_skipped", "fewest_queries"), 2),
             **dict.fromkeys(("in_turn_logits_of_one", "in_turn_logits_of_all"), 1),
             "few_queries": 0,
+            "most_weights_kept": 0,
         },
     },
     "elsewhere": {
