@@ -104,6 +104,8 @@ def trace_of(x: Array) -> Array:
 
 def _adjusted(plan: Plan, x: Array, block: Block, bias: Array | None, captured: Arrays) -> Array:
     """The scaled products after the soft cap, with the bias, after `score_mod`."""
+    if plan.is_plain and plan.soft_cap is not None and block.mask is not None:
+        x = jnp.where(block.mask, x, 0)  # a tangent of the product may overflow, and the cap multiplies it by 0
     x = soft_capped(x, plan.soft_cap)
     x = x if bias is None else x + bias.astype(x.dtype)
     if block.score_mod is None or block.indices is None:
