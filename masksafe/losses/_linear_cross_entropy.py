@@ -218,7 +218,7 @@ def linear_softmax_cross_entropy(
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         if of_labels is not None:
-            total = moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
+            total = moments.nonzero_divisor(unfolded.sum_of(selected(of_labels, where)).astype(dtype))
         else:
             number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
             total = jnp.maximum(number, 1).astype(dtype)
