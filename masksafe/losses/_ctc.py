@@ -46,9 +46,9 @@ def ctc_loss(
         elements; a frame without an unmasked class counts as padded.
 
     Returns:
-      The losses `[batch]`, in at least float32, never below 0. A sequence without a real frame has loss 0. Padded or masked frames and
-      labels have no influence and gradients of exactly 0. A real label out of range makes the loss and the gradient of
-      its sequence NaN; one whose class is masked in all frames gives loss +inf.
+      The losses `[batch]`, in at least float32, never below 0. A sequence without a real frame has loss 0. Padded or
+      masked frames and labels have no influence and gradients of exactly 0. A real label out of range makes the loss
+      and the gradient of its sequence NaN; one whose class is masked in all frames gives loss +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
