@@ -160,8 +160,8 @@ class _SegmentMoments(NamedTuple):
 def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
     where, weights = weighting
     counted = where if weights is None else both(where, weights != 0)  # a mean is far from what has no weight in it
-    centre = lax.stop_gradient(_unmasked_element(segments, x, counted))
-    weight = segments.weight(x, weighting)
+    centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
+    centre = centre if weights is None else jnp.where(weight == 0, 0, centre)
     mean_of = lambda d: average(segments.sum(d, where), weight, weighting)  # noqa: E731
     from_centre = selected(widened(x) - segments.spread(centre), where)
     # XLA takes each unfused mean for another one. Of the same it would keep what it brings to the rows, at the size of
@@ -177,7 +177,10 @@ def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMome
 
 
 def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Array:
-    """An unmasked element of each segment, in the wide dtype, and the average of these over devices; 0 of nothing."""
+    """An unmasked element of each segment, in the wide dtype, and the average of these over devices.
+
+    Of nothing it may be anything: no row is there to be compared with it.
+    """
     number = jnp.arange(x.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (x.ndim - 1))
     # Unknown while XLA compiles, which must not compute it: a caller may have made ids and masks constant.
     start = unfolded.unknown(-1, jnp.int32)
@@ -187,12 +190,11 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
         found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
-    found = selected(found, last >= 0)
     if not segments.devices.are_many:
         return found
     has_one = (last >= 0).astype(found.dtype)
     share = has_one / jnp.maximum(segments.devices.sum(has_one), 1)  # before the sum, which might overflow
-    return segments.devices.sum(found * share)
+    return segments.devices.sum(selected(found, last >= 0) * share)
 
 
 def _deviations(segments: Segments, x: Array, where: Array | None, mean: _Mean) -> Array:
