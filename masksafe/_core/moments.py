@@ -130,7 +130,7 @@ class Rows(NamedTuple):
         total = jnp.sum(terms, self.axes, keepdims=True)
         weight, total = self.add_up(total_weight(terms, self.axes, weighting).astype(total.dtype), total)
         weight = jnp.real(weight)
-        return weight, total / self.divisor(terms, weight)
+        return weight, _unless_empty(total / self.divisor(terms, weight), weight, weighting.weights)
 
     def may_be_sampled(self, x: Array, weighting: Weighting) -> bool:
         """Whether a device has whole rows with no mask, and they are so many that one pass less counts."""
@@ -203,7 +203,7 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     # may overflow, and that times 0 is NaN.
     terms = weighted(deviations, where if weights is None else weights)
     sums = rows.sums(terms, _product(terms, deviations))
-    error, square = (total / n for total in sums)
+    error, square = (_unless_empty(total / n, weight, weights) for total in sums)
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)
     nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
@@ -219,9 +219,15 @@ def pull_back(
         d_x = 2 * (d_variance / n) * jnp.conj(deviations)
         return (d_x if d_mean is None else d_x + d_mean / n), None
     d_mean = jnp.zeros_like(d_variance) if d_mean is None else d_mean
+    d_mean, d_variance = (_unless_empty(d, of_rows.weight, weights) for d in (d_mean, d_variance))
     share = weights.astype(deviations.dtype) / n  # 1 where nothing else is left: then nothing is rounded
-    d_x = share * (d_mean + 2 * d_variance * deviations)
+    d_x = share * d_mean + 2 * d_variance * (share * deviations)  # 0 times the share of 0, before it may overflow
     return d_x, (d_mean * deviations + d_variance * (deviations * deviations - of_rows.variance)) / n
+
+
+def _unless_empty(of_rows: Array, weight: Array | None, weights: Array | None) -> Array:
+    """0 for rows whose weights are all 0, with derivatives of 0; a mask is selected for each element."""
+    return of_rows if weights is None or weight is None else jnp.where(weight == 0, 0, of_rows)
 
 
 def _product(x: Array, y: Array) -> Array:

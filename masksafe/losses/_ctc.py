@@ -46,9 +46,9 @@ def ctc_loss(
         elements; a frame without an unmasked class counts as padded.
 
     Returns:
-      The losses `[batch]`, in at least float32. A sequence without a real frame has loss 0. Padded or masked frames and
-      labels have no influence and gradients of exactly 0. A real label out of range makes the loss and the gradient of
-      its sequence NaN; one whose class is masked in all frames gives loss +inf.
+      The losses `[batch]`, in at least float32, never below 0. A sequence without a real frame has loss 0. Padded or
+      masked frames and labels have no influence and gradients of exactly 0. A real label out of range makes the loss
+      and the gradient of its sequence NaN; one whose class is masked in all frames gives loss +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
@@ -172,6 +172,7 @@ def _ctc_loss(
     # The sequence may end in its last label or in a blank.
     last_blank = _merge_into_blank(state.blank, state.label)
     loss = -jnp.take_along_axis(last_blank, jnp.sum(live_labels, 1, keepdims=True), 1)[:, 0]
+    loss += lax.stop_gradient(jnp.maximum(-loss, 0))  # a sum of probabilities that is rounded may exceed 1
     is_valid = is_class(labels, logits.shape[-1])
     loss *= nan_unless(jnp.all(is_valid | ~live_labels, 1), dtype)
     if mask is not None:

@@ -13,6 +13,7 @@ import numpy as np
 
 import masksafe
 from masksafe import losses
+from masksafe._core.zeros import without_sign_of_zero
 
 
 class Op(NamedTuple):
@@ -360,6 +361,7 @@ _with_entropy = functools.partial(losses.log_probs, with_entropy=True)
 _two_zeros = {"nothing": (0.0, 0.0)}
 _keeps = {"kinds": "row", "keeps_row": True}
 _reduces = {"kinds": "row"}
+_NORMS = "layer_norm", "rms_norm", "standardize", "group_norm", "batch_norm"
 
 
 def _group_norm_of_positions(w: Any, x: Any, scale: Any, bias: Any) -> Any:
@@ -372,6 +374,29 @@ def _weighted(op: Callable[..., Any], formula: Callable[..., Any], tier: str = "
         return op(x, axis=axis, where=where, weights=v)
 
     return _by_row(call, formula, (X, WEIGHTS), tier=tier, **others)
+
+
+def _of_weight_0(op: Op, key: str) -> Op:
+    """The op whose mask is a weight of 0. What has derivatives even there is masked apart: see below."""
+    at, name = next(i for i, a in enumerate(op.args) if a is WEIGHTS or a is TOKEN_WEIGHTS), key.split(",")[0]
+
+    def call(w: Any, *args: Any, **axis: int) -> Any:
+        if w is None:
+            return op.call(None, *args, **axis)
+        args = *args[:at], masksafe.mask_where(~w, args[at], 0), *args[at + 1 :]
+        args = tuple(without_sign_of_zero(a) if i in op.floats else a for i, a in enumerate(args))  # of gradients
+        out = op.call(None, *args, **axis)
+        if name in ("sum", "ranking_softmax_loss"):  # a row of no weight
+            return masksafe.mask_where(~w.any(axis.get("axis", -1)), out, 0)
+        return masksafe.mask_where(~w, out, 0) if name in _NORMS else out  # an element of no weight
+
+    if name == "ranking_softmax_loss":  # whose scores have no weights
+        formula = lambda x, t, v, left: of.cross_entropy(x, np.where(left, t * v, 0))  # noqa: E731
+        of_rows = of.by_row(formula, ("row",) * 4)
+        definition = lambda w, *args: of_rows(np.ones_like(w), *args, w)  # noqa: E731
+        op = op._replace(kinds=("whole", "row", "row"), definition=definition)
+    is_default = key in ("segment_mean, weights", "mean, weights", "linear_softmax_cross_entropy, weights")
+    return op._replace(call=call, tier="default" if is_default else "forms")
 
 
 def _sum_and_sign(x: Any, b: Any, axis: int = -1, where: Any = None) -> Any:
@@ -618,6 +643,14 @@ OPS = {
         of.by_row(of.weighted_layer_norm, ("row", "row"), keeps_row=True),
         tier="forms",
     ),
+    "batch_norm, weights": Op(
+        lambda w, x, v: masksafe.batch_norm(x, axis=0, where=w, weights=v)[0],
+        (X, WEIGHTS),
+        ("row", "row"),
+        ELEMENTS,
+        of.by_row(of.weighted_standardize, ("row", "row"), keeps_row=True),
+        tier="forms",
+    ),
     "sum": _by_row(_reduction(masksafe.sum), np.sum, (X,), **_reduces),
     "mean": _by_row(_reduction(masksafe.mean), np.mean, (X,), **_reduces),
     "var": _by_row(_reduction(masksafe.var), np.var, (X,), **_reduces),
@@ -661,9 +694,12 @@ OPS = {
     "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
     "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
     "segment_mean, weights of rows": _of_segments(
-        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=1 + WEIGHTS[:, 0], tier="forms"
+        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
     ),
     "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
+    "segment_var, weights of rows": _of_segments(
+        "segment_var", of.weighted_var, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
+    ),
     "load_balancing_loss": _of_batch(
         lambda w, *args: losses.load_balancing_loss(*args, where=w),
         (P, EXPERTS),
@@ -713,6 +749,7 @@ OPS = {
         has_rows=False,
     ),
 }
+OPS |= {f"{key} of 0": _of_weight_0(op, key) for key, op in OPS.items() if "weights" in key}
 OPS = {key: op._replace(name=key.split(",")[0]) for key, op in OPS.items()}
 
 NO_ROW = {

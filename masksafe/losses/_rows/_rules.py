@@ -154,7 +154,7 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) ->
     scale = 2.0**options.formula.cotangent_exponent
     if not any(w.ndim for w in weights):
         return scale
-    each = [jnp.max(jnp.abs(lax.stop_gradient(w)), initial=0) for w in weights]
+    each = [unfolded.largest_of(jnp.abs(lax.stop_gradient(w))) for w in weights]
     largest = functools.reduce(jnp.maximum, each)
     return scale / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
