@@ -176,10 +176,13 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     centre = lax.stop_gradient(centre)
     n = rows.divisor(wide, weight)
     deviations = wide - centre
+    # In groups XLA for GPUs would write the deviations, which both sums and a norm need, to memory: one has its own.
+    is_shared = rows.groups is None or weighting != (None, None)
+    own = deviations if is_shared else wide - platforms.unfused_elsewhere(centre)
     # A product, since XLA's compilers write a selection that two sums share to memory. By the weight first: a square
     # may overflow, and that times 0 is NaN.
-    terms = weighted(deviations, where if weights is None else weights)
-    sums = rows.sums(terms, _product(terms, deviations))
+    own, terms = (weighted(d, where if weights is None else weights) for d in (own, deviations))
+    sums = rows.sums(own, _product(terms, deviations))
     error, square = (total / n for total in sums)
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)

@@ -169,6 +169,11 @@ def unfused_on_cpu(results: Tree) -> Tree:
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)
 
 
+def unfused_elsewhere(results: Tree) -> Tree:
+    """`unfused` in a program for any other platform."""
+    return on_cpu_or_elsewhere(lambda results: results, unfused, results)
+
+
 def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
     """`there(*args)` if the program is lowered for the platform, `elsewhere(*args)` for any other one."""
     form = choices().form
