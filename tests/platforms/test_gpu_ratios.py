@@ -40,8 +40,8 @@ VALUES_TOO = ((F32, VALUE), (F32, GRADIENT), (BF16, GRADIENT))  # the value is a
 
 # Segments: the bytes of the value and of the value with its gradient in float32, and of the latter in bfloat16. jraph's
 # formulas sum bfloat16 in bfloat16, masksafe in float32, in which it also keeps the results of segment_log_softmax and
-# segment_standardize for the gradient, which needs their digits. Means are in two parts, the second of which is read for every element as well. A
-# GPU finds extrema of integers, and those of floats are converted once more.
+# segment_standardize for the gradient, which needs their digits. Means are in two parts, the second of which is read
+# for every element as well. A GPU finds extrema of integers, and those of floats are converted once more.
 OF_SEGMENTS = {
     "segment_sum": (1.0, 1.0, 1.25),
     "segment_mean": (0.81, 0.83, 0.98),
