@@ -41,7 +41,6 @@ def compute(
         where = _fitting(op, "where", masks.as_mask(op, "where", where), data)
     if weights is not None:
         weights = _fitting(op, "weights", arguments.as_real_array(op, "weights", weights), data)
-    data = masks.promoted_with(data, weights)
     number = _as_number(op, num_segments, ids, where)
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
@@ -121,6 +120,7 @@ def _on_devices(
             where = None
         return formula(*options, here, data, Weighting(where, None))
 
+    data = masks.promoted_with(data, weights)
     args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
     names = PartitionSpec("rows", *columns)

@@ -26,7 +26,7 @@ from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.row_blocks import as_bits, from_bits
 from masksafe._core.sharding import Devices, may_loop, vary_with
 from masksafe._core.tiles import Tile, divide, part, take
-from masksafe._core.typing import Array
+from masksafe._core.typing import Array, Pytree
 from masksafe._core.unfolded import any_of
 from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention import _block
@@ -285,7 +285,8 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
         there = plan._replace(on_accelerator=True)
         return solved(there, _steps_elsewhere(there, queries.q, k, pairs), None, queries, k, v, pairs, sums)
 
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, queries.d_lse.dtype)), adjustments)
+    with jax.numpy_dtype_promotion("standard"):  # a bias may have 16 bits
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, queries.d_lse.dtype)), adjustments)
     args = queries, k, v, adjustments.of(pairs), vary_with(zeros, queries.d_lse)
     d_q, (d_k, d_v), sums = platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, *args)
     return Gradients(d_q, d_k, d_v, sums)
@@ -293,8 +294,7 @@ def _pass_reverse(plan: Plan, queries: Cotangents, inputs: Inputs) -> Gradients:
 
 # Problems, at once or in turn.
 
-_Arrays = Any  # a tuple of arrays by query, or of arrays by key
-_Results = tuple[_Arrays, _Arrays, Any]  # by query, by key, the carry
+_Results = tuple[Pytree, Pytree, Pytree]  # by query, by key, the carry
 
 
 class _Steps(NamedTuple):
@@ -338,10 +338,10 @@ def _largest_divisor(n: int, most: int) -> int:
 
 
 def _solve(
-    kernel: Callable[[_Arrays, _Arrays, Pairs, Any], _Results],
+    kernel: Callable[[Pytree, Pytree, Pairs, Any], _Results],
     steps: _Steps | None,
-    by_query: _Arrays,
-    by_key: _Arrays,
+    by_query: Pytree,
+    by_key: Pytree,
     pairs: Pairs,
     carry: Any = None,
 ) -> _Results:
@@ -359,7 +359,7 @@ def _solve(
     batch, _, num_key_heads, _ = by_key[0].shape
     group = by_query[0].shape[2] // num_key_heads
 
-    def solve(problems: Problems, carry: Any) -> tuple[Any, tuple[_Arrays, _Arrays]]:
+    def solve(problems: Problems, carry: Any) -> tuple[Any, tuple[Pytree, Pytree]]:
         sample, head, samples, heads = problems.sample, problems.head, problems.samples, problems.heads
         first_query_head = head if group == 1 else head * group
         query_places = {0: (sample, samples), 2: (first_query_head, heads * group)}

@@ -289,13 +289,13 @@ def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: A
     x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block)
     if queries.largest is None or queries.total is None:
         exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
-        p = jnp.where(mask, exps / nonzero_divisor(total), 0)
+        p = jnp.where(mask, exps / divisor_of_exponentials(total), 0)
     else:
         p = jnp.exp(jnp.where(mask, x - queries.largest, -jnp.inf)) * (1 / queries.total)
     return p, capped, pull_back_adjustments
 
 
-def nonzero_divisor(total: Array) -> Array:
+def divisor_of_exponentials(total: Array) -> Array:
     """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
     return jnp.maximum(total, 0.5)
 

@@ -52,7 +52,7 @@ def _attend_by_softmax(plan: Plan, queries: Queries, keys: Keys, block: Block) -
     """Divided before the product, which XLA knows as a softmax."""
     exps, largest, total = _block.exponentials(_block.logits(plan, queries, keys, block))
     factor = _F16_WEIGHTS if keys.v.dtype == jnp.float16 else 1.0
-    p = _block.drop(plan, block, exps / _block.nonzero_divisor(total))
+    p = _block.drop(plan, block, exps / _block.divisor_of_exponentials(total))
     out = _block.dot_values(p * factor, keys.v) / factor
     return Partial(out, largest, jnp.where(total == 0, 1, total))
 

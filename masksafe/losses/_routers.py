@@ -16,7 +16,7 @@ from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions import MaskedMean
-from masksafe._softmax import logsumexp
+from masksafe._softmax import wide_logsumexp
 from masksafe.losses import _layout
 
 
@@ -229,5 +229,5 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
     if any(logits.shape[a] == 0 for a in axes):  # no experts are none left
         where = jnp.zeros(logits.shape, bool)
-    result = logsumexp(widened(logits), axes, where=where)
+    result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
     return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)
