@@ -6,6 +6,8 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import sum_of
+from masksafe._core.unfolded import any_of, sum_of
 
 
 @overload
@@ -256,6 +258,18 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Arra
 _logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 
+def _plain(forward: Callable[..., tuple[Array, Pytree]], nothing: float) -> Callable[..., Array]:
+    """The output in a form that is finite within: rows with nothing left are computed as rows of zeros."""
+
+    def output(axes: Axes, x: Array, where: Array | None) -> Array:
+        if where is None:
+            return forward(axes, x, None)[0]
+        live = where | ~any_of(where, axes, keepdims=True)
+        return selected(forward(axes, selected(x, where), live)[0], where, nothing)
+
+    return output
+
+
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
     exps = jnp.exp(widened(unmasked) - largest_or_lowest(unmasked, axes))
@@ -270,7 +284,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where).astype(probs.dtype), None
 
 
-_softmax = rule(_softmax_forward, _softmax_reverse)
+_softmax = rule(_softmax_forward, _softmax_reverse, plain=_plain(_softmax_forward, 0))
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
@@ -288,4 +302,4 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_lo
     return computed_once(selected(d_x, where).astype(log_probs.dtype)), None
 
 
-_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse)
+_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse, plain=_plain(_log_softmax_forward, -math.inf))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, unfolded
-from masksafe._core.labels import nan_unless
+from masksafe._core.labels import is_class, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
@@ -179,10 +179,11 @@ def _chosen(number: int, indices: Array) -> Array:
     """How many indices are that of each expert; those out of range are left out."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
+        # A place of their own for those, since an index past the end would alarm checkify.
+        indices = jnp.where(is_class(indices, number), indices, number).astype(jnp.int32)[..., None]
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
-        start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
-        mode = lax.GatherScatterMode.FILL_OR_DROP
-        return devices.sum(lax.scatter_add(start, indices[..., None], ones, dimensions, mode=mode))
+        start, ones = jnp.zeros(number + 1, jnp.int32), jnp.ones_like(indices[..., 0])
+        return devices.sum(lax.scatter_add(start, indices, ones, dimensions)[:number])
 
     names = tuple(str(axis) for axis in range(indices.ndim))
     args = (indices,), (PartitionSpec(*names),)
