@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
@@ -11,13 +12,16 @@ from table import OPS
 from tiers import KINDS
 
 import masksafe
+from masksafe import losses
 
 HUGE = np.finfo(np.float32).max
 # The table's labels of these are no distributions, which label checks report.
 FREE_LABELS = "softmax_cross_entropy", "poly_loss_cross_entropy"
+ROWS, LABELS, KERNEL = jnp.array([True, False, True]), jnp.array([2, -1, 0]), jnp.ones((3, 5)).at[:, 4].set(jnp.nan)
 
 
-@each_op(by_default=KINDS)
+# At a masked pair a bias and a `score_mod` are computed as well.
+@each_op(lambda op: op is not OPS["dot_product_attention, options"], by_default=KINDS)
 def test_what_is_masked_is_no_alarm(key):
     op, errors, garbage = OPS[key], checkify.all_checks, ((np.nan, -1), (np.inf, -100), (HUGE, 2**31 - 1))
     if op.name == "dot_product_attention":
@@ -31,6 +35,30 @@ def test_what_is_masked_is_no_alarm(key):
         for value, label in garbage:
             args = filled(key, op.where, lambda a: value if a.dtype.kind == "f" else label)  # noqa: B023
             assert check(op.where, args, cotangents_of(key))[0].get() is None
+
+
+def _of_targets(features):
+    # A masked target, and a token of which all are masked.
+    log_probs = np.log(np.float32([[0.5, np.nan], [np.nan, np.nan], [0.5, 0.25]]))
+    classes, where = np.int32([[0, 9], [9, 9], [1, 3]]), np.isfinite(log_probs)
+    return losses.linear_kl_divergence_with_top_k_targets(features, KERNEL[:, :4], log_probs, classes, where=where)
+
+
+OPTIONS = {
+    "z_loss": lambda x: losses.softmax_cross_entropy_with_integer_labels(x, LABELS, where=ROWS[:, None], z_loss=0.1),
+    "class_mask and label_smoothing": lambda x: losses.linear_softmax_cross_entropy(
+        x, KERNEL, LABELS, where=ROWS, class_mask=jnp.arange(5) < 4, label_smoothing=0.1
+    ),
+    "masked targets": _of_targets,
+}
+
+
+@pytest.mark.parametrize("options", ["z_loss", *(pytest.param(x, marks=pytest.mark.forms) for x in list(OPTIONS)[1:])])
+def test_options_are_no_alarm(options):
+    loss = lambda x: masksafe.mean(OPTIONS[options](x))  # noqa: E731
+    with masksafe.label_checks("checkify"):
+        check = jax.jit(checkify.checkify(jax.value_and_grad(loss), checkify.all_checks))
+        assert check(jnp.where(ROWS[:, None], 1.0, jnp.full((3, 3), jnp.nan)))[0].get() is None
 
 
 @pytest.mark.forms
