@@ -94,7 +94,7 @@ class Divergence(Formula):
         if live is None or not self.of_top_k:
             return super().cleaned(data, live)
         classes = jnp.arange(data.classes.shape[-1], dtype=data.classes.dtype)  # none is repeated
-        harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, None if data.live is None else True)
+        harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, None if data.live is None else jnp.array(True))
         return jax.tree.map(functools.partial(jnp.where, live), data, harmless)
 
     def nothing(self, zero: Array) -> DivergenceSums:
