@@ -18,6 +18,7 @@ from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
+    LabelSums,
     LogitPart,
     is_sound,
     logit_part,
@@ -64,8 +65,11 @@ def _label_forward(
     at_once = devices.are_many or (not formula.has_other_sums and _are_kernels(where, x, longest=longest))
     sums = of_sums(x, labels, where) if at_once else row_blocks.map_row_blocks(of_sums, x, labels, where)
     sums = formula.add_devices(classes, sums)
-    total = selected(sums.total, live, 1)  # the logarithm has no derivative at 0
-    sums = jax.tree.map(lambda x: selected(x, live), sums)._replace(total=total)
+    largest, total, *others = sums
+    if not config.looks_up:  # else the rule selects what it makes of the lowest number, in as few passes as it can
+        largest = selected(largest, live)
+    # The logarithm has no derivative at 0.
+    sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
     outputs = formula.outputs(sums, labels, classes.number)
     outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
     return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
