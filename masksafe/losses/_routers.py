@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, unfolded
-from masksafe._core.labels import is_class, nan_unless
+from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
@@ -179,11 +179,13 @@ def _chosen(number: int, indices: Array) -> Array:
     """How many indices are that of each expert; those out of range are left out."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
-        # A place of their own for those, since an index past the end would alarm checkify.
-        indices = jnp.where(is_class(indices, number), indices, number).astype(jnp.int32)[..., None]
+        if switches.uses_plain_rules():  # an index out of range would alarm checkify
+            found = at_label(indices, number)
+            return devices.sum(unfolded.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
-        start, ones = jnp.zeros(number + 1, jnp.int32), jnp.ones_like(indices[..., 0])
-        return devices.sum(lax.scatter_add(start, indices, ones, dimensions)[:number])
+        start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
+        mode = lax.GatherScatterMode.FILL_OR_DROP
+        return devices.sum(lax.scatter_add(start, indices[..., None], ones, dimensions, mode=mode))
 
     names = tuple(str(axis) for axis in range(indices.ndim))
     args = (indices,), (PartitionSpec(*names),)
