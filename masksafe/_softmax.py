@@ -7,6 +7,8 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import sum_of
+from masksafe._core.unfolded import any_of, sum_of
 
 
 @overload
@@ -258,6 +260,18 @@ def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Arra
 wide_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
 
 
+def _plain(forward: Callable[..., tuple[Array, Pytree]], nothing: float) -> Callable[..., Array]:
+    """The output in a form that is finite within: rows with nothing left are computed as rows of zeros."""
+
+    def output(axes: Axes, x: Array, where: Array | None) -> Array:
+        if where is None:
+            return forward(axes, x, None)[0]
+        live = where | ~any_of(where, axes, keepdims=True)
+        return selected(forward(axes, selected(x, where), live)[0], where, nothing)
+
+    return output
+
+
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
     unmasked = selected(x, where, -jnp.inf)
     exps = jnp.exp(widened(unmasked) - largest_or_lowest(unmasked, axes))
@@ -272,7 +286,7 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where).astype(probs.dtype), None
 
 
-_softmax = rule(_softmax_forward, _softmax_reverse)
+_softmax = rule(_softmax_forward, _softmax_reverse, plain=_plain(_softmax_forward, 0))
 
 
 def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
@@ -294,4 +308,4 @@ def _log_softmax_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_log_probs:
     return computed_once(selected(d_x, where).astype(kept.dtype)), None
 
 
-_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse)
+_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse, plain=_plain(_log_softmax_forward, -math.inf))

@@ -111,14 +111,18 @@ def _on_devices(
     """The formula, of all devices if explicit axes of a mesh split the data."""
 
     def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
-        here = dataclasses.replace(segments, ids=ids, devices=devices)
-        if weights is not None:
-            return formula(*options, here, data, masks.weighting_of(data, here.live(data, where), weights))
-        if where is not None and not here.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
+        here, elements = dataclasses.replace(segments, ids=ids, devices=devices), tuple(range(1, data.ndim))
+        if switches.uses_plain_rules():  # with neither ids nor data that would alarm checkify
+            where = here.live(data, where)
+            here = dataclasses.replace(here, ids=jnp.clip(ids, 0, here.number - 1))
+            data = masks.selected(data, where)
+        elif where is not None and weights is None and not here.are_sorted and masks.masks_rows(where, elements):
             # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
-            here = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number))
-            where = None
-        return formula(*options, here, data, Weighting(where, None))
+            here, where = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number)), None
+        weighting = Weighting(where, None)
+        if weights is not None:
+            weighting = masks.weighting_of(data, here.live(data, where), weights)
+        return formula(*options, here, data, weighting)
 
     data = masks.promoted_with(data, weights)
     args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)

@@ -186,7 +186,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     start = unfolded.unknown(-1, jnp.int32)
     last = segments.combined(lax.scatter_max, jnp.where(segments.live(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
-        found = widened(dataclasses.replace(segments, ids=last.reshape(-1)).spread(x))
+        found = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).spread(x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
         found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
