@@ -6,6 +6,9 @@ jitted, so that masked values stay hidden even from jax_debug_nans.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from typing import Literal, overload
 
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from masksafe._core.precision import widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import are_whole
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree, jitted
-from masksafe._core.unfolded import sum_of
+from masksafe._core.unfolded import any_of, sum_of
 
 
 @overload
@@ -203,7 +206,7 @@ def _reduce_exps(
     """The logsumexp, with its sign if asked for, over `axes`, which are kept if asked for."""
     axes, keepdims, return_sign = config
     if b is None and not jnp.iscomplexobj(a):
-        result = _logsumexp(axes, a, where)
+        result = wide_logsumexp(axes, a, where).astype(a.dtype)
         sign = jnp.where(jnp.isnan(result), result, (result > -jnp.inf).astype(result.dtype))
     else:
         result, sign = _signed_logsumexp(axes, return_sign, a, b, where)
@@ -243,17 +246,30 @@ def _logsumexp_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array
     sums = Exponentials.of(selected(x, where, -jnp.inf), axes)
     if are_whole((x, where)):
         sums = platforms.unfused_on_cpu(sums)
-    return sums.logarithm.astype(x.dtype), (x, where, *sums)
+    return sums.logarithm, (x, where, *sums)
 
 
 def _logsumexp_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_result: Array) -> tuple[Array, None]:
     x, where, largest, total = residuals
     exps = jnp.exp(widened(selected(x, where, -jnp.inf)) - largest)
-    d_x = exps * (d_result.astype(total.dtype) / jnp.where(total == 0, 1, total))
+    d_x = exps * (d_result / jnp.where(total == 0, 1, total))
     return selected(d_x, where).astype(x.dtype), None
 
 
-_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
+# Over axes that are kept, in the wide dtype.
+wide_logsumexp = rule(_logsumexp_forward, _logsumexp_reverse)
+
+
+def _plain(forward: Callable[..., tuple[Array, Pytree]], nothing: float) -> Callable[..., Array]:
+    """The output in a form that is finite within: rows with nothing left are computed as rows of zeros."""
+
+    def output(axes: Axes, x: Array, where: Array | None) -> Array:
+        if where is None:
+            return forward(axes, x, None)[0]
+        live = where | ~any_of(where, axes, keepdims=True)
+        return selected(forward(axes, selected(x, where), live)[0], where, nothing)
+
+    return output
 
 
 def _softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
@@ -270,22 +286,26 @@ def _softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_probs:
     return selected(d_x, where).astype(probs.dtype), None
 
 
-_softmax = rule(_softmax_forward, _softmax_reverse)
+_softmax = rule(_softmax_forward, _softmax_reverse, plain=_plain(_softmax_forward, 0))
 
 
-def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Array, Array | None]]:
+def _log_softmax_forward(axes: Axes, x: Array, where: Array | None) -> tuple[Array, tuple[Pytree, ...]]:
     unmasked = selected(x, where, -jnp.inf)
-    z = widened(unmasked) - largest_or_lowest(unmasked, axes)
+    largest = largest_or_lowest(unmasked, axes)
+    z = widened(unmasked) - largest
     log_total = jnp.log(jnp.sum(jnp.exp(z), axes, keepdims=True))
     log_probs = selected(z - log_total, where, -jnp.inf).astype(x.dtype)
-    return log_probs, (log_probs, where)
+    if log_probs.dtype == z.dtype:
+        return log_probs, (log_probs, where, ())
+    return log_probs, (x, where, (largest, log_total))  # the exponentials of rounded logarithms would lose digits
 
 
-def _log_softmax_reverse(axes: Axes, residuals: tuple[Array, Array | None], d_log_probs: Array) -> tuple[Array, None]:
-    log_probs, where = residuals
+def _log_softmax_reverse(axes: Axes, residuals: tuple[Pytree, ...], d_log_probs: Array) -> tuple[Array, None]:
+    kept, where, shifts = residuals
+    log_probs = functools.reduce(jnp.subtract, shifts, widened(selected(kept, where, -jnp.inf)))
     d = selected(widened(d_log_probs), where)
-    d_x = d - jnp.exp(widened(log_probs)) * sum_of(d, axes, keepdims=True)
-    return computed_once(selected(d_x, where).astype(log_probs.dtype)), None
+    d_x = d - jnp.exp(log_probs) * sum_of(d, axes, keepdims=True)
+    return computed_once(selected(d_x, where).astype(kept.dtype)), None
 
 
-_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse)
+_log_softmax = rule(_log_softmax_forward, _log_softmax_reverse, plain=_plain(_log_softmax_forward, -math.inf))

@@ -46,6 +46,7 @@ OPTIMISED = (
     "tests/segments/test_segment_programs.py",
 )
 NOT_OPTIMISED = (
+    "tests/contract/test_alarms.py",
     "tests/contract/test_autodiff.py::test_reverse_over_reverse",
     "tests/contract/test_export.py",
     "tests/contract/test_one_answer.py",

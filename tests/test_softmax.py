@@ -112,6 +112,25 @@ def test_the_error_is_at_most_twice_that_of_jax(offset, scale):
         assert np.abs(a - e).max() <= max(2 * np.abs(b - e).max(), few_ulp)
 
 
+@pytest.mark.parametrize("dtype", ["float16", forms("bfloat16")])
+def test_gradients_in_16_bits_are_rounded_once(dtype):
+    rng = np.random.default_rng(0)
+    x, d_out = (rng.normal(0, 3, (4, 1000)).astype(jnp.dtype(dtype)) for _ in range(2))
+
+    @jax.jit
+    def gradients(x, d_out):
+        of_rows = jax.vjp(masksafe.log_softmax, x)[1](d_out), jax.vjp(logsumexp, x)[1](d_out[:, 0])
+        ids = np.zeros(1000, np.int32)
+        return *of_rows, jax.vjp(lambda x: masksafe.segment_log_softmax(x.T, ids, 1).T, x)[1](d_out)
+
+    p = reference("softmax", x)[0]
+    of_log = np.float64(d_out) - p * np.float64(d_out).sum(-1, keepdims=True)
+    for (d_x,), expected in zip(gradients(x, d_out), (of_log, p * np.float64(d_out[:, :1]), of_log), strict=True):
+        finfo = jnp.finfo(dtype)
+        smallest = float(finfo.smallest_subnormal)
+        np.testing.assert_allclose(np.float64(d_x), expected, rtol=0.51 * float(finfo.eps), atol=max(1e-6, smallest))
+
+
 def test_infinities_beside_masked_elements():
     x = np.float32([[-np.inf, -np.inf, 3], [np.inf, 1, 3], [1, 1, 3]])
     results = jax.device_get(values_and_gradients()(x, np.array([True, True, False])))

@@ -7,9 +7,9 @@ r"""Mean and variance of the unmasked elements of rows.
   \mu = c + r, \qquad
   \sigma^2 = \frac{1}{W} \sum_i w_i (x_i - c)^2 - r^2
 
-The mean deviation :math:`r` is the rounding error of the average :math:`c`, or its distance from a number near it, with
-which a GPU needs one pass less. With it, equal elements have their value as mean and a variance of 0. All of these are
-sums: they add up over the devices along which a row extends, and over the channels of a group.
+The mean deviation :math:`r` is the rounding error of the average :math:`c`. With it, equal elements have their value as
+mean and a variance of 0. All of these are sums: they add up over the devices along which a row extends, and over the
+channels of a group.
 
 .. math::
   \bar x_i = \frac{w_i}{W} \left( \bar\mu + 2 (x_i - \mu) \, \bar\sigma^2 \right), \qquad
@@ -18,7 +18,6 @@ sums: they add up over the devices along which a row extends, and over the chann
 where a bar is a cotangent.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -130,25 +129,7 @@ class Rows(NamedTuple):
         total = jnp.sum(terms, self.axes, keepdims=True)
         weight, total = self.add_up(total_weight(terms, self.axes, weighting).astype(total.dtype), total)
         weight = jnp.real(weight)
-        return weight, total / self.divisor(terms, weight)
-
-    def may_be_sampled(self, x: Array, weighting: Weighting) -> bool:
-        """Whether a device has whole rows with no mask, and they are so many that one pass less counts."""
-        is_large = not sharding.has_symbolic_size(x) and x.size >= platforms.choices().fewest_elements_of_few_passes
-        is_own = not self.devices.are_many and not sharding.is_on_automatic_mesh(x)
-        is_whole = all(jax.typeof(x).sharding.spec[a] is None for a in self.axes)
-        return is_large and is_own and is_whole and weighting == (None, None) and bool(self.axes)
-
-    def near_average(self, x: Array) -> Array:
-        """A number close to the average of each row, from a 64th of it; that of equal elements is their value exactly.
-
-        From there the sums of deviations and of their squares are one pass over the elements.
-        """
-        axis = max(self.axes, key=lambda a: x.shape[a])
-        sample = lax.slice_in_dim(x, 0, -(-x.shape[axis] // 64), axis=axis)
-        first = functools.reduce(lambda x, axis: lax.slice_in_dim(x, 0, 1, axis=axis), self.axes, sample)
-        near = first + jnp.mean(sample - first, self.axes, keepdims=True)
-        return near if self.groups is None else self.groups.sum(near) / self.groups.size(x)
+        return weight, _unless_empty(total / self.divisor(terms, weight), weight, weighting.weights)
 
     def divisor(self, x: Array, weight: Array | None) -> Array | float:
         """The weight; infinity where nothing is left, so that quotients and their derivatives are 0."""
@@ -166,7 +147,7 @@ class Moments(NamedTuple):
     """The moments of each row, in the wide dtype; the reduced axes stay, with size 1."""
 
     weight: Array | None  # None where it is the number of all elements
-    centre: Array | None  # the mean but for its rounding error, or a number near it; None where the mean is taken for 0
+    centre: Array | None  # the mean but for its rounding error; None where the mean is taken for 0
     error: Array | None  # the mean less the centre; None where that is exact
     variance: Array
 
@@ -191,19 +172,18 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     if about_zero:
         weight, square = rows.average(terms * wide, weighting)
         return Moments(weight, None, None, square)
-    if rows.may_be_sampled(x, weighting):
-        average = lambda x: rows.average(x, weighting)[1]  # noqa: E731
-        weight, centre = None, platforms.on_cpu_or_elsewhere(average, rows.near_average, wide)
-    else:
-        weight, centre = rows.average(terms, weighting)
+    weight, centre = rows.average(terms, weighting)
     centre = lax.stop_gradient(centre)
     n = rows.divisor(wide, weight)
     deviations = wide - centre
+    # In groups XLA for GPUs would write the deviations, which both sums and a norm need, to memory: one has its own.
+    is_shared = rows.groups is None or weighting != (None, None)
+    own = deviations if is_shared else wide - platforms.unfused_elsewhere(centre)
     # A product, since XLA's compilers write a selection that two sums share to memory. By the weight first: a square
     # may overflow, and that times 0 is NaN.
-    terms = weighted(deviations, where if weights is None else weights)
-    sums = rows.sums(terms, _product(terms, deviations))
-    error, square = (total / n for total in sums)
+    own, terms = (weighted(d, where if weights is None else weights) for d in (own, deviations))
+    sums = rows.sums(own, _product(terms, deviations))
+    error, square = (_unless_empty(total / n, weight, weights) for total in sums)
     rounding = 8 * float(jnp.finfo(wide.dtype).eps)  # of sums of equal elements
     variance = square - (1 + rounding) * _product(error, error)
     nothing = 0 * jnp.real(error)  # NaN for a NaN, which XLA's maximum may lose on a CPU
@@ -219,9 +199,15 @@ def pull_back(
         d_x = 2 * (d_variance / n) * jnp.conj(deviations)
         return (d_x if d_mean is None else d_x + d_mean / n), None
     d_mean = jnp.zeros_like(d_variance) if d_mean is None else d_mean
+    d_mean, d_variance = (_unless_empty(d, of_rows.weight, weights) for d in (d_mean, d_variance))
     share = weights.astype(deviations.dtype) / n  # 1 where nothing else is left: then nothing is rounded
-    d_x = share * (d_mean + 2 * d_variance * deviations)
+    d_x = share * d_mean + 2 * d_variance * (share * deviations)  # 0 times the share of 0, before it may overflow
     return d_x, (d_mean * deviations + d_variance * (deviations * deviations - of_rows.variance)) / n
+
+
+def _unless_empty(of_rows: Array, weight: Array | None, weights: Array | None) -> Array:
+    """0 for rows whose weights are all 0, with derivatives of 0; a mask is selected for each element."""
+    return of_rows if weights is None or weight is None else jnp.where(weight == 0, 0, of_rows)
 
 
 def _product(x: Array, y: Array) -> Array:

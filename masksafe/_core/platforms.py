@@ -126,9 +126,6 @@ class Choices(NamedTuple):
     longest_row_of_kernels: int = 2**15
     fewest_elements_of_kernels: int = 2**12  # the library leaves smaller arrays alone
 
-    # Elsewhere than on a CPU the rows of an array with fewer elements are not sampled for a number near their mean.
-    fewest_elements_of_few_passes: int = 2**16
-
     # Of all pairs of a batch: the logits of a block of rows, 16 MiB of float32 on a CPU, where blocks of a quarter of
     # that take a tenth longer; elsewhere 128 MiB.
     pair_block_elements: int = 2**22
@@ -173,6 +170,11 @@ def unfused(results: Tree) -> Tree:
 def unfused_on_cpu(results: Tree) -> Tree:
     """`unfused` in a program for a CPU."""
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)
+
+
+def unfused_elsewhere(results: Tree) -> Tree:
+    """`unfused` in a program for any other platform."""
+    return on_cpu_or_elsewhere(lambda results: results, unfused, results)
 
 
 def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:

@@ -213,7 +213,7 @@ class Devices(NamedTuple):
 
     def from_before(self, tree: Tree, places: int = 1) -> Tree:
         """The arrays that the device so many places before this one has, in a ring of all."""
-        if places % self.size == 0:
+        if self.size == 0 or places % self.size == 0:
             return tree
         # `lax.ppermute` wants the names in the mesh's order; the others are of `jax.vmap`.
         of_mesh = [name for name in jax.sharding.get_abstract_mesh().axis_names if name in self._names]
@@ -234,6 +234,11 @@ class Devices(NamedTuple):
         """The names of axes of the mesh; the others are of `jax.vmap`."""
         manual = jax.sharding.get_abstract_mesh().manual_axes
         return tuple(name for name in self._names if name in manual)
+
+    @property
+    def are_samples(self) -> bool:
+        """Whether an axis is one of `jax.vmap`: around that, JAX runs a hand-written reverse rule without its name."""
+        return len(self._of_mesh) < len(self._names)
 
     def varying(self, tree: Tree) -> Tree:
         """The arrays, made to vary over the devices: their cotangents are each device's own, not yet summed."""

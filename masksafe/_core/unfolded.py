@@ -44,6 +44,11 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
     return total(x)
 
 
+def largest_of(x: Array) -> Array:
+    """`jnp.max` of numbers of 0 or more; 0 of none."""
+    return _reduce(lax.max, unknown(0, x.dtype), x, None, False)
+
+
 def unknown(x: ArrayLike, dtype: DType | None = None) -> Array:
     """An array of which XLA knows nothing while it folds constants; a small one, since it is stored."""
     return lax.optimization_barrier(jnp.asarray(x, dtype))

@@ -288,7 +288,8 @@ def _cut(name: str, x: Pytree, axis: int | None, number: int) -> Array | None:
         expected = f"an axis {axis} that {number} microbatches divide"
         raise ValueError(message(_OP, name, f"shape {x.shape}", expected, _hint_of_keys([x])))
     # Every part takes elements from the whole axis, so that none lies on a few devices only.
-    return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
+    with jax.debug_nans(False):  # eagerly what is masked shows here
+        return jnp.moveaxis(jnp.reshape(x, (*before, size // number, number, *after)), axis + 1, 0)
 
 
 def _hint_of_keys(arrays: Iterable[Pytree]) -> str:
@@ -339,7 +340,7 @@ def _summed_over_parts(fn: Callable[..., Pytree], params: Pytree, parts: _Parts)
         return _SumsOfMean(sums.mean + added.mean, *gradients), aux
 
     numbered = parts.cut, None if switches.label_check_mode() == "off" else jnp.arange(parts.number)
-    shapes, _ = jax.eval_shape(of_numbered_part, *jax.tree.map(lambda x: x[0], numbered))
+    shapes, _ = jax.eval_shape(lambda numbered: of_numbered_part(*jax.tree.map(lambda x: x[0], numbered)), numbered)
     sums, aux = lax.scan(step, sharding.zeros_of_types(shapes, (params, parts.cut)), numbered, length=parts.number)
     added_up = functools.partial(jax.tree.map, lambda x: jnp.sum(x, 0, dtype=x.dtype))
     return sums, _map_aux(added_up, lambda x: x, aux)

@@ -41,7 +41,6 @@ def compute(
         where = _fitting(op, "where", masks.as_mask(op, "where", where), data)
     if weights is not None:
         weights = _fitting(op, "weights", arguments.as_real_array(op, "weights", weights), data)
-    data = masks.promoted_with(data, weights)
     number = _as_number(op, num_segments, ids, where)
     _check_ids(op, ids, where, number)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
@@ -112,15 +111,20 @@ def _on_devices(
     """The formula, of all devices if explicit axes of a mesh split the data."""
 
     def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
-        here = dataclasses.replace(segments, ids=ids, devices=devices)
-        if weights is not None:
-            return formula(*options, here, data, masks.weighting_of(data, here.live(data, where), weights))
-        if where is not None and not here.are_sorted and masks.masks_rows(where, tuple(range(1, where.ndim))):
+        here, elements = dataclasses.replace(segments, ids=ids, devices=devices), tuple(range(1, data.ndim))
+        if switches.uses_plain_rules():  # with neither ids nor data that would alarm checkify
+            where = here.live(data, where)
+            here = dataclasses.replace(here, ids=jnp.clip(ids, 0, here.number - 1))
+            data = masks.selected(data, where)
+        elif where is not None and weights is None and not here.are_sorted and masks.masks_rows(where, elements):
             # Out of range, a row needs no selection of its elements. But sorted ids have to stay as they are.
-            here = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number))
-            where = None
-        return formula(*options, here, data, Weighting(where, None))
+            here, where = dataclasses.replace(here, ids=jnp.where(where.reshape(-1), ids, here.number)), None
+        weighting = Weighting(where, None)
+        if weights is not None:
+            weighting = masks.weighting_of(data, here.live(data, where), weights)
+        return formula(*options, here, data, weighting)
 
+    data = masks.promoted_with(data, weights)
     args = data, segments.ids, _at_rank(where, data), _at_rank(weights, data)
     columns = [str(axis) for axis in range(1, data.ndim)]
     names = PartitionSpec("rows", *columns)

@@ -17,7 +17,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms, unfolded
 from masksafe._core.arguments import as_epsilon, as_promoted_float_array, as_real_array
-from masksafe._core.masks import Weighting, selected
+from masksafe._core.masks import Weighting, both, selected
+from masksafe._core.moments import weighted
 from masksafe._core.precision import float_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
@@ -157,14 +158,18 @@ class _SegmentMoments(NamedTuple):
 
 
 def _moments(segments: Segments, x: Array, weighting: Weighting) -> _SegmentMoments:
-    centre = lax.stop_gradient(_unmasked_element(segments, x, weighting.where))
-    weight = segments.weight(x, weighting)
-    mean_of = lambda d: average(segments.weighted_sum(d, weighting), weight, weighting)  # noqa: E731
-    from_centre = selected(widened(x) - segments.spread(centre), weighting.where)
+    where, weights = weighting
+    counted = where if weights is None else both(where, weights != 0)  # a mean is far from what has no weight in it
+    centre, weight = lax.stop_gradient(_unmasked_element(segments, x, counted)), segments.weight(x, weighting)
+    centre = centre if weights is None else jnp.where(weight == 0, 0, centre)
+    mean_of = lambda d: average(segments.sum(d, where), weight, weighting)  # noqa: E731
+    from_centre = selected(widened(x) - segments.spread(centre), where)
     # XLA takes each unfused mean for another one. Of the same it would keep what it brings to the rows, at the size of
     # the data, for the next deviations.
-    mean = platforms.unfused(_Mean(centre, mean_of(from_centre)))
-    variance = mean_of(jnp.square(_deviations(segments, x, weighting.where, mean)))
+    mean = platforms.unfused(_Mean(centre, mean_of(weighted(from_centre, weights))))
+    deviations = _deviations(segments, x, where, mean)
+    # By the weight first: a square may overflow, and that times 0 is NaN.
+    variance = mean_of(weighted(deviations, weights) * deviations)
     # That of equal elements is the rounding error of the remainder; one rounding step of an element is far more.
     rounding = jnp.square(4 * jnp.finfo(variance.dtype).eps * mean.remainder)
     variance = jnp.where((variance <= rounding) & (variance < jnp.inf), 0, variance)  # both may overflow
@@ -181,7 +186,7 @@ def _unmasked_element(segments: Segments, x: Array, where: Array | None) -> Arra
     start = unfolded.unknown(-1, jnp.int32)
     last = segments.combined(lax.scatter_max, jnp.where(segments.live(x, where), number, -1), start)
     if all(n == 1 for n in last.shape[1:]):
-        found = widened(dataclasses.replace(segments, ids=last.reshape(-1)).spread(x))
+        found = widened(dataclasses.replace(segments, ids=jnp.maximum(last, 0).reshape(-1)).spread(x))
     else:
         last = jnp.broadcast_to(last, (segments.number, *x.shape[1:]))
         found = widened(jnp.take_along_axis(x, jnp.maximum(last, 0), 0))
@@ -211,11 +216,12 @@ def _derivative_of_variance(primals: Pytree, tangents: Pytree) -> tuple[Array, A
     deviations = selected(_deviations(segments, x, weighting.where, mean), segments.live(x, weighting.where))
     tangent = jnp.zeros_like(variance)
     if not isinstance(d_x, SymbolicZero):
-        tangent += average(segments.weighted_sum(2 * deviations * widened(d_x), weighting), weight, weighting)
+        moved = 2 * weighted(deviations, weighting.weights) * widened(d_x)
+        tangent += average(segments.sum(moved, weighting.where), weight, weighting)
     if not isinstance(d_weights, SymbolicZero | None):
-        excess = deviations * deviations - segments.spread(variance)
-        moved = segments.sum(d_weights.astype(excess.dtype) * excess, weighting.where)
-        tangent += average(moved, weight, weighting)
+        d_weights = d_weights.astype(deviations.dtype)
+        moved = d_weights * deviations * deviations - d_weights * segments.spread(variance)
+        tangent += average(segments.sum(moved, weighting.where), weight, weighting)
     return variance.astype(float_dtype(x.dtype)), tangent.astype(float_dtype(x.dtype))
 
 

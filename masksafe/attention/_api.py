@@ -170,8 +170,8 @@ def dot_product_attention(
         query with the first key; S - T aligns the last with the last, as decoding needs.
       logit_soft_cap: the c of cap(x) = c tanh(x / c), applied before the bias; None means no cap.
       dropout_rate: probability that a weight becomes 0; the others are divided by 1 - rate.
-      dropout_key: the random key for dropout. The weights that become 0 depend on the key and the indices of the pair
-        alone, not on masks, shapes or devices.
+      dropout_key: the random key. The weights that become 0 depend on it and the indices of the pair alone, which in a
+        `jax.shard_map` over the batch repeat: pass `jax.random.fold_in(key, jax.lax.axis_index(name))` there.
       sinks: floats `[N]`, for each query head the logit of one more key without a value. The output is multiplied by
         sigmoid(logsumexp - sink); the logsumexp stays that of the keys. Sinks get gradients.
       query_positions: integers `[B, T]`, which causal masks and windows compare with those of keys; by default the

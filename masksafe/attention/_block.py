@@ -64,7 +64,7 @@ def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_ke
     if not has_all_keys:
         return Partial(dot_values(drop(plan, block, exps), v), m, l)
     if plan.on_accelerator and not plan.is_plain:  # divided before the product, which XLA knows as a softmax
-        o = dot_values(drop(plan, block, exps / nonzero_divisor(l)), v)
+        o = dot_values(drop(plan, block, exps / divisor_of_exponentials(l)), v)
         return Partial(o, m, jnp.where(l == 0, 1, l))
     # Divided after the product: the derivative at a masked value may overflow, but is in no sum over the row.
     return Partial(dot_values(drop(plan, block, exps), v), m, l).divided()
@@ -77,7 +77,7 @@ def exponentials(x: Array) -> tuple[Array, Array, Array]:
     return exps, m, jnp.sum(exps, -1, keepdims=True)
 
 
-def nonzero_divisor(l: Array) -> Array:
+def divisor_of_exponentials(l: Array) -> Array:
     """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
     return jnp.maximum(l, 0.5)
 
@@ -179,7 +179,7 @@ def _weights(plan: Plan, dots: Array, rows: Rows, block: Block) -> tuple[Array, 
     if rows.m is not None and rows.l is not None:
         return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
     exps, _, l = exponentials(x)
-    return _selected(exps / nonzero_divisor(l), block), pull_back_adjustments  # a row with a NaN has no other number
+    return _selected(exps / divisor_of_exponentials(l), block), pull_back_adjustments  # a row with a NaN has no other number
 
 
 def _slopes(rows: Rows, p: Array, dp: Array) -> Array:

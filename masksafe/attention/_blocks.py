@@ -288,6 +288,9 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
 
         return of_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, of_keys, state)
 
-    zeros = lambda a: jnp.zeros_like(a, jnp.promote_types(a.dtype, wide))  # noqa: E731
+    def zeros(a: Array) -> Array:
+        with jax.numpy_dtype_promotion("standard"):  # a bias may have 16 bits
+            return jnp.zeros_like(a, jnp.promote_types(a.dtype, wide))
+
     sums, (dq, dk, dv) = _by_problem(schedule, x, solve, jax.tree.map(zeros, (pairs.bias, x.captured)))
     return Operands(queries_by_user(dq), keys_by_problem(dk), keys_by_problem(dv), *sums)

@@ -14,7 +14,7 @@ from masksafe._core import arguments, masks, own_shard_map, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
-from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives
+from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives, value_over_negatives
 from masksafe.losses._rows import _reading
 
 
@@ -212,7 +212,8 @@ def _of_rows(config: OfNegatives, devices: sharding.Devices, *arrays: Pytree) ->
     first = devices.first(number)
     keys = ids if ids is not None else jnp.arange(number, dtype=jnp.int32) + (0 if first is None else first)
     config = config._replace(devices=devices)
-    sums = over_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
+    of_negatives = value_over_negatives if devices.are_samples else over_negatives
+    sums = of_negatives(config, Scaling(scale, bias), Side(x, keys, where), Side(y, keys, where))
     of_pair = scale * jnp.sum(precision.widened(x) * precision.widened(y), 1)  # a row and its partner
     of_pair = of_pair if bias is None else of_pair + bias
     of_pair = masks.selected(of_pair, where)  # a bad scale times 0 is NaN, which has a gradient of NaN

@@ -14,6 +14,7 @@ from masksafe._core.masks import either, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, jitted
 from masksafe._softmax import log_softmax
+from masksafe.losses._labelled import elements_at
 from masksafe.losses._layout import as_mask_of_elements_or_rows, wide_selected
 
 
@@ -46,9 +47,9 @@ def ctc_loss(
         elements; a frame without an unmasked class counts as padded.
 
     Returns:
-      The losses `[batch]`, in at least float32. A sequence without a real frame has loss 0. Padded or masked frames and
-      labels have no influence and gradients of exactly 0. A real label out of range makes the loss and the gradient of
-      its sequence NaN; one whose class is masked in all frames gives loss +inf.
+      The losses `[batch]`, in at least float32, never below 0. A sequence without a real frame has loss 0. Padded or
+      masked frames and labels have no influence and gradients of exactly 0. A real label out of range makes the loss
+      and the gradient of its sequence NaN; one whose class is masked in all frames gives loss +inf.
 
     Raises:
       TypeError: if `logits` are not floats, `labels` not integers or `where` not boolean.
@@ -171,7 +172,8 @@ def _ctc_loss(
 
     # The sequence may end in its last label or in a blank.
     last_blank = _merge_into_blank(state.blank, state.label)
-    loss = -jnp.take_along_axis(last_blank, jnp.sum(live_labels, 1, keepdims=True), 1)[:, 0]
+    loss = -elements_at(last_blank, jnp.sum(live_labels, 1, keepdims=True))[:, 0]
+    loss += lax.stop_gradient(jnp.maximum(-loss, 0))  # a sum of probabilities that is rounded may exceed 1
     is_valid = is_class(labels, logits.shape[-1])
     loss *= nan_unless(jnp.all(is_valid | ~live_labels, 1), dtype)
     if mask is not None:
@@ -203,7 +205,7 @@ def _scan_frames(
         new = _State(jnp.where(is_live, blank, state.blank), jnp.where(is_live, label, state.label))
         return new, new
 
-    for_labels = jnp.take_along_axis(log_probs, jnp.broadcast_to(labels, (log_probs.shape[0], batch, length)), -1)
+    for_labels = elements_at(log_probs, jnp.broadcast_to(labels, (log_probs.shape[0], batch, length)))
     # Frames that are not live are not used, but their -inf would make derivatives NaN.
     for_labels, for_blank = (selected(x, frames[..., None]) for x in (for_labels, log_probs[..., blank_id, None]))
     nothing = jnp.zeros_like(log_probs[:1, :, :1]).sum(0) + log_epsilon

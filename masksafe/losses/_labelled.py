@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, label_checks, sharding
-from masksafe._core.labels import class_index, is_soft
+from masksafe._core import arguments, label_checks, sharding, switches
+from masksafe._core.labels import at_label, is_soft
 from masksafe._core.masks import masks_rows, selected
 from masksafe._core.typing import Array, ArrayLike, Axes, Axis, Pytree
 from masksafe.losses import _layout
@@ -59,14 +59,17 @@ def read_integer_labels(
 def element_at(x: Array, where: Array | None, label: Array) -> Array:
     """x[..., label], -inf at a masked class, for labels `[..., 1]`; of any class for one that is none."""
     index = jnp.maximum(jnp.minimum(label, x.shape[-1] - 1), 0).astype(jnp.int32)
+    if switches.uses_plain_rules():  # for the sum in place of a look-up
+        x = selected(x, where)
     # The mask is looked up as well, not applied before: a look-up in a masked copy would need the whole of it.
-    live = where if where is None or where.shape[-1] == 1 else _picked(where, index)
-    return selected(_picked(x, index), live, -jnp.inf)
+    live = where if where is None or where.shape[-1] == 1 else elements_at(where, index)
+    return selected(elements_at(x, index), live, -jnp.inf)
 
 
-def _picked(x: Array, index: Array) -> Array:
-    if x.shape[-1] == 0 or sharding.is_sharded(x) or sharding.is_sharded(index):  # JAX refuses to index along these
-        shape = jnp.broadcast_shapes(x.shape, (*index.shape[:-1], 1))
-        picked = jnp.where(class_index(shape) == index, x, jnp.zeros((), x.dtype))
-        return jnp.any(picked, -1, keepdims=True) if x.dtype == bool else jnp.sum(picked, -1, keepdims=True)
+def elements_at(x: Array, index: Array) -> Array:
+    """The elements `[..., k]` of rows `[..., V]` at indices in range."""
+    # JAX refuses to index arrays that are split, and checkify fails at the derivative of a look-up.
+    if x.shape[-1] == 0 or sharding.is_sharded(x) or sharding.is_sharded(index) or switches.uses_plain_rules():
+        picked = jnp.where(at_label(index, x.shape[-1]), x[..., None, :], jnp.zeros((), x.dtype))
+        return jnp.any(picked, -1) if x.dtype == bool else jnp.sum(picked, -1)
     return jnp.take_along_axis(x, index, -1, mode="promise_in_bounds")

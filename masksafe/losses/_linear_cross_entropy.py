@@ -125,6 +125,7 @@ def linear_softmax_cross_entropy(
       axis_name: inside `jax.shard_map`, the mesh axis over which the classes of `kernel` and `bias` are split. Labels
         count the classes of all devices. Gradients are correct with `check_vma=True`, the default.
       class_weights: :math:`w`, non-negative floats `[V]`, split like the classes; None means 1. They have no gradient.
+        A weight of 0 makes the cost of a label 0, even if that is NaN; it masks neither the token nor its predictions.
       weights: :math:`v`, non-negative numbers that broadcast to `[...]`; None means 1. They have gradients. A token of
         weight 0 takes no part, even if it holds a NaN, and its weight has a gradient of 0.
       with_components: whether to return the z-loss apart.
@@ -138,8 +139,8 @@ def linear_softmax_cross_entropy(
       nothing is left. Masked tokens have gradients of 0 and no influence.
 
       With `with_predictions` the class of the largest logit of every token follows, and :math:`\lambda`, both `[...]`.
-      The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked or NaN.
-      :math:`\lambda` is 0 at masked tokens, and has gradients.
+      The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked, has a
+      token weight of 0, or is NaN. :math:`\lambda` is 0 at the first two, and has gradients.
 
       * A label out of range makes the loss NaN, and with it the gradients to which the token contributes; not the
         z-loss, which does not depend on it. So does an unmasked weight that is negative.
@@ -196,10 +197,13 @@ def linear_softmax_cross_entropy(
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     # What an output is multiplied by, for each token or for all.
     factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
-    if all(factor.ndim for factor in factors):  # a token all of whose factors are 0 does not count
-        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in factors])
-        inputs = inputs._replace(live=both(where, has_factor))
     with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
+    # does not mask them.
+    of_live = factors if not with_predictions else () if of_tokens is None else (of_tokens.astype(dtype),)
+    if of_live and all(factor.ndim for factor in of_live):
+        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in of_live])
+        inputs = inputs._replace(live=both(where, has_factor))
     formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)
     bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
@@ -218,7 +222,7 @@ def linear_softmax_cross_entropy(
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
         if of_labels is not None:
-            total = moments.nonzero_divisor(jnp.sum(selected(of_labels, where)).astype(dtype))
+            total = moments.nonzero_divisor(unfolded.sum_of(selected(of_labels, where)).astype(dtype))
         else:
             number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
             total = jnp.maximum(number, 1).astype(dtype)
@@ -264,8 +268,8 @@ def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weig
     bias = inputs.layers[0].bias
     if bias is None:
         return class_weights
-    is_left = bias != -jnp.inf
     devices, dtype = sharding.Devices(axis_name), inputs.sum_dtype
+    is_left = bias.astype(dtype) != -jnp.inf  # as in the logits, whose dtype may be narrower
     number = jnp.maximum(devices.sum(unfolded.number_of(is_left)), 1).astype(dtype)
     part = bias.size * devices.size / number
     return jnp.where(is_left, part if class_weights is None else class_weights.astype(dtype) * part, 0)

@@ -361,12 +361,17 @@ def _is_sound(scores: Array, labels: Array, mask: Array | None) -> Array:
 
 def _less_label_score(highest: Array, scores: Array, labels: Array, mask: Array | None, is_sound: Array) -> Array:
     """The `highest` less the label's score: +inf if that is -inf or masked, and 0 for a fully masked row."""
+    live = None if mask is None else unfolded.any_of(mask, -1, keepdims=True)
     score = precision.widened(element_at(scores, mask, labels))
     is_ruled_out = score == -jnp.inf
     # Infinity is added as a constant, which leaves the derivatives to the other scores.
-    losses = highest - jnp.where(is_ruled_out, 0, score) + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
+    losses = (
+        selected(highest, live)
+        - jnp.where(is_ruled_out, 0, score)
+        + jnp.where(is_ruled_out, jnp.inf, 0).astype(score.dtype)
+    )
     losses *= nan_unless(is_sound, score.dtype)
-    return selected(losses, None if mask is None else unfolded.any_of(mask, -1, keepdims=True))
+    return selected(losses, live)
 
 
 def _sparsemax_losses(scores: Array, labels: Array, mask: Array | None) -> Array:
@@ -393,7 +398,7 @@ def _regularized_max(x: Array, descending: Array, live: Array | None) -> Array:
     # The threshold, computed again from the classes above it without a sort, for the sake of its derivatives.
     support = ~(x < least)  # includes a NaN, which must not be hidden
     support = support if live is None else support & live
-    number, x = _sum(support).astype(x.dtype), jnp.where(support, x, 0)
+    number, x = jnp.maximum(_sum(support), 1).astype(x.dtype), jnp.where(support, x, 0)
     threshold = (_sum(x) - 1) / number
     return 0.5 * (_sum(jnp.square(x)) - number * jnp.square(threshold) + 1)
 

@@ -161,7 +161,7 @@ def _go_round(
         of_columns, of_rows = visit(y, of_columns, of_rows)
         return (*devices.from_before((y,)), devices.from_before(of_columns), of_rows), None
 
-    (y, *sums), _ = lax.scan(step, (y, *sums), length=devices.size - 1)
+    (y, *sums), _ = lax.scan(step, (y, *sums), length=max(0, devices.size - 1))
     of_columns, of_rows = visit(y, *sums)
     return devices.from_before(of_columns), of_rows
 
@@ -190,12 +190,13 @@ def _sums(config: OfNegatives, size: int | None, scaling: Scaling, x: Side, y: S
     return PairSums(of_rows.logarithm, of_columns.logarithm if config.of_columns else None)
 
 
-def _value(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
+def value_over_negatives(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> PairSums:
+    """The value of `over_negatives`, by JAX's own rules."""
     return with_block_size(functools.partial(_sums, config), config.block_size, y.keys.shape[0], scaling, x, y)
 
 
 def _forward(config: OfNegatives, scaling: Scaling, x: Side, y: Side) -> tuple[PairSums, Pytree]:
-    sums = _value(config, scaling, x, y)
+    sums = value_over_negatives(config, scaling, x, y)
     return sums, (scaling, x, y, sums)
 
 
@@ -236,4 +237,4 @@ def _reverse(config: OfNegatives, residuals: Pytree, d_sums: PairSums) -> tuple[
 
 
 # The reductions of the logits of each row of `x` with its negatives in `y`, and of each row of `y`.
-over_negatives = rule(_forward, _reverse, _value)
+over_negatives = rule(_forward, _reverse, value_over_negatives)

@@ -6,13 +6,16 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from masksafe._core import precision
 from masksafe._core.arguments import as_float_array, as_real_array, broadcast_shapes
-from masksafe._core.masks import as_mask_of
+from masksafe._core.labels import is_soft
+from masksafe._core.masks import as_mask_of, selected, weighting_of
+from masksafe._core.moments import weighted
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._reductions import mean
 from masksafe.losses._labelled import Labelled
-from masksafe.losses._layout import find_live_rows, wide_selected
+from masksafe.losses._layout import broadcast_widened, find_live_rows
 from masksafe.losses._rows._dense import target_loss_of_rows
 
 
@@ -36,7 +39,9 @@ def ranking_softmax_loss(
       labels: relevances that broadcast with `logits`; they need not sum to 1.
       where: booleans that broadcast to the common shape of both; False masks an item. A mask of
         lower rank is aligned with the last axes, as in NumPy: to mask rows write `where[..., None]`.
-      weights: the weights of the items, which broadcast with `labels`; None means 1.
+      weights: the weights of the relevances, non-negative numbers that broadcast with `labels`; None means 1. A
+        relevance of weight 0 takes no part, even if it is NaN, but the score of its item does. A negative weight is
+        NaN.
       reduce_fn: `jnp.mean`, `jnp.sum` or another function of the losses and of a keyword `where`, which is False for
         fully masked lists, or None if there is no mask. A `reduce_fn` of None returns one loss per list. With
         `functools.partial(masksafe.mean, axis_name="data")` it is the mean over all devices.
@@ -69,10 +74,13 @@ def ranking_softmax_loss(
     mask = as_mask_of(op, where, shape, "logits and labels together")
     dtype = logits.dtype if weights is None else jnp.result_type(logits.dtype, weights)
 
-    targets = wide_selected(jnp.broadcast_to(labels, shape), mask)
+    if not is_soft(labels):
+        labels = labels.astype(precision.wide_dtype(logits.dtype))
+    targets = broadcast_widened(labels, shape)
     if weights is not None:
-        targets *= wide_selected(weights, mask)
-    inputs = Labelled(wide_selected(jnp.broadcast_to(logits, shape), mask), targets, mask)
+        weighting = weighting_of(targets, mask, jnp.broadcast_to(weights, shape))
+        targets = weighted(precision.widened(selected(targets, weighting.where)), weighting.weights)
+    inputs = Labelled(broadcast_widened(logits, shape), targets, mask)
     (losses,) = target_loss_of_rows((len(shape) - 1,), inputs, None)
     live_rows = find_live_rows(mask, (len(shape) - 1,))
     live_rows = None if live_rows is None else jnp.broadcast_to(live_rows, losses.shape)

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, unfolded
-from masksafe._core.labels import nan_unless
+from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis, jitted
 from masksafe._reductions import MaskedMean
-from masksafe._softmax import logsumexp
+from masksafe._softmax import wide_logsumexp
 from masksafe.losses import _layout
 
 
@@ -179,6 +179,9 @@ def _chosen(number: int, indices: Array) -> Array:
     """How many indices are that of each expert; those out of range are left out."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
+        if switches.uses_plain_rules():  # an index out of range would alarm checkify
+            found = at_label(indices, number)
+            return devices.sum(unfolded.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
         start, ones = jnp.zeros(number, jnp.int32), jnp.ones_like(indices, jnp.int32)
         mode = lax.GatherScatterMode.FILL_OR_DROP
@@ -229,5 +232,5 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
     if any(logits.shape[a] == 0 for a in axes):  # no experts are none left
         where = jnp.zeros(logits.shape, bool)
-    result = logsumexp(widened(logits), axes, where=where)
+    result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
     return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from masksafe._core import arguments, masks
+from masksafe._core import arguments, masks, precision
 from masksafe._core.typing import Array, Axes
 
 TINIEST = float(jnp.finfo(jnp.float32).tiny)
@@ -36,12 +36,12 @@ def given(
 
 
 def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
-    """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes."""
+    """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes, and epsilon is wide."""
     x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
     weighting = masks.read_weighting(op, x, given.where, given.weights)
     scale = arguments.if_given(along_axes, op, "scale", given.scale, x, axes)
     bias = arguments.if_given(along_axes, op, "bias", given.bias, x, axes)
-    epsilon = None if given.epsilon is None else jnp.reshape(given.epsilon, (1,) * x.ndim)
+    epsilon = None if given.epsilon is None else jnp.full((1,) * x.ndim, given.epsilon, precision.wide_dtype(x.dtype))
     return NormInputs(x, scale, bias, *weighting, epsilon)
 
 

@@ -77,8 +77,6 @@ def group_norm(
     if shape[channels] % num_groups:
         expected = f"a divisor of the {shape[channels]} channels"
         raise ValueError(arguments.message(_OP, "num_groups", f"value {num_groups}", expected))
-    if shape[channels] == 0:  # there is nothing to divide into groups
-        return arrays.x
     positions = tuple(a for a in range(len(shape)) if a not in (0, channels))
     groups = Groups(channels - len(shape), num_groups)
     devices = sharding.Devices(sharding.as_axis_name(_OP, axis_name))

@@ -47,7 +47,8 @@ class Norm(NamedTuple):
         """The reciprocal of what rows are divided by; a constant 0 where that is 0."""
         is_zero = variance == 0
         if self.by == "length":
-            square = jnp.where(is_zero, 1, variance) * self.rows.divisor(inputs.x, of_rows.weight)
+            divisor = self.rows.divisor(inputs.x, of_rows.weight)  # infinite, of nothing
+            square = jnp.where(is_zero, 1, variance) * jnp.where(is_zero, 1, divisor)
             epsilon = self.epsilon or 0.0
             return jnp.where(is_zero | (square < epsilon**2), 1 / epsilon if epsilon else 0, lax.rsqrt(square))
         if self.epsilon is None:
@@ -66,7 +67,7 @@ def normalized(norm: Norm, inputs: NormInputs, of_rows: Moments | None = None) -
     if inputs.scale is not None:  # selected before the product, whose derivative would be 0 * NaN
         y *= selected(inputs.scale.astype(y.dtype), where)
     if inputs.bias is not None:
-        y += inputs.bias.astype(y.dtype)
+        y += selected(inputs.bias.astype(y.dtype), where)
     return selected(selected(y, where), live_rows).astype(inputs.x.dtype), of_rows
 
 
@@ -102,6 +103,8 @@ def _forward(norm: Norm, inputs: NormInputs, of_rows: Moments | None) -> tuple[A
 
 def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> tuple[NormInputs, None]:
     inputs, of_rows = residuals
+    # For GPUs XLA would compute them again in each kernel, and write products with the deviations to memory.
+    of_rows = platforms.unfused_elsewhere(of_rows)
     parameters = inputs.scale, inputs.bias
     leading = norm.rows.leading(d_y.ndim)
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):

@@ -54,7 +54,8 @@ def assert_mask_safe(
         and a mixture of all these; for integers the extremes, -1, -100, 0, random numbers and a mixture. A value that
         an argument's dtype cannot hold is skipped for that argument.
       transforms: any of "eager", "jit", "vmap" (a batch of two copies) and "disable_jit" (operation by operation, with
-        values and gradients only, for one garbage in all arguments at once: the first one).
+        values and gradients only, for one garbage in all arguments at once: the first one). All but the last may
+        pass `argmax(x * mask)` with a boolean mask, since XLA makes a selection of such a product.
       seed: the seed of all random numbers.
       empty: the arguments of a call in which everything is masked. Its outputs and gradients must be finite, and those
         arguments that have masked elements must influence nothing there.

@@ -160,6 +160,20 @@ def test_shard_map(replicated, many_blocks):
         assert_close(gradients[i], total)
 
 
+def test_the_device_in_the_key_draws_another_dropout_on_each():
+    def fn(key, *qkv):
+        return attention(*qkv, dropout_rate=0.5, dropout_key=jax.random.fold_in(key, jax.lax.axis_index("x")))
+
+    qkv, key, mesh, rows = random_inputs(1), jax.random.key(0), jax.make_mesh((4,), ("x",)), PartitionSpec("x")
+    of_devices = jax.device_put([np.repeat(x, 4, 0) for x in qkv], NamedSharding(mesh, rows))
+    split = jax.shard_map(fn, mesh=mesh, in_specs=(PartitionSpec(), *[rows] * 3), out_specs=rows)
+    out = np.asarray(jax.jit(split)(key, *of_devices))
+    assert len(np.unique(out, axis=0)) == 4
+    for i in range(4):
+        alone = attention(*qkv, dropout_rate=0.5, dropout_key=jax.random.fold_in(key, i))
+        assert_close(out[i : i + 1], alone)
+
+
 # Programs.
 
 

@@ -31,7 +31,6 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "elsewhere": {
         "form": "elsewhere",
-        "fewest_elements_of_few_passes": 0,
         "attention": {"row_tile_logits": 21, "skipping_row_tile_logits": 16, "alignment": 2},
         "linear": {"least_logits": 2, "most_logits": 2, "least_tokens_if_masked": 2, "most_tokens_of_one_block": 2},
     },

@@ -13,6 +13,7 @@ import numpy as np
 
 import masksafe
 from masksafe import losses
+from masksafe._core.zeros import without_sign_of_zero
 
 
 class Op(NamedTuple):
@@ -27,7 +28,7 @@ class Op(NamedTuple):
     * "whole": nothing
     """
 
-    call: Callable[..., Any]  # of the mask and the arguments
+    call: Callable[..., Any]  # of the mask and the arguments, and of options by name
     args: tuple[np.ndarray, ...]
     kinds: tuple[str, ...]
     where: np.ndarray
@@ -144,7 +145,8 @@ LINEAR_OPTIONS = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01}
 
 def _elementwise(name: str, formula: Callable[..., Any], *args: np.ndarray, **options: Any) -> Op:
     op = functools.partial(getattr(losses, name), **options)
-    return Op(lambda w, *a: op(*a, where=w), args, ("row",) * len(args), ELEMENTS, of.elementwise(formula))
+    call = lambda w, *a, **changed: op(*a, where=w, **changed)  # noqa: E731
+    return Op(call, args, ("row",) * len(args), ELEMENTS, of.elementwise(formula))
 
 
 def _by_row(
@@ -161,8 +163,8 @@ def _by_row(
     names = tuple(kinds.split(", "))
     has_axis = others.pop("has_axis", True)
 
-    def call(w: Any, *args: Any, **axis: int) -> Any:
-        return op(*args, **axis, where=w)
+    def call(w: Any, *args: Any, **changed: Any) -> Any:
+        return op(*args, where=w, **changed)
 
     definition = of.by_row(formula, names, nothing, keeps_row)
     return Op(call, args, names, where, definition, nothing=nothing, has_axis=has_axis, **others)
@@ -189,7 +191,7 @@ def _of_pairs(
     def call(w: Any, x: Any, y: Any, *others: Any, **changed: Any) -> Any:
         named = {name: number[0] for name, number in zip(("scale", "bias"), others[: len(numbers)], strict=False)}
         some_ids = None if ids is None else others[-1]
-        return getattr(losses, name)(x, y, where=w, ids=some_ids, **named, **{**static_options, **changed})
+        return getattr(losses, name)(x, y, where=w, ids=some_ids, **{**named, **static_options, **changed})
 
     def definition(w: np.ndarray, *args: np.ndarray) -> Any:
         return formula(w, *args[: 2 + len(numbers)], ids=None if ids is None else args[-1], **static)
@@ -209,9 +211,9 @@ def _of_segments(
 ) -> Op:
     options = others.pop("options", {})
 
-    def call(w: Any, x: Any, *more: Any) -> Any:
+    def call(w: Any, x: Any, *more: Any, **changed: Any) -> Any:
         weighted = {} if weights is None else {"weights": more[0]}
-        return getattr(masksafe, name)(x, more[-1], SEGMENTS_OF_ROWS, where=w, **weighted, **options)
+        return getattr(masksafe, name)(x, more[-1], SEGMENTS_OF_ROWS, where=w, **weighted, **{**options, **changed})
 
     kind = "row" if weights is None or weights.ndim > 1 else "of row"
     return Op(
@@ -239,9 +241,9 @@ def _attention_over(
     batch, num_queries, num_keys = where.shape
     shapes = (batch, num_queries, HEADS, 4), (batch, num_keys, key_heads, 4), (batch, num_keys, key_heads, 3)
 
-    def call(w: Any, q: Any, k: Any, v: Any, *more: Any) -> Any:
-        mask = None if w is None else w[:, None]
-        return masksafe.dot_product_attention(q, k, v, mask=mask, return_residual=True, **options(*more))
+    def call(w: Any, q: Any, k: Any, v: Any, *more: Any, **changed: Any) -> Any:
+        named = {"mask": None if w is None else w[:, None], "return_residual": True, **options(*more), **changed}
+        return masksafe.dot_product_attention(q, k, v, **named)
 
     def hidden(where: np.ndarray) -> list[np.ndarray]:
         live = where & allowed
@@ -286,15 +288,15 @@ def _of_batch(call: Callable[..., Any], args: Any, kinds: str, where: np.ndarray
 
 
 def _of_pixels(op: Callable[..., Any], definition: Callable[..., Any], **others: Any) -> Op:
-    def call(w: Any, p: Any, t: Any) -> Any:
-        return op(p, t, where=None if w is None else w[..., None])
+    def call(w: Any, p: Any, t: Any, **changed: Any) -> Any:
+        return op(p, t, where=None if w is None else w[..., None], **changed)
 
     return Op(call, (PIXELS, TRUTH), ("row", "row"), SOME_PIXELS, definition, **others)
 
 
 def _of_frames(op: Callable[..., Any]) -> Op:
-    def call(w: Any, x: Any, y: Any) -> Any:
-        return op(x, ~w, y, jnp.zeros_like(y, bool))
+    def call(w: Any, x: Any, y: Any, **changed: Any) -> Any:
+        return op(x, ~w, y, jnp.zeros_like(y, bool), **changed)
 
     kinds = ("row", "of row")
     return Op(call, (FRAMES, TEXTS), kinds, SOME_FRAMES, of.by_row(of.ctc, kinds), may_be_unmasked=False)
@@ -304,8 +306,12 @@ def _doubled(w: Any, x: Any) -> Any:
     return masksafe.apply_where(w, x, lambda x: 2 * x, fill_value=0.0)
 
 
-def _batch_norm(w: Any, x: Any, scale: Any, bias: Any) -> Any:
-    return masksafe.batch_norm(x, scale, bias, axis=0, where=w)
+def _batch_norm(w: Any, x: Any, scale: Any, bias: Any, **changed: Any) -> Any:
+    return masksafe.batch_norm(x, scale, bias, axis=0, where=w, **changed)
+
+
+def _group_norm(w: Any, x: Any, scale: Any, bias: Any, epsilon: float = 0.5) -> Any:
+    return masksafe.group_norm(x, 2, scale, bias, where=w, epsilon=epsilon)
 
 
 def _poly_with_epsilon(x: Any, t: Any, epsilon: Any, axis: int = -1, where: Any = None) -> Any:
@@ -360,6 +366,7 @@ _with_entropy = functools.partial(losses.log_probs, with_entropy=True)
 _two_zeros = {"nothing": (0.0, 0.0)}
 _keeps = {"kinds": "row", "keeps_row": True}
 _reduces = {"kinds": "row"}
+_NORMS = "layer_norm", "rms_norm", "standardize", "group_norm", "batch_norm"
 
 
 def _group_norm_of_positions(w: Any, x: Any, scale: Any, bias: Any) -> Any:
@@ -372,6 +379,29 @@ def _weighted(op: Callable[..., Any], formula: Callable[..., Any], tier: str = "
         return op(x, axis=axis, where=where, weights=v)
 
     return _by_row(call, formula, (X, WEIGHTS), tier=tier, **others)
+
+
+def _of_weight_0(op: Op, key: str) -> Op:
+    """The op whose mask is a weight of 0. What has derivatives even there is masked apart: see below."""
+    at, name = next(i for i, a in enumerate(op.args) if a is WEIGHTS or a is TOKEN_WEIGHTS), key.split(",")[0]
+
+    def call(w: Any, *args: Any, **axis: int) -> Any:
+        if w is None:
+            return op.call(None, *args, **axis)
+        args = *args[:at], masksafe.mask_where(~w, args[at], 0), *args[at + 1 :]
+        args = tuple(without_sign_of_zero(a) if i in op.floats else a for i, a in enumerate(args))  # of gradients
+        out = op.call(None, *args, **axis)
+        if name in ("sum", "ranking_softmax_loss"):  # a row of no weight
+            return masksafe.mask_where(~w.any(axis.get("axis", -1)), out, 0)
+        return masksafe.mask_where(~w, out, 0) if name in _NORMS else out  # an element of no weight
+
+    if name == "ranking_softmax_loss":  # whose scores have no weights
+        formula = lambda x, t, v, left: of.cross_entropy(x, np.where(left, t * v, 0))  # noqa: E731
+        of_rows = of.by_row(formula, ("row",) * 4)
+        definition = lambda w, *args: of_rows(np.ones_like(w), *args, w)  # noqa: E731
+        op = op._replace(kinds=("whole", "row", "row"), definition=definition)
+    is_default = key in ("segment_mean, weights", "mean, weights", "linear_softmax_cross_entropy, weights")
+    return op._replace(call=call, tier="default" if is_default else "forms")
 
 
 def _sum_and_sign(x: Any, b: Any, axis: int = -1, where: Any = None) -> Any:
@@ -457,7 +487,7 @@ OPS = {
     ),
     "triplet_margin_loss": _by_row(losses.triplet_margin_loss, of.triplet, (X, Y, Z), "row, row, row"),
     "ntxent": _of_batch(
-        lambda w, z: losses.ntxent(z, jnp.arange(z.shape[0]) % 2, where=w),
+        lambda w, z, **changed: losses.ntxent(z, jnp.arange(z.shape[0]) % 2, where=w, **changed),
         (X,),
         "row",
         SOME_ROWS,
@@ -475,7 +505,7 @@ OPS = {
         losses.multiclass_generalized_dice_loss, of.generalized_dice, has_rows=False
     ),
     "ctc_loss": _of_frames(losses.ctc_loss),
-    "ctc_loss_with_forward_probs": _of_frames(lambda *args: losses.ctc_loss_with_forward_probs(*args)[0]),
+    "ctc_loss_with_forward_probs": _of_frames(lambda *a, **named: losses.ctc_loss_with_forward_probs(*a, **named)[0]),
     "linear_softmax_cross_entropy": _of_tokens(
         functools.partial(losses.linear_softmax_cross_entropy, reduction="none", block_size=2),
         of.linear_cross_entropy,
@@ -579,7 +609,7 @@ OPS = {
     ),
     # Two elements have gradients of 0 but for epsilon: of a small one only rounding errors would be left.
     "group_norm": Op(
-        lambda w, x, scale, bias: masksafe.group_norm(x, 2, scale, bias, where=w, epsilon=0.5),
+        _group_norm,
         (X, SCALE, BIAS),
         ("row", "along", "along"),
         COLUMNS,
@@ -616,6 +646,14 @@ OPS = {
         ("row", "row"),
         ELEMENTS,
         of.by_row(of.weighted_layer_norm, ("row", "row"), keeps_row=True),
+        tier="forms",
+    ),
+    "batch_norm, weights": Op(
+        lambda w, x, v: masksafe.batch_norm(x, axis=0, where=w, weights=v)[0],
+        (X, WEIGHTS),
+        ("row", "row"),
+        ELEMENTS,
+        of.by_row(of.weighted_standardize, ("row", "row"), keeps_row=True),
         tier="forms",
     ),
     "sum": _by_row(_reduction(masksafe.sum), np.sum, (X,), **_reduces),
@@ -661,9 +699,12 @@ OPS = {
     "segment_sum, weights": _of_segments("segment_sum", lambda x, v: np.sum(v * x), weights=WEIGHTS, tier="forms"),
     "segment_mean, weights": _of_segments("segment_mean", of.weighted_mean, weights=WEIGHTS),
     "segment_mean, weights of rows": _of_segments(
-        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=1 + WEIGHTS[:, 0], tier="forms"
+        "segment_mean", of.weighted_mean, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
     ),
     "segment_var, weights": _of_segments("segment_var", of.weighted_var, weights=WEIGHTS, tier="forms"),
+    "segment_var, weights of rows": _of_segments(
+        "segment_var", of.weighted_var, where=SOME_ROWS, weights=TOKEN_WEIGHTS, tier="forms"
+    ),
     "load_balancing_loss": _of_batch(
         lambda w, *args: losses.load_balancing_loss(*args, where=w),
         (P, EXPERTS),
@@ -713,6 +754,7 @@ OPS = {
         has_rows=False,
     ),
 }
+OPS |= {f"{key} of 0": _of_weight_0(op, key) for key, op in OPS.items() if "weights" in key}
 OPS = {key: op._replace(name=key.split(",")[0]) for key, op in OPS.items()}
 
 NO_ROW = {

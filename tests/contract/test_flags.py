@@ -1,13 +1,15 @@
 """Every op under flags of JAX: 64 bits beside float32, alarms for NaN. `run` refuses to promote ranks and dtypes."""
 
+import contextlib
 import functools
+import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from program import (
     PLANS,
-    cotangents_of,
     direction,
     distinct_plans,
     each_op,
@@ -17,22 +19,33 @@ from program import (
     value_and_gradients,
 )
 from table import OPS
+from tiers import few_of
 
+import masksafe
 from masksafe._core import platforms
 
 # The dtype of these is at least JAX's default float, as in optax.
 OF_DEFAULT_FLOAT = "multiclass_hinge", "multiclass_perceptron", "multiclass_sparsemax", "ctc_loss"
 
 
+@contextlib.contextmanager
+def strict_flags():
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def beside_64_bits(key, args, dtype, **options):
+    """What a program takes, for floats of a dtype and integers of 64 bits."""
+    op, dtypes = OPS[key], {"f": jnp.dtype(dtype), "i": "int64"}
+    args = tuple(a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in args)
+    outputs = jax.eval_shape(lambda *args: jax.tree.leaves(op.call(op.where, *args, **options)), *args)
+    return op.where, args, tuple(np.sin(np.arange(o.size) + 1).reshape(o.shape).astype(o.dtype) for o in outputs)
+
+
 def traced_beside_64_bits(of, key, dtype, plan):
-    """The types of the results of `of(key)`, a function of what a program takes, for integers of 64 bits."""
-    op, dtypes = OPS[key], {"f": dtype, "i": "int64"}
-    args = tuple(a.astype(dtypes.get(a.dtype.kind, a.dtype)) for a in op.args)
-    flags = jax.enable_x64(True), jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
-    with flags[0], flags[1], flags[2], platforms.chosen(**PLANS[plan]):
-        outputs = jax.eval_shape(lambda *args: jax.tree.leaves(op.call(op.where, *args)), *args)
-        cotangents = tuple(np.ones(out.shape, out.dtype) for out in outputs)
-        return jax.eval_shape(functools.partial(of, key), op.where, args, cotangents)
+    """The types of the results of `of(key)`, a function of what a program takes."""
+    with strict_flags(), platforms.chosen(**PLANS[plan]):
+        return jax.eval_shape(functools.partial(of, key), *beside_64_bits(key, OPS[key].args, dtype))
 
 
 @each_op()
@@ -53,14 +66,76 @@ def test_every_derivative_is_traced_beside_64_bits(key):
     traced_beside_64_bits(every_derivative, key, "float32", distinct_plans(key)[-1])
 
 
-# These lay out arrays in front of their programs, where JAX sees what a mask hides; some variants do so with weights.
-ALARM = "group_norm", "merge_attention"
+# Every option that is a number, unlike its default, and what else it needs.
+EPSILON, SMOOTH, SHARE = {"epsilon": 0.1}, {"smooth": 0.5}, {"temperature": 1.5, "beta": 0.3}
+NUMBERS = {
+    "smooth_labels": {"alpha": 0.2},
+    "huber_loss": {"delta": 0.5},
+    "sigmoid_focal_loss": {"alpha": 0.3, "gamma": 1.5},
+    "softmax_cross_entropy_with_integer_labels": {"label_smoothing": 0.1, "z_loss": 0.01},
+    "log_probs": {"temperature": 0.7},
+    "poly_loss_cross_entropy": EPSILON,
+    "cosine_similarity": EPSILON,
+    "cosine_distance": EPSILON,
+    "triplet_margin_loss": {"norm_degree": 4, "margin": 0.5, "eps": 1e-4},
+    "ntxent": {"temperature": 0.3},
+    "info_nce_loss": {"scale": 3.0},
+    "sigmoid_contrastive_loss": {"scale": 3.0, "bias": -1.0},
+    "binary_dice_loss": SMOOTH,
+    "dice_loss": {"smooth": 0.5, "alpha": 0.3, "beta": 0.6},
+    "multiclass_generalized_dice_loss": SMOOTH,
+    "ctc_loss": {"log_epsilon": -1e4},
+    "ctc_loss_with_forward_probs": {"log_epsilon": -1e4},
+    "linear_softmax_cross_entropy": {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss": 0.01},
+    "linear_log_probs": {"temperature": 0.7, "logit_soft_cap": 3.0},
+    "linear_kl_divergence": {"direction": "jensen_shannon", **SHARE},
+    "linear_kl_divergence_with_top_k_targets": {"direction": "jensen_shannon", **SHARE},
+    "layer_norm": EPSILON,
+    "rms_norm": EPSILON,
+    "standardize": EPSILON,
+    "l2_normalize": EPSILON,
+    "batch_norm": EPSILON,
+    "group_norm": EPSILON,
+    "var": {"correction": 0.5},
+    "var_mean": {"correction": 0.5},
+    "segment_standardize": EPSILON,
+    "dot_product_attention": {
+        **{"scale": 0.5, "logit_soft_cap": 2.0, "causal_offset": 1, "is_causal": True},
+        **{"dropout_rate": 0.3, "dropout_key": np.uint32([0, 1])},
+    },
+}
 
 
-@pytest.mark.forms
-@each_op(lambda op: op is OPS[op.name] and op.name not in ALARM)
-def test_garbage_is_no_alarm_without_jit(key):
-    """JAX searches the outputs of each program: what is kept for a reverse pass may hold no NaN either."""
-    op = OPS[key]
-    with jax.debug_nans(True):
-        value_and_gradients(key, op.where, filled(key, op.where, np.nan, only=0), cotangents_of(key))
+def test_every_number_is_an_option_above():
+    for name in {op.name for op in OPS.values()} - {"convex_kl_divergence"}:
+        fn = getattr(masksafe, name, None) or getattr(masksafe.losses, name)
+        parameters = inspect.signature(fn).parameters.values() if inspect.isfunction(fn) else ()
+        numbers = {p.name for p in parameters if "float" in p.annotation or type(p.default) is float}
+        assert numbers <= set(NUMBERS.get(name, ())), name
+
+
+# By default: what has its number as an array in eager code, and others with options and parameters.
+EAGER = "layer_norm", "rms_norm", "standardize", "batch_norm", "group_norm", "log_probs", "var"
+EAGER += ("softmax_cross_entropy_with_integer_labels",)
+
+# What is laid out anew for a reverse pass shows NaN that a mask hides: channels in groups, parts of attention, queries
+# times a scale.
+ALARM = {key for key, op in OPS.items() if op.name in ("group_norm", "merge_attention")}
+ALARM |= {"dot_product_attention", "dot_product_attention, options"}
+
+
+@pytest.mark.parametrize("dtype", few_of(["float32", "bfloat16"], "float32"))
+@each_op(compiles=True, by_default=EAGER)
+def test_eager_code(key, dtype):
+    """As a compiled program. JAX searches the outputs of each of its own: what is kept for a reverse pass, too."""
+    op, numbers = OPS[key], NUMBERS.get(key, {})
+    of = functools.partial(value_and_gradients, key, **numbers)
+    with strict_flags(), jax.debug_nans(key not in ALARM):
+        given = beside_64_bits(key, filled(key, op.where, np.nan, only=0), dtype, **numbers)
+        actual, expected = of(*given), jax.jit(of)(*given)
+    jax.tree.map(assert_alike, actual, expected)
+
+
+def assert_alike(actual, expected):
+    assert actual.dtype == expected.dtype
+    np.testing.assert_allclose(np.float64(actual), np.float64(expected), rtol=1e-5, atol=1e-6)

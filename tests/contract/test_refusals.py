@@ -30,6 +30,15 @@ def test_a_mask_that_is_not_boolean_or_does_not_broadcast(key):
     refused(key, ValueError, about, np.ones((*op.where.shape[:-1], 7), bool))
 
 
+# Losses of labels refuse that there is no class.
+@each_op(lambda op: op.where.ndim == 2 and op.name not in WITHOUT and not op.name.startswith("multiclass_"))
+def test_a_mask_of_no_elements_that_is_not_boolean(key):
+    op = OPS[key]
+    args = tuple(a[..., :0] if kind in ("row", "along") else a for a, kind in zip(op.args, op.kinds, strict=True))
+    about = f"^{op.name}: {OTHER_NAMES.get(op.name, 'where')}: got dtype"
+    refused(key, TypeError, about, op.where[..., :0].astype(np.float32), args)
+
+
 @each_op(lambda op: op.classes)
 def test_labels_that_are_floats(key):
     op = OPS[key]

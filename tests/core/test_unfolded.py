@@ -50,6 +50,8 @@ def _find(program, consts, arguments, found):
     for equation in program.eqns:
         name, of_arguments = equation.primitive.name, kinds(equation.invars)
         kind = max(of_arguments, default=_ALIKE) if all(of_arguments) else _NOT
+        if name == "dot_general" and not all(x.aval.size for x in equation.invars):  # a product of nothing is 0
+            kind = _ALIKE
         results = [_NOT if name in ("iota", "optimization_barrier") else kind] * len(equation.outvars)
         is_sum = name == "reduce_sum" and kind == _ARRAY  # that of equal elements is a product
         if name in _REDUCTIONS or is_sum:
@@ -74,6 +76,23 @@ def reductions_of_constants(fn, *args):
     return found
 
 
+KERNEL = np.ones((CLASSES, 8), np.float32)
+OF_TOKENS = {"where": SOME_ROWS, "weights": _RNG.random(ROWS), "class_weights": _RNG.random(8)}
+LINEAR = {
+    "linear_softmax_cross_entropy": lambda x, kernel: losses.linear_softmax_cross_entropy(x, kernel, LABELS[:256]),
+    "linear_log_probs": lambda x, kernel: losses.linear_log_probs(x, kernel, LABELS[:256], with_entropy=True)[1],
+    "linear_kl_divergence": lambda x, kernel: losses.linear_kl_divergence(x, kernel, x, kernel),
+    "linear_kl_divergence_with_top_k_targets": lambda x, kernel: losses.linear_kl_divergence_with_top_k_targets(
+        x, kernel, np.zeros((256, 1), np.float32), LABELS[:256, None]
+    ),
+}
+
+
+def _of_width_0(fn, x):
+    """The value and the gradients of a layer of no features, whose products are constants."""
+    return fn(x[:256, :0], x[:0])
+
+
 OPS = {
     "logsumexp": lambda x: masksafe.logsumexp(x, -1, where=MASK),
     "softmax": lambda x: masksafe.softmax(x, where=MASK),
@@ -86,7 +105,12 @@ OPS = {
     "multiclass_hinge_loss": lambda x: losses.multiclass_hinge_loss(x, LABELS, where=MASK),
     "ranking_softmax_loss": lambda x: losses.ranking_softmax_loss(x, SOFT, where=MASK),
     "dice_loss": lambda x: losses.dice_loss(x, SOFT, where=SOME_ROWS[:, None]),
-    "linear": lambda x: losses.linear_softmax_cross_entropy(x, np.ones((CLASSES, 8), "f4"), LABELS, where=SOME_ROWS),
+    "linear": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, where=SOME_ROWS),
+    "linear with weights": lambda x: losses.linear_softmax_cross_entropy(x, KERNEL, LABELS, **OF_TOKENS),
+    "linear of float16": lambda x: losses.linear_softmax_cross_entropy(
+        x.astype("float16"), KERNEL.astype("float16"), LABELS, **OF_TOKENS
+    ),
+    **{f"{name} of width 0": functools.partial(_of_width_0, fn) for name, fn in LINEAR.items()},
     "layer_norm": lambda x: masksafe.layer_norm(x, where=MASK),
     "standardize": lambda x: masksafe.standardize(x, where=MASK),
     "batch_norm": lambda x: masksafe.batch_norm(x, where=MASK)[0],
@@ -103,6 +127,7 @@ OPS = {
 
 
 SHORT = "logsumexp", "integer labels", "layer_norm", "batch_norm", "var", "MaskedMean"
+SHORT += "linear with weights", "linear of float16", "linear_softmax_cross_entropy of width 0"
 
 
 @pytest.mark.parametrize("name", few_of(OPS, *SHORT))

@@ -360,6 +360,19 @@ def test_a_ring_over_an_axis_of_vmap(name):
     np.testing.assert_allclose(losses, np.full(4, expected), rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(4, 4, D), (2, 0, D), (2, 4, 0), (0, 4, D)], ids=str)
+@first_op
+def test_the_gradient_around_a_vmap_over_whose_axis_the_rows_go(name, shape):
+    x, y = (np.resize(a, shape) for a in (X, Y))
+    alone, in_vmap = loss_of(name), loss_of(name, axis_name="v")
+    over_axis = lambda x, y: jax.vmap(in_vmap, (0, 0, None, None), axis_name="v")(x, y, SCALE, BIAS).mean()  # noqa: E731
+    found = jax.jit(jax.grad(over_axis, (0, 1)))(x, y)
+    rows = [a.reshape(shape[0] * shape[1], shape[2]) for a in (x, y)]
+    expected = jax.jit(jax.grad(lambda x, y: alone(x, y, SCALE, BIAS), (0, 1)))(*rows)
+    for a, e in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, e.reshape(shape), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.forms
 @pytest.mark.parametrize("kind", [AxisType.Explicit, forms(AxisType.Auto)], ids=["explicit", "automatic"])
 @pytest.mark.parametrize("split", [forms(P("a")), forms(P(("a", "b"))), forms(P(None, "b")), P("a", "b")], ids=str)

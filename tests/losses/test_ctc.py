@@ -52,6 +52,17 @@ def test_equals_the_sum_over_all_alignments(log_epsilon):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
+def test_a_confident_alignment_never_costs_less_than_nothing():
+    classes = np.repeat([1, 2, 1, 2, 1], 4)
+    peaks = np.float32(20 * (np.arange(3) == classes[:, None])) + RNG.normal(size=(32, 20, 3)).astype(np.float32)
+    labels, padding = np.tile([1, 2, 1, 2, 1], (32, 1)), np.zeros((32, 20), np.float32)
+    fn = lambda x: loss(x, labels, padding, padding[:, :5])  # noqa: E731
+    values, gradient = jax.jit(lambda x: (fn(x), jax.grad(lambda x: fn(x).sum())(x)))(peaks)
+    assert (values >= 0).all()
+    assert (values == 0).any()
+    assert np.abs(gradient).max((1, 2)).all()  # of a loss that is rounded to 0 too
+
+
 def test_labels_behind_the_last_one_are_gone():
     clean = value_and_gradient(LOGITS, LABELS, EVERY_CLASS)
     np.testing.assert_array_equal(clean[1][FRAME_PADDING > 0], 0)

@@ -140,6 +140,15 @@ def test_a_class_of_weight_zero(platform, excluded, label_smoothing):
     assert_trees_close(actual, desired, rtol=1e-9, atol=1e-11)
 
 
+def test_a_bias_that_is_infinite_in_the_dtype_of_the_logits_excludes_its_class_from_the_smoothing(platform):
+    args = np.ones((2, 3), np.float32), np.eye(3, 4, dtype=np.float32), np.zeros(2, int)
+    with jax.enable_x64(True):
+        of = lambda bias: linear_softmax_cross_entropy(*args, bias=bias, label_smoothing=0.1)  # noqa: E731
+        found = jax.jit(lambda biases: jax.lax.map(of, biases))(np.array([[0, -1e300, 0, 0], [0, -np.inf, 0, 0]]))
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 def test_gradients_do_not_flow_to_class_weights():
     loss = lambda w: linear_softmax_cross_entropy(FEATURES, KERNEL, LABELS, class_weights=w, **OPTIONS)  # noqa: E731
     assert not jax.jit(jax.grad(loss))(CLASS_WEIGHTS).any()

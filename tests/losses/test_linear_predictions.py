@@ -74,6 +74,34 @@ def test_what_is_bad_or_excluded(platform):
         jax.tree.map(np.testing.assert_array_equal, dirty, clean)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, *map(forms, [{"z_loss": 0.1}, {"label_smoothing": 0.1}, {"with_components": True}])], ids=str
+)
+def test_a_class_weight_of_0_masks_no_prediction(platform, options):
+    """A NaN shows there, but neither in the loss, to which its token adds nothing, nor in the gradients of that."""
+    rows, labels = np.float32([[3, 1, 0], [0, 2, 5], [1, 1, 0], [np.nan, 0, 0]]), np.array([0, 1, 2, 1])
+    class_weights, is_plain = np.float32([1, 0, 1]), not {"z_loss", "label_smoothing"} & set(options)
+
+    @jax.jit
+    def step(rows, class_weights, kernel):
+        def loss(rows, kernel):
+            of = functools.partial(losses.linear_softmax_cross_entropy, class_weights=class_weights)
+            value, *_, predictions, logsumexps = of(rows, kernel, labels, with_predictions=True, **options)
+            return value, (predictions, logsumexps, of(rows, kernel, labels, **options))
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(rows, kernel)
+
+    kernel = np.eye(3, dtype=np.float32)
+    (value, (*found, without)), gradients = step(rows, class_weights, kernel)
+    (_, expected), _ = step(rows, np.ones(3, np.float32), kernel)
+    assert_trees_close(found, list(expected[:2]), rtol=1e-6)
+    np.testing.assert_array_equal(found[0], [0, 2, 0, -1])
+    np.testing.assert_array_equal(np.isnan(found[1]), np.isnan(rows[:, 0]))
+    np.testing.assert_allclose(value, jax.tree.leaves(without)[0], rtol=1e-6)
+    for x in (value, *gradients) if is_plain else ():
+        assert np.isfinite(x).all()
+
+
 @pytest.mark.parametrize("dtype", ["float32", forms("bfloat16")])
 def test_the_largest_is_found_under_a_soft_cap_in_every_row(dtype):
     """It is compared in another loop than the one that finds it."""

@@ -43,6 +43,26 @@ def test_an_item_that_is_ruled_out_costs_nothing():
     assert np.isfinite(gradient).all()
 
 
+def test_a_relevance_of_weight_0_takes_no_part_and_a_negative_weight_is_nan():
+    labels, weights = LABELS.copy(), np.ones((3, 3), np.float32)
+    labels[0, 2], weights[0, 2], weights[1, 0] = np.nan, 0, -1
+    step = jax.jit(jax.value_and_grad(lambda *args: ranking_softmax_loss(*args[:2], weights=args[2]), (0, 1, 2)))
+    of_first = step(SCORES[:1], labels[:1], weights[:1])
+    expected = step(SCORES[:1], LABELS[:1], np.ones((1, 3), np.float32))
+    np.testing.assert_allclose(of_first[0], expected[0], rtol=1e-6)
+    np.testing.assert_allclose(of_first[1][0], expected[1][0], rtol=1e-6)
+    assert of_first[1][1][0, 2] == of_first[1][2][0, 2] == 0
+    losses = ranking_softmax_loss(SCORES, labels, weights=weights, reduce_fn=None)
+    np.testing.assert_array_equal(np.isnan(losses), [False, True, False])
+
+
+def test_logits_of_16_bits_are_not_widened_as_a_whole():
+    """XLA's CPU compiler would write the wide copies to memory, which takes most of the time."""
+    x = jax.ShapeDtypeStruct((4096, 1024), "bfloat16")
+    program = jax.jit(lambda x, t: ranking_softmax_loss(x, t, reduce_fn=None)).lower(x, x).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 2**23
+
+
 @pytest.mark.forms
 def test_mean_of_lists_over_devices_that_have_unlike_numbers_of_them():
     rng = np.random.default_rng(0)

@@ -118,7 +118,7 @@ PROGRAMS = {
     "one block": {"has_kernel_library": False},
     "blocks": {"row_block_elements": 25, "most_elements_in_one_pass": 50, "has_kernel_library": False},
     "kernel": {"row_block_elements": 1, "most_elements_in_one_pass": 2, "has_kernel_library": True},
-    "sampled": {"form": "elsewhere", "fewest_elements_of_few_passes": 0},
+    "elsewhere": {"form": "elsewhere"},
 }
 
 
@@ -138,9 +138,9 @@ SHORT = [
     ("one block", "layer_norm", (2, 0), "some"),
     ("one block", "rms_norm", (2, 0), "columns"),
     ("blocks", "layer_norm", 1, "rows"),
-    ("sampled", "layer_norm", (2, 1), "some"),
-    ("sampled", "rms_norm", 0, "no"),
-    ("sampled", "standardize", -1, "rows"),
+    ("elsewhere", "layer_norm", (2, 1), "some"),
+    ("elsewhere", "rms_norm", 0, "no"),
+    ("elsewhere", "standardize", -1, "rows"),
     ("kernel", "layer_norm", (2, 1), "rows"),
 ]
 
@@ -155,7 +155,7 @@ def test_value_and_gradients_are_those_of_the_definition(program, op, axis, wher
 
 @in_programs(
     ("dtype", "where"),
-    [("blocks", "bfloat16", "some"), ("sampled", "bfloat16", "rows")],
+    [("blocks", "bfloat16", "some"), ("elsewhere", "bfloat16", "rows")],
     ["bfloat16", "float16"],
     WHERES,
 )
@@ -177,12 +177,14 @@ def float64_layer_norm(x, epsilon=1e-6):
 
 
 OUTLIER = np.where(np.arange(1024) == 0, 1e3, np.random.default_rng(0).normal(size=(4, 1024)))
-INPUTS = [np.random.default_rng(0).normal(size=(4, 1024)) + offset for offset in (1e4, 1e6)] + [OUTLIER, OUTLIER + 1e3]
+OTHER_START = np.where(np.arange(1024) < 16, 0, np.random.default_rng(0).normal(size=(4, 1024)) + 1e4)
+INPUTS = [np.random.default_rng(0).normal(size=(4, 1024)) + offset for offset in (1e4, 1e6)]
+INPUTS += [OUTLIER, OUTLIER + 1e3, OTHER_START]
 
 
 @in_programs(
     ("masked", "axis"),
-    [("one block", False, -1), ("sampled", False, -1), ("sampled", True, -1)],
+    [("one block", False, -1), ("elsewhere", False, -1), ("elsewhere", True, -1)],
     [False, True],
     [-1, 0],
 )
@@ -239,7 +241,7 @@ def test_narrow_floats_stay_what_they_are():
 
 @in_programs(
     ("masked", "axis"),
-    [("one block", False, -1), ("sampled", False, -1), ("sampled", True, -1)],
+    [("one block", False, -1), ("elsewhere", False, -1), ("elsewhere", True, -1)],
     [False, True],
     [-1, 0],
 )
@@ -324,7 +326,7 @@ def test_parameter_that_is_bad_where_one_row_masks_it_harms_only_the_others():
     assert np.isfinite(jax.jit(jax.grad(loss))(x)[0]).all()
 
 
-@pytest.mark.parametrize("program", ["one block", "sampled", *map(forms, ("blocks", "kernel"))], indirect=True)
+@pytest.mark.parametrize("program", ["one block", "elsewhere", *map(forms, ("blocks", "kernel"))], indirect=True)
 def test_bad_row_harms_the_gradient_of_the_scale_only_where_it_is_unmasked(program):
     x, where = X[0].copy(), WHERE[0].copy()
     where[1] = [True, True, False, False, True]
@@ -334,7 +336,7 @@ def test_bad_row_harms_the_gradient_of_the_scale_only_where_it_is_unmasked(progr
     np.testing.assert_array_equal(np.isnan(gradient), where[1])
 
 
-SHORT = [("one block", "layer_norm", True), ("sampled", "layer_norm", True), ("sampled", "rms_norm", False)]
+SHORT = [("one block", "layer_norm", True), ("elsewhere", "layer_norm", True), ("elsewhere", "rms_norm", False)]
 
 
 @in_programs(("op", "masked"), SHORT, NAMES, [True, False])
@@ -368,7 +370,7 @@ def test_arrays_without_elements(op, shape):
 
 @in_programs(
     ("kind", "axis", "of_where"),
-    [("sampled", "Explicit", 0, (2, 1))],
+    [("elsewhere", "Explicit", 0, (2, 1))],
     ["Explicit", "Auto"],
     [-1, 0, 1],
     [(2, 6), (2, 1), (1, 6)],
@@ -385,7 +387,7 @@ def test_sharded_arrays(program, kind, axis, of_where):
     assert_close(actual, reference("layer_norm", x, scale, bias, axis, where), rtol=1e-4, atol=1e-5)
 
 
-@in_programs(("of_where",), [("blocks", (64, 1)), ("sampled", (64, 6))], [(64, 6), (64, 1), (1, 6)])
+@in_programs(("of_where",), [("blocks", (64, 1)), ("elsewhere", (64, 6))], [(64, 6), (64, 1), (1, 6)])
 def test_inside_shard_map(program, of_where):
     rng = np.random.default_rng(0)
     x, where = rng.normal(size=(64, 6)).astype(np.float32), rng.random(of_where) < 0.7

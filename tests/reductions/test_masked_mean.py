@@ -187,6 +187,15 @@ def test_gradient_of_micro_batches_is_that_of_the_whole(microbatches):
     chex.assert_trees_all_close(fn(PARAMS, FEATURES, LABELS), of_the_whole(), rtol=1e-5, atol=1e-6)
 
 
+def test_eagerly_what_is_masked_is_no_alarm():
+    def loss(p, x, where):
+        return MaskedMean.of(losses.squared_error(x, jnp.full_like(x, p), where=where), where)
+
+    with jax.debug_nans(True):
+        results = value_and_grad_of_mean(loss, microbatches=2)(3.0, np.float32([2, np.nan]), np.array([True, False]))
+    assert results == (1, 2)
+
+
 def test_nothing_left_anywhere_is_0():
     value, gradients = IN_PARTS(PARAMS, np.full_like(FEATURES, np.nan), np.full_like(LABELS, -100))
     jax.tree.map(lambda a: np.testing.assert_array_equal(a, 0), (value, gradients))

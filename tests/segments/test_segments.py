@@ -217,6 +217,16 @@ def test_weights(name):
     assert not np.isnan(np.delete(op(x, weights=weights), IDS[0], 0)).any()
 
 
+@pytest.mark.parametrize("garbage", [1e8, 1e30])
+@pytest.mark.parametrize("order", [slice(None), slice(None, None, -1)], ids=["behind", "in front"])
+def test_a_huge_element_of_weight_0_has_no_influence_wherever_it_lies(garbage, order):
+    x, weights = np.float32([1, 2, 3, garbage])[order], np.float32([1, 1, 1, 0])[order]
+    var = lambda x: masksafe.segment_var(x, np.zeros(4, int), 1, weights=weights)[0]  # noqa: E731
+    value, gradient = jax.jit(jax.value_and_grad(var))(x)
+    np.testing.assert_allclose(value, 2 / 3, rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.array([-2 / 3, 0, 2 / 3, 0])[order], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["max", "min"])
 def test_extrema_by_order(name, choose):
     """Elsewhere than on a CPU extrema are those of integers, to which a NaN of either sign is the last."""

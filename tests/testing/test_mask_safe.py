@@ -272,3 +272,9 @@ def test_function_that_returns_nothing_is_refused():
 def test_a_mask_that_belongs_to_no_argument_is_refused():
     with pytest.raises(TypeError, match=r"masked: got type ndarray; expected a mapping.* write \{0: mask\}"):
         assert_mask_safe(clean, X, masked=MASK)
+
+
+def test_a_product_with_a_boolean_mask_is_found():
+    """By the transforms that are the default: a compiled product may be a selection."""
+    with pytest.raises(AssertionError, match="A masked element is not gone"):
+        assert_mask_safe(lambda x, mask: jnp.argmax(x * mask), X, ~MASK, masked={0: MASK}, order=0)

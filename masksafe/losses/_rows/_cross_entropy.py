@@ -361,7 +361,7 @@ def _weighted(x: Array, weights: Array | None) -> Array:
     if weights is None:
         return x
     weights = jnp.expand_dims(weights, range(x.ndim - 1)).astype(x.dtype)
-    return jnp.where(weights == 0, 0.0, x * weights)
+    return jnp.where(weights == 0, 0.0, x) * weights
 
 
 # Of targets.

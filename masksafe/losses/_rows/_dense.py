@@ -66,6 +66,8 @@ def _label_forward(
     sums = of_sums(x, labels, where) if at_once else row_blocks.map_row_blocks(of_sums, x, labels, where)
     sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
+    if not config.looks_up:  # else the rule selects what it makes of the lowest number, in as few passes as it can
+        largest = selected(largest, live)
     # The logarithm has no derivative at 0.
     sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
     outputs = formula.outputs(sums, labels, classes.number)

@@ -24,17 +24,21 @@ more, the logsumexp of all other classes: a divergence of k or k + 1 classes.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core.exponentials import Exponentials, over
 from masksafe._core.labels import at_label, is_class, nan_unless
 from masksafe._core.masks import selected
-from masksafe._core.sharding import gathered_along, is_sharded, may_loop
+from masksafe._core.sharding import gathered_along, may_loop
+from masksafe._core.switches import uses_plain_rules
 from masksafe._core.typing import Array, Arrays, Pytree
 from masksafe._core.unfolded import unknown
+from masksafe.losses._labelled import elements_at
 from masksafe.losses._rows._formula import Classes, Formula
 
 Direction = Literal["forward", "reverse", "jensen_shannon"]
@@ -85,6 +89,13 @@ class Divergence(Formula):
     def cotangent_exponent(self) -> int:
         # The cotangents are as large as the difference of the logits of both sides, divided by the temperature twice.
         return min(max(10 + 2 * round(math.log2(self.temperature)), -60), 60)
+
+    def cleaned(self, data: Pytree, live: Array | None) -> Pytree:
+        if live is None or not self.of_top_k:
+            return super().cleaned(data, live)
+        classes = jnp.arange(data.classes.shape[-1], dtype=data.classes.dtype)  # none is repeated
+        harmless = TopK(jnp.zeros((), data.log_probs.dtype), classes, None if data.live is None else jnp.array(True))
+        return jax.tree.map(functools.partial(jnp.where, live), data, harmless)
 
     def nothing(self, zero: Array) -> DivergenceSums:
         none = Exponentials(zero, zero)
@@ -185,7 +196,7 @@ class Divergence(Formula):
 
     def _few_classes(self, x: Array, targets: TopK, rest: Exponentials | None) -> tuple[Array, Array]:
         """The logits of the student and the teacher at the targets, and of all others if their normalizer is given."""
-        student, teacher = selected(_at_classes(x, targets.classes), targets.live, -jnp.inf), targets.log_probs
+        student, teacher = selected(elements_at(x, targets.classes), targets.live, -jnp.inf), targets.log_probs
         if rest is None:
             return student, teacher
         is_any = rest.total > 0  # of the student's other classes
@@ -200,7 +211,8 @@ class Divergence(Formula):
 
 def _kl(log_p: Array, log_q: Array) -> Array:
     p = jnp.exp(log_p)
-    return jnp.sum(p * jnp.where(p == 0, 0, log_p - log_q), -1, keepdims=True)
+    log_p, log_q = (jnp.where(p == 0, 0, x) for x in (log_p, log_q))  # both may be -inf
+    return jnp.sum(p * (log_p - log_q), -1, keepdims=True)
 
 
 def _kl_slope(log_p: Array, log_q: Array, kl: Array) -> Array:
@@ -218,17 +230,10 @@ def is_repeated(classes: Array) -> Array:
     return jnp.any(jnp.tril(is_same, -1), -1)
 
 
-def _at_classes(x: Array, classes: Array) -> Array:
-    """The elements `[..., k]` of rows `[..., V]` at some classes."""
-    if is_sharded(x) or is_sharded(classes):  # JAX refuses indices then
-        return jnp.sum(jnp.where(at_label(classes, x.shape[-1]), x[..., None, :], 0), -1)
-    return jnp.take_along_axis(x, classes, -1)
-
-
 def _with_classes(x: Array, targets: TopK, values: Array | float) -> Array:
     """Rows `[..., V]` with other elements at the classes of the targets that count, none of which is repeated."""
     classes, live, values = targets.classes, targets.live, jnp.broadcast_to(values, targets.classes.shape)
-    if not may_loop((x, classes)):  # symbolic sizes cannot be indices either
+    if uses_plain_rules() or not may_loop((x, classes)):  # symbolic sizes cannot be indices either
         is_at = selected(at_label(classes, x.shape[-1]), None if live is None else live[..., None])
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
     if live is not None:  # the others repeat the first one that counts: a class past the end would alarm checkify

@@ -7,9 +7,11 @@ cotangents of the outputs those of its logits.
 import abc
 from typing import ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from masksafe._core import sharding
+from masksafe._core.masks import selected
 from masksafe._core.typing import Array, Arrays, Pytree
 
 
@@ -51,6 +53,10 @@ class Formula(abc.ABC):
     def cotangent_exponent(self) -> int:
         """The power of two that brings the cotangents of the logits into the range of float16."""
         return 10
+
+    def cleaned(self, data: Pytree, live: Array | None) -> Pytree:
+        """What else is known of the rows, without what masked ones hold."""
+        return jax.tree.map(lambda x: selected(x, live), data)
 
     @abc.abstractmethod
     def nothing(self, zero: Array) -> Pytree:

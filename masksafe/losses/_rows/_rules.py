@@ -154,7 +154,7 @@ def _cotangent_scale(options: Options, inputs: LinearInputs, weights: Arrays) ->
     scale = 2.0**options.formula.cotangent_exponent
     if not any(w.ndim for w in weights):
         return scale
-    each = [jnp.max(jnp.abs(lax.stop_gradient(w)), initial=0) for w in weights]
+    each = [unfolded.largest_of(jnp.abs(lax.stop_gradient(w))) for w in weights]
     largest = functools.reduce(jnp.maximum, each)
     return scale / jnp.where((largest > 0) & (largest < jnp.inf), largest, 1)
 
@@ -171,10 +171,11 @@ def _plain(options: Options, inputs: LinearInputs, weights: Arrays | None) -> Py
 
     def of_tokens(rows: tuple[list[Array], Pytree, Array | None]) -> Arrays:
         features, data, live = rows
-        clean = functools.partial(selected, where=None if live is None else live[..., None])
+        live = None if live is None else live[..., None]
+        clean = functools.partial(selected, where=live)
         layers = [x._replace(features=clean(of_x)) for x, of_x in zip(flat.layers, features, strict=True)]
         logits = tuple(clean(layer.logits(dtype)) for layer in layers)
-        return tuple(map(clean, formula.plain_outputs(logits, jax.tree.map(clean, data), classes)))
+        return tuple(map(clean, formula.plain_outputs(logits, formula.cleaned(data, live), classes)))
 
     rows = [layer.features for layer in flat.layers], flat.data, flat.live
     if _needs_one_pass(inputs):

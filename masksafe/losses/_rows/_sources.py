@@ -30,6 +30,8 @@ class Linear(NamedTuple):
     def logits(self, dtype: DType) -> Array:
         """The logits of features and a kernel of the same dtype."""
         logits = matmul(self.features, self.kernel, self.features.ndim - 1, 0).astype(dtype)
+        if self.kernel.shape[0] == 0:  # products of nothing are constants, whose sums XLA would compute as it compiles
+            logits += unfolded.unknown(0, dtype)
         if self.bias is None:
             return logits
         return logits + jnp.expand_dims(self.bias, range(logits.ndim - 1)).astype(dtype)
