@@ -189,18 +189,15 @@ def dot_product_attention(
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
-      `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
+      `[B, T, N]` in float32 (float64 for float64), with an exact gradient. 16 bits are computed in float32 and rounded
       once; the weights may also be rounded before their product with the values, as they are on an accelerator.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
-        columns; one in a cotangent does so to the gradients of the keys and values that its query sees.
-      * So does a finite element beyond sqrt(m) / (2 sqrt(width)), with the largest number m of float32 (float64 for
-        float64) and the width of its row: beyond 1.15e18 for a width of 64. A query is looked at as it is and times the
-        scale. Products of two rows within the limit are finite.
+        columns; so does an element beyond sqrt(largest float32) / (2 sqrt(width)), 1.15e18 for a width of 64, with or
+        without the scale. One in a cotangent does so to the gradients of the keys and values that its query sees.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.
-      * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
