@@ -26,8 +26,8 @@ def number_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> 
 
 
 def largest_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
-    """`jnp.max` of integers, of which there is at least one."""
-    return _reduce(lax.max, unknown(jnp.iinfo(x.dtype).min, x.dtype), x, axis, keepdims)
+    """`jnp.max` of numbers of 0 or more; 0 of none."""
+    return _reduce(lax.max, unknown(0, x.dtype), x, axis, keepdims)
 
 
 def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
@@ -42,11 +42,6 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
         return total(*primals), jnp.sum(*tangents, axis, keepdims=keepdims)
 
     return total(x)
-
-
-def largest_of(x: Array) -> Array:
-    """`jnp.max` of numbers of 0 or more; 0 of none."""
-    return _reduce(lax.max, unknown(0, x.dtype), x, None, False)
 
 
 def unknown(x: ArrayLike, dtype: DType | None = None) -> Array:

@@ -403,7 +403,7 @@ def _any_within(bad: Array, number: int, before: int | None, behind: int | None)
     first = np.maximum(place - (number if before is None else before), 0)
     end = np.minimum(place + (length if behind is None else behind), length - 1)
     if behind is None:
-        return largest_of(jnp.where(bad, index, -1), -1, keepdims=True) >= first
+        return largest_of(jnp.where(bad, index + 1, 0), -1, keepdims=True) > first
     if before is None:
         return length - largest_of(jnp.where(bad, length - index, 0), -1, keepdims=True) <= end
     last = lax.cummax(jnp.where(bad, index, -1), axis=bad.ndim - 1)
