@@ -47,9 +47,10 @@ def of_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "For
 
 def with_weights_kept(plan: Plan, x: Operands, pairs: Pairs) -> "Formula | None":
     """The kernel, if JAX's own derivative of it, which keeps all weights, is to serve."""
-    if not (_is_served(plan, x, pairs) and x.bias is None):
+    sizes, num_keys = plan.sizes, x.k.shape[1]
+    if not (_is_served(plan, x, pairs) and x.bias is None) or num_keys >= sizes.fewest_keys_of_few_queries:
         return None
-    return Formula(plan.reach) if math.prod(x.q.shape[:3]) * x.k.shape[1] <= plan.sizes.most_weights_kept else None
+    return Formula(plan.reach) if math.prod(x.q.shape[:3]) * num_keys <= sizes.most_weights_kept else None
 
 
 def _is_served(plan: Plan, x: Operands, pairs: Pairs) -> bool:
