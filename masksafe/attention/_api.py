@@ -194,7 +194,7 @@ def dot_product_attention(
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
-        columns; so does an element beyond sqrt(largest float32) / (4 sqrt(width)), 5.7e17 for a width of 64, with or
+        columns; so does an element beyond 2^62 / sqrt(width), 2^59 for a width of 64, with or
         without the scale. One in a cotangent does so to the gradients of the keys and values that its query sees.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.

@@ -234,14 +234,11 @@ def _pass_forward(plan: Plan, x: Operands, pairs: Pairs) -> Partial:
 def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
     """The cotangents; in a ring all are wide, and parts of sums, since other devices have more of the keys."""
 
-    def needed(schedule: _blocks.Schedule, rows: Rows) -> Rows:
-        """A block with all keys of its queries needs more in a ring only."""
-        return rows if plan.ring or schedule.keys is not schedule.parts[0][1].size else Rows(*rows[:2])
-
     def on_cpu(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
         pairs = _with(x, pairs)
         schedule = _blocks.schedule_on_cpu(plan, x, pairs, in_reverse=True)
-        return _blocks.pull_back(plan, schedule, x, needed(schedule, rows), pairs)
+        rows = Rows(*rows[:2]) if schedule.is_one_block and not plan.ring else rows  # a softmax by itself
+        return _blocks.pull_back(plan, schedule, x, rows, pairs)
 
     def elsewhere(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
         there = plan._replace(on_accelerator=True)

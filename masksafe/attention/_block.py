@@ -147,8 +147,8 @@ class Gradients(NamedTuple):
     captured: Arrays
 
 
-def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block) -> Gradients:
-    """The reverse of `attend`. The cotangents of keys and values are transposed: else the block would have to be."""
+def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block, *, transposes: bool) -> Gradients:
+    """The reverse of `attend`. The cotangents of keys and values may be transposed: else a large block has to be."""
     p, pull_back_adjustments = _weights(plan, dots := dot_keys(q, k), rows, block)
     weights = p
     if plan.on_accelerator:
@@ -159,8 +159,9 @@ def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block
     dx = _selected(_slopes(rows, p, dp), block)
     ds, d_biased, d_captured = pull_back_adjustments(dx)
     ds = ds * plan.scale
-    dv = dot_queries(rows.do, drop(plan, block, weights))
-    return Gradients(dot_values(ds, k), dot_queries(q, ds), dv, d_biased, d_captured)
+    weights = drop(plan, block, weights)
+    dk, dv = (dot_queries(b, a) if transposes else dot_queries(a, b) for a, b in ((ds, q), (weights, rows.do)))
+    return Gradients(dot_values(ds, k), dk, dv, d_biased, d_captured)
 
 
 def _selected(x: Array, block: Block) -> Array:
@@ -242,9 +243,10 @@ def dot_values(p: Array, v: Array) -> Array:
     return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
 
 
-def dot_queries(q: Array, p: Array) -> Array:
-    """`[B, K, G, T, H]` and `[B, K, G, T, S]` to `[B, K, H, S]`."""
-    return _dot(_merge_heads(q), _merge_heads(p).astype(q.dtype), 2, 2)
+def dot_queries(a: Array, b: Array) -> Array:
+    """`[B, K, G, T, m]` and `[B, K, G, T, n]` to `[B, K, m, n]`."""
+    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return _dot(_merge_heads(a.astype(narrow)), _merge_heads(b.astype(narrow)), 2, 2)
 
 
 def _merge_heads(x: Array) -> Array:

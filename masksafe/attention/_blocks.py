@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from masksafe._core.precision import widened
+from masksafe._core.row_blocks import as_bits, from_bits
 from masksafe._core.sharding import may_loop
 from masksafe._core.tiles import (
     Tile,
@@ -37,7 +38,7 @@ from masksafe._core.tiles import (
 from masksafe._core.typing import Array
 from masksafe.attention import _block
 from masksafe.attention._block import Gradients, Rows
-from masksafe.attention._contract import cleaned
+from masksafe.attention._contract import bad_keys, cleaned
 from masksafe.attention._merge import Partial
 from masksafe.attention._pairs import Pairs, add_at, block_of, masks_any, static_reach, unmasked_tiles
 from masksafe.attention._plan import Operands, Plan
@@ -158,9 +159,13 @@ def _queries_at(plan: Plan, x: Array, places: Places, num_key_heads: int) -> Arr
 
 
 def _keys_at(plan: Plan, x: Array, places: Places) -> Array:
-    at = {axis: (places[name].start, places[name].size) for axis, name in ((0, "b"), (1, "s"), (2, "k")) if name in places}
-    own = keys_by_problem(cleaned(part(x, at)))
-    return own if plan.on_accelerator else widened(own)
+    own = _part_of_keys(x, places)
+    return keys_by_problem(cleaned(own if plan.on_accelerator else widened(own)))
+
+
+def _part_of_keys(x: Array, places: Places) -> Array:
+    axes = {"b": 0, "s": 1, "k": 2}
+    return part(x, {axis: (places[name].start, places[name].size) for name, axis in axes.items() if name in places})
 
 
 def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], Any], carry: Any) -> Any:
@@ -208,7 +213,7 @@ def _order(plan: Plan, own: Pairs, queries: Tiles, keys: Tiles, *, by_key: bool 
 
 def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial:
     """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`; a query that sees no key has `l` 1."""
-    width = x.v.shape[-1]
+    width, bits = x.v.shape[-1], (as_bits(x.k), as_bits(x.v))
 
     def solve(_: None, places: Places) -> tuple[None, Partial]:
         q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
@@ -227,11 +232,13 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
 
             def block(j: Any) -> Partial:
                 here = at | {"s": _tile(key_tiles, j, keys)}
-                if schedule.cuts_keys:
-                    k, v = (_keys_at(plan, a, here) for a in (x.k, x.v))
-                else:
+                if not schedule.cuts_keys:
                     k, v = take(whole_keys, 2, here["s"])
-                return _block.attend(plan, q_i, k, v, block_of(plan, pairs, here), has_all_keys=has_all_keys)
+                    return _block.attend(plan, q_i, k, v, block_of(plan, pairs, here), has_all_keys=has_all_keys)
+                k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
+                own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
+                k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
+                return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
 
             if has_all_keys:
                 return block(0)
@@ -247,7 +254,8 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
 
 def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
     """The cotangents; those of the bias and of what a mod captured are wide, in a ring all are."""
-    wide, num_key_heads = rows.dlse.dtype, x.k.shape[2]
+    wide, num_key_heads, transposes = rows.dlse.dtype, x.k.shape[2], not schedule.is_one_block
+    axis_of_keys = 3 if transposes else 2
     names = [name for name in Rows._fields[1:] if getattr(rows, name) is not None]
     numbers = jnp.concatenate([getattr(rows, name) for name in names], -1)
 
@@ -260,15 +268,15 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
             here = places | {"t": t, "s": s}
             q_t, do_t, numbers_t = (take(a, 3, t) for a in (q, do, numbers_here))
             rows_t = Rows(do_t, **{name: numbers_t[..., i : i + 1] for i, name in enumerate(names)})
-            d = _block.pull_back(plan, q_t, rows_t, *take((k, v), 2, s), block_of(plan, pairs, here))
+            d = _block.pull_back(plan, q_t, rows_t, *take((k, v), 2, s), block_of(plan, pairs, here), transposes=transposes)
             bias = None if state.bias is None or d.bias is None else add_at(state.bias, d.bias, here)
             captured = tuple(a + b.astype(a.dtype) for a, b in zip(state.captured, d.captured, strict=True))
             return Gradients(add_to_part(state.q, d.q, {3: (t.start, t.size)}), state.k + d.k, state.v + d.v, bias, captured)
 
-        state = Gradients(jnp.zeros_like(q, wide), *(jnp.zeros_like(jnp.swapaxes(a, 2, 3), wide) for a in (k, v)), *sums)
+        state = Gradients(jnp.zeros_like(q, wide), *(jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v)), *sums)
         for queries, keys in schedule.parts:
             state = of_part(state, block, places, queries, keys)
-        dk, dv = (jnp.swapaxes(a, 2, 3) for a in (state.k, state.v))
+        dk, dv = (jnp.swapaxes(a, 2, axis_of_keys) for a in (state.k, state.v))
         dtypes = [wide] * 3 if plan.ring else [a.dtype for a in x[:3]]
         results = tuple(a.astype(dtype) for a, dtype in zip((state.q, dk, dv), dtypes, strict=True))
         return (state.bias, state.captured), results
@@ -279,7 +287,7 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
 
         def of_keys(j: Any, state: Gradients) -> Gradients:
             s = _tile(key_tiles, j, keys)
-            place = {3: (s.start, s.size)}
+            place = {axis_of_keys: (s.start, s.size)}
             tiles = None if order is None else jax.tree.map(lambda o: element(o, j), order)
             add = lambda i, own: block(own, _tile(query_tiles, i, queries), s)  # noqa: E731
             own = state._replace(k=part(state.k, place), v=part(state.v, place))

@@ -27,13 +27,14 @@ from masksafe.attention._plan import Operands, Plan
 
 
 def largest(dtype: DType, width: int, factor: float = 1.0) -> float:
-    """How large an element of a row of this width may be, times a factor: 2^62 / sqrt(width) in float32.
+    """How large an element of a row of this width may be, also times a factor: 2^62 / sqrt(width) in float32.
 
-    The logits of two such rows are below 2^124, so that a kernel may add -2^126 to those that are masked.
+    It is rounded down to a power of two, which is a number of every dtype. The logits of two such rows are at most
+    2^124, so that a kernel may add -2^126 to those that are masked.
     """
-    limits = float(jnp.finfo(dtype).max), math.sqrt(float(jnp.finfo(wide_dtype(dtype)).max))
-    most = limits[1] / (4 * math.sqrt(max(1, width)))
-    return min(limits[0], most if abs(factor) <= 1 else most / abs(factor))
+    exponent = (jnp.finfo(wide_dtype(dtype)).maxexp - 4) / 2 - math.log2(max(1, width)) / 2
+    exponent = math.floor(exponent - math.log2(max(1.0, abs(factor))))
+    return min(float(jnp.finfo(dtype).max), 2.0**exponent)
 
 
 def are_good(x: Array, factor: float = 1.0) -> Array:

@@ -101,7 +101,7 @@ class Formula(NamedTuple):
             x = soft_capped(x if scale == 1 else x * scale, plan.soft_cap)
             if bias is not None:
                 x = jnp.maximum(x + cut(bias, OVER_PAIRS, {"t": tile, "s": seen}), lowest)  # -inf is masked
-            return x if limit is None else jnp.minimum(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen}))
+            return x if limit is None else _limited(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen}))
 
         def joined(results: list[Array]) -> Array:
             return queries_by_user(jnp.concatenate(results, 3) if len(results) > 1 else results[0])
@@ -112,6 +112,17 @@ class Formula(NamedTuple):
         # XLA would else write the logits to memory, for both of their users.
         held = lax.optimization_barrier((queries, keys))
         return o, joined([jax.nn.logsumexp(logits(t, s, *held), -1, keepdims=True) for t, s in parts])[..., 0]
+
+
+@jax.custom_jvp
+def _limited(x: Array, limit: Array) -> Array:
+    """The minimum; its derivative is the identity, since the softmax gives masked logits none."""
+    return jnp.minimum(x, limit)
+
+
+@_limited.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _limited(*primals), tangents[0]
 
 
 def _dot(a: Array, b: Array) -> Array:

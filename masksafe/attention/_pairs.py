@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from masksafe._core.masks import both
+from masksafe._core.masks import both, either
 from masksafe._core.sharding import vary_with
 from masksafe._core.tiles import Tile, Tiles, add_to_part, once_if, part, whole
 from masksafe._core.typing import Array
@@ -222,23 +222,24 @@ class Block(NamedTuple):
     score_mod: Mod | None
     places: dict[str, Tile]  # in arrays over pairs
 
+    def with_bad_keys(self, bad_keys: Array) -> "Block":
+        """The same, if these keys `[B, K, keys]` are bad."""
+        return self._replace(is_bad=either(self.is_bad, bad_keys[:, :, None, None]))
+
 
 def block_of(plan: Plan, pairs: Pairs, places: dict[str, Tile]) -> Block:
     """The block at some places: tiles of queries (t) and of keys (s), of some samples (b) and key heads (k)."""
     own = pairs.at(places)
-    is_bad = [
-        None if own.bad_queries is None else own.bad_queries[..., None],
-        None if own.bad_keys is None else own.bad_keys[:, :, None, None],
-    ]
+    is_bad = None if own.bad_queries is None else own.bad_queries[..., None]
     kept = None
     if own.words is not None:
         key_index = _index(places["s"])[None] if own.key_index is None else own.key_index
         kept = _dropout.kept(own.words, key_index[:, None, None, None], plan.dropout_rate)
     indices = None if own.samples is None else _indices(own, places)
     mask = unmasked(plan, own, places)
-    either = functools.reduce(lambda a, b: b if a is None else a if b is None else a | b, is_bad)
     shows = None if own.showing is None else own.showing[..., None]
-    return Block(mask, own.bias, either, kept, shows, indices, own.score_mod, places)
+    block = Block(mask, own.bias, is_bad, kept, shows, indices, own.score_mod, places)
+    return block if own.bad_keys is None else block.with_bad_keys(own.bad_keys)
 
 
 # Tiles with nothing unmasked are skipped. Where numbers are known while tracing, so is the table, an array of NumPy.

@@ -199,7 +199,7 @@ def test_huge_keys_that_some_queries_see(both):
     """
     query, key, _ = inputs_of()
     (cudnn, xla), (clean, _) = (
-        both(causal(T, S), query=np.abs(query), key=replaced(key, (slice(None), 4), x)) for x in (1.5e18, 0)
+        both(causal(T, S), query=np.abs(query), key=replaced(key, (slice(None), 4), x)) for x in (1e18, 0)
     )
     assert np.isfinite(wide(cudnn[0])).all()
     assert_close(cudnn[0], xla[0])
@@ -208,9 +208,9 @@ def test_huge_keys_that_some_queries_see(both):
 
 def test_what_is_too_large_for_a_product_is_bad_whatever_it_is_multiplied_by(both):
     small = dict(zip(INPUTS, (x * x.dtype.type(1e-19) for x in inputs_of()), strict=True))
-    for name, large in itertools.product(INPUTS, (1.6e18, 1.7e18, 1e30)):
+    for name, large in itertools.product(INPUTS, (1.1e18, 1.2e18, 1e30)):
         actual, expected = both(True, **small | {name: replaced(small[name], (0, 2, 1, 3), large)})
-        assert np.isnan(wide(actual[0])).any() == (large > 1.65e18)
+        assert np.isnan(wide(actual[0])).any() == (large > 1.15e18)
         assert_alike_where_finite(actual, expected)
 
 
