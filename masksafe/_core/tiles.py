@@ -130,7 +130,7 @@ def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
 
 
 def live_order(table: Any) -> tuple[Any, Any]:
-    """Of each row of a table of booleans `[n, tiles]`, the tiles that are True in their order, and how many they are."""
+    """Of each row of booleans `[n, tiles]` the tiles that are True, in their order, and how many they are."""
     xp: Any = np if isinstance(table, np.ndarray) else jnp
     order = xp.argsort(~table, axis=1, stable=True).astype(np.int32)
     return order, xp.sum(table, 1, dtype=np.int32)

@@ -58,7 +58,8 @@ def attend(
     over_pairs = PartitionSpec(*batch, "heads")  # heads are grouped on the device
     fields |= {"allowed": over_pairs, "bias": over_pairs, "score_mod": PartitionSpec(), "mask_mod": PartitionSpec()}
     by_head = PartitionSpec(*batch, None, "heads")
-    names = Operands(by_head, by_head, by_head, over_pairs), Pairs(**fields), PartitionSpec(), PartitionSpec("heads")
+    operands: Any = Operands(*3 * (by_head,), over_pairs)  # type: ignore[arg-type]
+    names = operands, Pairs(**fields), PartitionSpec(), PartitionSpec("heads")
     args = x, pairs, scale, sinks
 
     def on_device(

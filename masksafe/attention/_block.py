@@ -14,9 +14,9 @@ and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of
 
 The reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023).
 
-Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So the arrays here are clean, with
-0 for what is bad, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN, and
-make NaN what depends on them.
+Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So the arrays here are clean,
+with 0 for what is bad, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN,
+and make NaN what depends on them.
 
 In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
 logits NaN. But the logits themselves are finite there, so that a query without a cotangent has no part in any
@@ -180,7 +180,9 @@ def _weights(plan: Plan, dots: Array, rows: Rows, block: Block) -> tuple[Array, 
     if rows.m is not None and rows.l is not None:
         return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
     exps, _, l = exponentials(x)
-    return _selected(exps / divisor_of_exponentials(l), block), pull_back_adjustments  # a row with a NaN has no other number
+    return _selected(
+        exps / divisor_of_exponentials(l), block
+    ), pull_back_adjustments  # a row with a NaN has no other number
 
 
 def _slopes(rows: Rows, p: Array, dp: Array) -> Array:
@@ -218,6 +220,7 @@ def _adjusted_with_rule(plan: Plan, x: Array, block: Block) -> tuple[Array, Pull
         d_biased, d_captured = reverse(dx)
 
         def leave_out_masked(_: Any) -> Any:
+            assert mask is not None
             fn = lambda captured: modified_where(mod, captured, biased, indices, mask)  # noqa: E731
             return jax.vjp(fn, mod.captured)[1](dx)[0]
 

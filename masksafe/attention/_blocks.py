@@ -59,7 +59,7 @@ class Schedule(NamedTuple):
     def is_one_block(self) -> bool:
         """Whether a problem has but one block."""
         queries, keys = self.parts[0]
-        return len(self.parts) == 1 and self.queries is queries.size and self.keys is keys.size
+        return len(self.parts) == 1 and (self.queries, self.keys) == (queries.size, keys.size)
 
 
 def schedule_on_cpu(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool = False) -> Schedule:
@@ -172,14 +172,19 @@ def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], 
     """The carry, and the results of `solve(carry, places)` for all problems, `[B, K, ...]`."""
     batch, num_key_heads = x.k.shape[0], x.k.shape[2]
     samples, heads = schedule.samples, schedule.heads
-    if samples is batch and heads is num_key_heads:
+    if (samples, heads) == (batch, num_key_heads):
         return solve(carry, {"b": whole(batch), "k": whole(num_key_heads)})
 
     def step(carry: Any, n: Array) -> Any:
         steps_of_sample = jnp.int32(num_key_heads // heads)  # lax takes one dtype, and a Python number may be int64
-        sample, head = (n, 0) if heads == num_key_heads else (lax.div(n, steps_of_sample), lax.rem(n, steps_of_sample))
-        sample, head = (i if size == 1 or isinstance(i, int) else i * size for i, size in ((sample, samples), (head, heads)))
-        return solve(carry, {"b": Tile(sample, samples, sample, False), "k": Tile(head, heads, head, False)})
+        has_all_heads = heads == num_key_heads
+        sample, head = (n, 0) if has_all_heads else (lax.div(n, steps_of_sample), lax.rem(n, steps_of_sample))
+        first_sample, first_head = sample if samples == 1 else sample * samples, head if heads == 1 else head * heads
+        places = {
+            "b": Tile(first_sample, samples, first_sample, False),
+            "k": Tile(first_head, heads, first_head, False),
+        }
+        return solve(carry, places)
 
     numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
     carry, results = lax.scan(step, carry, numbers, unroll=schedule.unroll)
@@ -219,7 +224,9 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
         q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
         whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
         results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
-        return None, results[0] if len(results) == 1 else Partial(*(jnp.concatenate(r, 3) for r in zip(*results, strict=True)))
+        return None, results[0] if len(results) == 1 else Partial(
+            *(jnp.concatenate(r, 3) for r in zip(*results, strict=True))
+        )
 
     def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
@@ -244,7 +251,9 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
                 return block(0)
             nothing = Partial.nothing(q_i[..., :1], width)
             tiles = None if order is None else jax.tree.map(lambda o: element(o, i), order)
-            return Partial(*for_live_tiles(tiles, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)).divided()
+            return Partial(
+                *for_live_tiles(tiles, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
+            ).divided()
 
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
         return Partial(*query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile))
@@ -268,18 +277,22 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
             here = places | {"t": t, "s": s}
             q_t, do_t, numbers_t = (take(a, 3, t) for a in (q, do, numbers_here))
             rows_t = Rows(do_t, **{name: numbers_t[..., i : i + 1] for i, name in enumerate(names)})
-            d = _block.pull_back(plan, q_t, rows_t, *take((k, v), 2, s), block_of(plan, pairs, here), transposes=transposes)
+            d = _block.pull_back(
+                plan, q_t, rows_t, *take((k, v), 2, s), block_of(plan, pairs, here), transposes=transposes
+            )
             bias = None if state.bias is None or d.bias is None else add_at(state.bias, d.bias, here)
             captured = tuple(a + b.astype(a.dtype) for a, b in zip(state.captured, d.captured, strict=True))
-            return Gradients(add_to_part(state.q, d.q, {3: (t.start, t.size)}), state.k + d.k, state.v + d.v, bias, captured)
+            dq = add_to_part(state.q, d.q, {3: (t.start, t.size)})
+            return Gradients(dq, state.k + d.k, state.v + d.v, bias, captured)
 
-        state = Gradients(jnp.zeros_like(q, wide), *(jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v)), *sums)
+        no_dk, no_dv = (jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v))
+        state = Gradients(jnp.zeros_like(q, wide), no_dk, no_dv, *sums)
         for queries, keys in schedule.parts:
             state = of_part(state, block, places, queries, keys)
         dk, dv = (jnp.swapaxes(a, 2, axis_of_keys) for a in (state.k, state.v))
         dtypes = [wide] * 3 if plan.ring else [a.dtype for a in x[:3]]
-        results = tuple(a.astype(dtype) for a, dtype in zip((state.q, dk, dv), dtypes, strict=True))
-        return (state.bias, state.captured), results
+        dq, dk, dv = (a.astype(dtype) for a, dtype in zip((state.q, dk, dv), dtypes, strict=True))
+        return (state.bias, state.captured), (dq, dk, dv)
 
     def of_part(state: Gradients, block: Any, places: Places, queries: Tile, keys: Tile) -> Gradients:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)

@@ -8,7 +8,7 @@ sees no key are 0. Bad is what is not finite, and what is so large that products
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def are_wanted(do: Array, dlse: Array) -> Array:
 class Kernel(Protocol):
     """What computes attention of clean arrays, in which every query sees a key."""
 
-    merges_batches: bool  # whether `jax.vmap` is to make one batch of both dimensions
+    merges_batches: ClassVar[bool]  # whether `jax.vmap` is to make one batch of both dimensions
 
     def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
         """Its arguments, all `[B, ...]`; a query that sees no key, where `sees_any` is False, is to see some."""
@@ -209,7 +209,7 @@ def _in_plain_reverse(
 def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_bad: Array, is_empty: Array) -> Any:
     """The arguments and the cotangents for the derivatives of the reverse pass, of bad and of empty queries `[B, T, N]`.
 
-    A good query without a cotangent may have one in a derivative; but the derivatives of its logits have no effect.
+    A good query without a cotangent may have one in a derivative; but derivatives of its logits have no effect.
     """
     (x, pairs), (do, dlse) = args, d
     wanted = are_wanted(*map(lax.stop_gradient, d))
@@ -247,7 +247,7 @@ def _split(pull_back: Any, known: Any) -> tuple[list[Array], Callable[[list[Arra
 
 
 def _over_vmap(kernel: Kernel) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
-    """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both dimensions if the kernel wants that."""
+    """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both if the kernel wants that."""
 
     def decorate(fn: Callable[..., _T]) -> Callable[..., _T]:
         if not kernel.merges_batches:

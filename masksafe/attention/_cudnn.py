@@ -4,8 +4,9 @@ It knows a causal mask with a left window, and lengths. Everything else that mas
 the logits. `jax.nn` would add -2**41, which large logits outweigh; here it is -2**126, which none outweighs.
 """
 
+import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,7 @@ _ONE_ARRAY = "query_segments", "query_positions", "key_positions", "offset", "ma
 
 def refusal(reason: str) -> str:
     """The error of a call that names cuDNN."""
-    return message(
-        "dot_product_attention", "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}."
-    )
+    return message("dot_product_attention", "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}.")
 
 
 def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_residual: bool) -> str | None:
@@ -47,7 +46,9 @@ def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_res
     num_queries, num_keys, width = q.shape[-3], k.shape[-3], q.shape[-1]
     arrays = [given[name] for name in ("q", "k", "v", "bias", "mask") if name in given]
     names, has_symbolic_size = given.keys(), any(map(sharding.has_symbolic_size, arrays))
-    masks_by_array = not names.isdisjoint({"mask", "bias", *_ONE_ARRAY}) or not _knows(plan, names, num_queries, num_keys)
+    masks_by_array = not names.isdisjoint({"mask", "bias", *_ONE_ARRAY}) or not _knows(
+        plan, names, num_queries, num_keys
+    )
     reasons = {
         "the value's width is not the query's": v.shape[-1] != width,
         f"the width {width} is not a multiple of 8": width % 8 != 0,
@@ -119,14 +120,15 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
     return None
 
 
-class CuDNN(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class CuDNN:
     """The kernel, for the masks that it knows by itself."""
+
+    merges_batches: ClassVar[bool] = True
 
     is_causal: bool
     left: int | None
     has_array: bool
-
-    merges_batches = True
 
     @classmethod
     def of(cls, plan: Plan, x: Operands, pairs: Pairs) -> "CuDNN":

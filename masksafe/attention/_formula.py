@@ -9,8 +9,9 @@ Blocks serve where enough of them may be masked as a whole, since a kernel goes 
 where a reverse pass in blocks follows, which wants the largest logits and the sums of the forward pass.
 """
 
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -59,12 +60,13 @@ def _is_served(plan: Plan, x: Operands, pairs: Pairs) -> bool:
     return has_static_reach and may_loop((x, pairs)) and all(a is None for a in others)
 
 
-class Formula(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Formula:
     """The kernel for a static reach."""
 
-    reach: Reach | None
+    merges_batches: ClassVar[bool] = False
 
-    merges_batches = False
+    reach: Reach | None
 
     def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
         """Queries `[B, K, G, T, H]`, scaled, keys `[B, K, H, S]`, values `[B, K, S, width]`, bias and limit."""

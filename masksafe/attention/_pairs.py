@@ -1,7 +1,7 @@
 """Which pairs of a query and a key are masked.
 
-A query and a key have numbers: an index, a position and a segment. One function compares these, `_may_see`. Of a pair it
-tells whether the pair is unmasked; of a tile of queries and a tile of keys, whose numbers lie between two bounds,
+A query and a key have numbers: an index, a position and a segment. One function compares these, `_may_see`. Of a pair
+it tells whether the pair is unmasked; of a tile of queries and a tile of keys, whose numbers lie between two bounds,
 whether any of their pairs may be. So structural masks are stored as arrays over queries and over keys, a mask of pairs
 exists only for the block in work, and tiles without unmasked pairs are skipped. Masks that are arrays over pairs, and
 functions, are looked at pair by pair.
@@ -55,7 +55,8 @@ class Pairs(NamedTuple):
     def at(self, places: dict[str, Tile]) -> "Pairs":
         """With the parts of the arrays at the places."""
         arrays = {name: x for name in AXES if (x := getattr(self, name)) is not None}
-        return self._replace(**{name: cut(x, AXES[name], places) for name, x in arrays.items()})
+        parts: Any = {name: cut(x, AXES[name], places) for name, x in arrays.items()}
+        return self._replace(**parts)
 
     def has_only(self, *names: str) -> bool:
         """Whether nothing else than these masks pairs, besides the reach."""
@@ -136,13 +137,19 @@ def _may_see(reach: Reach | None, q: _Numbers, k: _Numbers) -> Any:
             conditions.append(k.position[1] >= q.position[0] - left)
     if q.segment is not None:
         is_pair = q.segment[0] is q.segment[1]
-        same = (q.segment[0] == k.segment[0],) if is_pair else (q.segment[0] <= k.segment[1], k.segment[0] <= q.segment[1])
+        same = (
+            (q.segment[0] == k.segment[0],) if is_pair else (q.segment[0] <= k.segment[1], k.segment[0] <= q.segment[1])
+        )
         conditions += same
     return functools.reduce(both, conditions, None)
 
 
 def _numbers(
-    plan: Plan, pairs: Pairs, index: Callable[[str], Any], bounds: Callable[[Array, str], Any], place: Callable[..., Any]
+    plan: Plan,
+    pairs: Pairs,
+    index: Callable[[str], Any],
+    bounds: Callable[[Array, str], Any],
+    place: Callable[..., Any],
 ) -> tuple[_Numbers, _Numbers]:
     """Those of queries and of keys, where they matter: each array as its bounds, at its place among the axes."""
 
@@ -305,8 +312,8 @@ def _at(pairs: Pairs, **places: Tile) -> tuple[Pairs, dict[str, Tile]]:
     return pairs.at(places), places
 
 
-# What queries see of all keys: for the contract around a kernel. Where only the reach and lengths mask, a query sees the
-# keys of an interval, and nothing is as large as all pairs.
+# What queries see of all keys: for the contract around a kernel. Where only the reach and lengths mask, a query sees
+# the keys of an interval, and nothing is as large as all pairs.
 
 
 def all_unmasked(plan: Plan, pairs: Pairs, num_queries: Any, num_keys: Any) -> Array | None:

@@ -1,4 +1,4 @@
-"""The forms of attention: weights kept, one block, many of a few queries and keys each, blocks of keys alone, and rows."""
+"""The forms of attention: weights kept, one block, many of few queries and keys, blocks of keys alone, and rows."""
 
 import pytest
 from attention_cases import by_rows, decode_always, shrink_blocks

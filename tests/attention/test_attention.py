@@ -86,7 +86,9 @@ def test_pairs_that_one_of_many_masks_excludes_are_gone(many_blocks):
 ALL_CASES, BY_DEFAULT = CASES | POSITIONS_AND_MODS, ("positions and lengths", "mod of samples and heads")
 IN_TURN = [
     pytest.param(name, form, marks=[pytest.mark.forms] * (name not in BY_DEFAULT))
-    for name, form in zip(ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows", "weights kept")))
+    for name, form in zip(
+        ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows", "weights kept"))
+    )
 ]
 
 

@@ -48,7 +48,10 @@ IDS = np.array([[0, 0, 1, 1, 1, 7], [3, 3, 3, 2, 2, 2]]), np.array([[0, 1, 1, 1,
 SEGMENTS = dict(query_segment_ids=IDS[0], key_value_segment_ids=IDS[1])
 SAME_SEGMENT = IDS[0][:, None, :, None] == IDS[1][:, None, None]
 OFFSETS = np.stack([causal(T, S, 1), causal(T, S, -2)])[:, None]
-POSITIONS = np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]]), np.array([[3, 7, -5, 0, 0, 4, 2, 9], [7, 6, 5, 4, 3, 2, 1, 0]])
+POSITIONS = (
+    np.array([[5, 0, 3, 3, -2, 9], [0, 1, 2, 3, 4, 5]]),
+    np.array([[3, 7, -5, 0, 0, 4, 2, 9], [7, 6, 5, 4, 3, 2, 1, 0]]),
+)
 IN_POSITION = POSITIONS[0][:, None, :, None] >= POSITIONS[1][:, None, None]
 CASES = {
     "plain": ({}, True),
@@ -63,7 +66,10 @@ CASES = {
     "mask, causal, lengths": (dict(mask=KEYS[:1], is_causal=True, **LENGTHS), KEYS[:1] & causal(T, S) & IN_LENGTHS),
     "everything masked": (dict(mask=np.zeros((1, 1, 1, 1), bool)), False),
     "segments": (SEGMENTS, SAME_SEGMENT),
-    "causal, segments, lengths": (dict(is_causal=True, **SEGMENTS, **LENGTHS), causal(T, S) & SAME_SEGMENT & IN_LENGTHS),
+    "causal, segments, lengths": (
+        dict(is_causal=True, **SEGMENTS, **LENGTHS),
+        causal(T, S) & SAME_SEGMENT & IN_LENGTHS,
+    ),
     "causal, offset": (dict(is_causal=True, causal_offset=2), causal(T, S, 2)),
     "offset of each sample": (dict(is_causal=True, causal_offset=np.array([1, -2])), OFFSETS),
     "positions": (dict(is_causal=True, query_positions=POSITIONS[0], key_positions=POSITIONS[1]), IN_POSITION),
@@ -183,7 +189,7 @@ def test_what_a_bias_is_at_masked_pairs_does_not_matter(both):
 
 
 def test_a_low_finite_bias_does_not_mask(both):
-    """All keys of a query have a lower bias than what masks the others: these get no weight, and it those of no bias."""
+    """If all keys of a query have one, the masked ones get no weight, and its weights are those without a bias."""
     (expected, _), _ = both(causal(T, S))
     for value in (-3e38, -3e12, 3e38):
         bias = np.broadcast_to(replaced(np.zeros((T, S)), 2, value), (1, 4, T, S)).astype(jnp.bfloat16)

@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiers import few_of
 
 import masksafe
-from masksafe._core.tiles import divide
 from masksafe._core import platforms
+from masksafe._core.tiles import divide
 from masksafe.attention._pairs import Pairs, unmasked_tiles
 from masksafe.attention._plan import Plan
 
