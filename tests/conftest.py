@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("masksafe")
 # the contract, or to differentiate it twice, is compared with another without it, and so are ops that are computed like
 # another one, and a form of attention with the numbers that it should give.
 OPTIMISED = (
-    "tests/attention/test_attention_kernels.py",
+    "tests/attention/test_attention_formula.py",
     "tests/attention/test_attention_precision.py",
     "tests/attention/test_attention_transforms.py",
     "tests/contract/",

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from masksafe._core import platforms
+from masksafe._core.linear import nan_unless_zero
 from masksafe._core.sharding import Shardings, are_whole, vary_alike, zeros_of_types
 from masksafe._core.switches import uses_plain_rules
-from masksafe._core.typing import Array, Function, Pytree, jitted
+from masksafe._core.typing import Array, Function, Pytree, Tree, jitted
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -67,6 +69,7 @@ def rule_of_kernels(
     in_reverse: Callable[..., tuple[Pytree, ...]],
     value: Callable[..., _Result] | None = None,
     plain: Callable[..., _Result] | None = None,
+    in_plain_reverse: Callable[..., tuple[Pytree, Pytree]] | None = None,
 ) -> Callable[_Args, _Result]:
     """An op with a hand-written reverse rule, whose passes JAX need not be able to differentiate.
 
@@ -75,10 +78,13 @@ def rule_of_kernels(
 
     All take a static argument first. `in_reverse` and `reverse` take the other arguments as a tuple, the residuals and
     the cotangent of the output. The former returns the arguments for the reverse pass, in which what the user has
-    replaced after the op may be masked as well.
+    replaced after the op may be masked as well. `in_plain_reverse` takes and returns these and the cotangent, for the
+    derivatives of the reverse pass alone. If it is given, the plain form has no NaN of its own: the NaNs of its
+    derivatives are where those of the results and of the cotangents are.
     """
     run: Callable[..., tuple[_Result, Pytree]] = forward
     op: Callable[..., _Result] = plain or (lambda *args: run(*args)[0])
+    marked: Callable[[Pytree], Pytree] = nan_in_derivatives if in_plain_reverse else (lambda results: results)
 
     def plain_forward(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
         residuals = jax.eval_shape(functools.partial(run, config), *args)[1]
@@ -86,6 +92,8 @@ def rule_of_kernels(
 
     def plain_reverse(config: Pytree, args: Pytree, residuals: Pytree, d_output: Pytree) -> _Cotangents:
         results = jax.eval_shape(functools.partial(reverse, config), args, residuals, d_output)
+        if in_plain_reverse is not None:
+            args, d_output = in_plain_reverse(config, args, residuals, d_output)
         tree: Pytree = jax.tree.structure(args)
         leaves = jax.tree.leaves(args)
         wanted = [i for i, d in enumerate(tree.flatten_up_to(results)) if d is not None]
@@ -102,14 +110,15 @@ def rule_of_kernels(
     @functools.wraps(forward)
     def forward_with_args(config: Pytree, *args: Pytree) -> tuple[_Result, Pytree]:
         output, residuals = evaluate(config, *args)
-        return output, (args, residuals)
+        return marked(output), (args, residuals)
 
     def reverse_with_args(config: Pytree, kept: Pytree, d_output: Pytree) -> _Cotangents:
         args, residuals = kept
-        return pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output)
+        return marked(pull_back(config, in_reverse(config, args, residuals, d_output), residuals, d_output))
 
     only_value = value or (lambda *args: evaluate(*args)[0])
-    return rule(forward_with_args, reverse_with_args, only_value, op)  # type: ignore[arg-type]
+    in_forward_mode = (lambda *args: marked(evaluate(*args)[0])) if in_plain_reverse else op
+    return rule(forward_with_args, reverse_with_args, only_value, in_forward_mode)  # type: ignore[arg-type]
 
 
 def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
@@ -139,6 +148,25 @@ def with_derivatives_of(plain: Function) -> Callable[[Function], Function]:
         return functools.wraps(kernel)(op)  # type: ignore[return-value]
 
     return decorate
+
+
+def nan_in_derivatives(results: Tree) -> Tree:
+    """The results, whose NaNs are in their derivatives as well: a tangent or a cotangent is NaN there, if it is not 0.
+
+    For results of kernels whose plain form has no NaN. So one that is replaced after the op has no part in a gradient.
+    """
+    return jax.tree.map(_nan_in_derivatives, results)  # each by itself, so that none is computed for another one
+
+
+@jax.custom_jvp
+def _nan_in_derivatives(x: Array) -> Array:
+    return x
+
+
+@_nan_in_derivatives.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    (x,), (d_x,) = primals, tangents
+    return x, jnp.where(jnp.isnan(x), nan_unless_zero(d_x), d_x)
 
 
 def computed_once(cotangent: Array) -> Array:

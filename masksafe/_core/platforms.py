@@ -6,7 +6,6 @@ of the process.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
@@ -52,6 +51,10 @@ class AttentionSizes(NamedTuple):
     # to 1.2 on one that does not; of fewer keys as long as float32, and twice as long.
     fewest_keys_of_bfloat16: int = 128
 
+    # With so few logits in the whole batch JAX's own derivative, which keeps all weights, takes three quarters of the
+    # time of blocks.
+    most_weights_kept: int = 2**21
+
     # The reverse pass of short sequences has many arrays of the size of the logits: so it works on some samples
     # together that have at most so many, 1 MiB of float32, unless all problems have fewer than the second number above.
     reverse_at_once_logits: int = 2**18
@@ -65,8 +68,8 @@ class AttentionSizes(NamedTuple):
     skipping_row_tile_logits: int = 2**24
     alignment: int = 64  # of the bounds of the keys of a tile, which a GPU's matrix units like
 
-    # Repairs of cuDNN's results need not be fast, but the memory of a tile is reserved in every program: 8 MiB.
-    repair_row_tile_logits: int = 2**21
+    # cuDNN takes an array over pairs for what it does not know. In bfloat16 that has 512 MiB at most.
+    most_pairs_in_one_array: int = 2**28
 
 
 class LinearSizes(NamedTuple):
@@ -174,16 +177,17 @@ def unfused_elsewhere(results: Tree) -> Tree:
     return on_cpu_or_elsewhere(lambda results: results, unfused, results)
 
 
-def _on_platform(platform: str, there: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
-    """`there(*args)` if the program is lowered for the platform, `elsewhere(*args)` for any other one."""
+def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:
+    """The function of the platform for which the program is lowered, or the default one, of the arguments."""
     form = choices().form
-    if form is None:
-        return lax.platform_dependent(*args, **{platform: there}, default=elsewhere)
-    return (there if form == platform else elsewhere)(*args)
+    if form is not None:
+        return branches.get(form, default)(*args)
+    return lax.platform_dependent(*args, **branches, default=default) if branches else default(*args)
 
 
-on_cpu_or_elsewhere = functools.partial(_on_platform, "cpu")
-on_cuda_or_elsewhere = functools.partial(_on_platform, "cuda")
+def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
+    """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
+    return by_platform(elsewhere, *args, cpu=on_cpu)
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

@@ -1,7 +1,7 @@
 """Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,15 +129,21 @@ def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
     return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types
 
 
-def for_live_tiles(live: Array | None, count: int, body: Callable[[Index, Pytree], Pytree], state: Pytree) -> Pytree:
-    """`state` after `body(i, state)` for every live tile in turn; `live` is `[count]`, None means all."""
-    if count == 1:
-        return body(0, state)
-    if live is None:
-        return loop(0, count, body, state)
-    # Loop over the live tiles only, sorted to the front in their order.
-    order = jnp.argsort(~live, stable=True).astype(jnp.int32)
-    return loop(0, jnp.sum(live, dtype=jnp.int32), lambda n, state: body(element(order, n), state), state)
+def live_order(table: Any) -> tuple[Any, Any]:
+    """Of each row of booleans `[n, tiles]` the tiles that are True, in their order, and how many they are."""
+    xp: Any = np if isinstance(table, np.ndarray) else jnp
+    order = xp.argsort(~table, axis=1, stable=True).astype(np.int32)
+    return order, xp.sum(table, 1, dtype=np.int32)
+
+
+def for_live_tiles(
+    order: tuple[Array, Array] | None, count: int, body: Callable[[Index, Pytree], Pytree], state: Pytree
+) -> Pytree:
+    """`state` after `body(i, state)` for every tile of a row of `live_order` in turn; None means all."""
+    if order is None:
+        return body(0, state) if count == 1 else loop(0, count, body, state)
+    tiles, number = order
+    return loop(0, number, lambda n, state: body(element(tiles, n), state), state)
 
 
 def loop(start: int, stop: Array | int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:

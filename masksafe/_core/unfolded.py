@@ -25,6 +25,11 @@ def number_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> 
     return _reduce(lax.add, unknown(0, x.dtype), x, axis, keepdims)
 
 
+def largest_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
+    """`jnp.max` of numbers of 0 or more; 0 of none."""
+    return _reduce(lax.max, unknown(0, x.dtype), x, axis, keepdims)
+
+
 def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Array:
     """`jnp.sum` of numbers that are wide enough to be summed as they are."""
 
@@ -37,11 +42,6 @@ def sum_of(x: Array, axis: Axis | None = None, *, keepdims: bool = False) -> Arr
         return total(*primals), jnp.sum(*tangents, axis, keepdims=keepdims)
 
     return total(x)
-
-
-def largest_of(x: Array) -> Array:
-    """`jnp.max` of numbers of 0 or more; 0 of none."""
-    return _reduce(lax.max, unknown(0, x.dtype), x, None, False)
 
 
 def unknown(x: ArrayLike, dtype: DType | None = None) -> Array:

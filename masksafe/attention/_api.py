@@ -23,9 +23,10 @@ from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _cudnn
 from masksafe.attention._attention import attend
-from masksafe.attention._block import Band, Plan
+from masksafe.attention._dropout import draw_words
 from masksafe.attention._mods import Mod, trace
-from masksafe.attention._pairs import Pairs, draw_words, seen_keys, seen_positions
+from masksafe.attention._pairs import Pairs
+from masksafe.attention._plan import Operands, Plan, Reach
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, as_window, check_samples
 
@@ -35,8 +36,6 @@ _HEADS_FIRST = (
     "Time comes before heads, [batch, time, heads, head_dim]: give arrays [batch, heads, time, head_dim] as "
     "jnp.swapaxes(x, -3, -2)."
 )
-
-_NOT_FOR_CUDA = "the program is lowered for another platform than CUDA"
 
 _FARTHEST = 2**29  # lengths and offsets are clipped to this, windows to twice this, so that sums of them fit int32
 
@@ -190,15 +189,15 @@ def dot_product_attention(
 
     Returns:
       The output `[B, T, N, width]` in the dtype of `query`; with `return_residual`, a tuple of it and the logsumexp
-      `[B, T, N]` in float32 (float64 for float64). float16 and bfloat16 are computed in float32 and rounded
+      `[B, T, N]` in float32 (float64 for float64), with an exact gradient. 16 bits are computed in float32 and rounded
       once; the weights may also be rounded before their product with the values, as they are on an accelerator.
 
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
-        columns; one in a cotangent does so to the gradients of the keys and values that its query sees.
+        columns; so does an element beyond 2^62 / sqrt(width), 2^59 for a width of 64, with or
+        without the scale. One in a cotangent does so to the gradients of the keys and values that its query sees.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.
-      * The logsumexp has an exact gradient too (`jax.nn` stops that of its residual).
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
@@ -263,12 +262,18 @@ def dot_product_attention(
         _check_lengths("key_value_seq_lengths", arrays.key_lengths, num_keys, q),
     )
     has_positions = query_positions is not None or key_positions is not None
-    is_known = not has_positions and (arrays.offset is None or knows_numbers)
-    band = _static_band(is_causal, window, causal_offset) if is_known else None
-    ring = ring_of(axis_name, band, q.shape[-3], k.shape[-3])
+    has_mods = score_mod is not None or mask_mod is not None  # which get the position with the offset
+    is_known = not has_positions and (arrays.offset is None or (knows_numbers and not has_mods))
+    reach, offset = _reach(is_causal, window), 0
+    if is_known and isinstance(causal_offset, numbers.Integral):
+        offset, arrays = max(-_FARTHEST, min(_FARTHEST, int(causal_offset))), arrays._replace(offset=None)
+    if reach is not None:
+        reach = (None if reach[0] is None else reach[0] - offset), reach[1] + offset
+    is_static = is_known and arrays.offset is None
+    ring = ring_of(axis_name, reach if is_static else None, q.shape[-3], k.shape[-3])
     sizes, rounds = platforms.choices().attention, sinks is None
-    plan = Plan(static_scale, soft_cap, dropout_rate, is_causal, window, sizes, band, rounds, ring)
-    plan = plan._replace(needs_logsumexp=return_residual or arrays.sinks is not None)
+    needs_lse = return_residual or arrays.sinks is not None
+    plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
     by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
     out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
     if bad_samples is not None:
@@ -302,25 +307,18 @@ class _Arrays(NamedTuple):
     mask_mod: Mod | None
 
 
-def _choose_cudnn(
-    implementation: str | None, plan: Plan, arrays: _Arrays, return_residual: bool
-) -> _cudnn.Config | None:
-    """What cuDNN is called with, or None if it is not taken."""
+def _choose_cudnn(implementation: str | None, plan: Plan, arrays: _Arrays, return_residual: bool) -> bool | None:
+    """Whether cuDNN is named, or may be taken without; None if it is not taken."""
     if implementation not in (None, "xla", "cudnn"):
         raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
     if implementation == "xla":
         return None
-    otherwise = None if implementation is None else _refusal_of_cudnn(_NOT_FOR_CUDA)
-    config = _cudnn.Config(plan._replace(needs_logsumexp=True), otherwise)
+    is_named = implementation == "cudnn"
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
-    reason = _cudnn.reason_against(config, given, return_residual)
-    if reason is not None and implementation == "cudnn":
-        raise ValueError(_refusal_of_cudnn(reason))
-    return config if reason is None else None
-
-
-def _refusal_of_cudnn(reason: str) -> str:
-    return message(_OP, "implementation", "value 'cudnn'", "'xla' or None", f"For cuDNN, {reason}.")
+    reason = _cudnn.reason_against(plan, given, is_named, return_residual)
+    if reason is not None and is_named:
+        raise ValueError(_cudnn.refusal(reason))
+    return is_named if reason is None else None
 
 
 # The program of a call: the arrays at their full rank, and which pairs count.
@@ -328,70 +326,65 @@ def _refusal_of_cudnn(reason: str) -> str:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _attend(
-    plan: Plan, axis_name: AxisName, by_cudnn: _cudnn.Config | None, is_checkified: bool, arrays: _Arrays
-) -> tuple[Array, Array | None]:
-    """The output, and the logsumexp, but not from cuDNN: one program for an eager call.
+    plan: Plan, axis_name: AxisName, by_cudnn: bool | None, is_checkified: bool, arrays: _Arrays
+) -> tuple[Array, Array]:
+    """The output and the logsumexp: one program for an eager call.
 
     What checkify traces is another program, which is not found in place of this.
     """
     q, k, v = (sharding.gathered_along(x, -3) for x in (arrays.q, arrays.k, arrays.v))
     over_pairs, by_sample = (arrays.bias, arrays.mask), ((arrays.query_lengths, arrays.key_lengths), arrays.offset)
     bias, mask = jax.tree.map(lambda x: sharding.gathered_along(_at_rank(x, q.ndim), -2, -1), over_pairs)
-    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3))[..., None], by_sample)
-    if by_cudnn is not None:
-        masks = _cudnn.as_masks(mask, lengths, q, k)
-        return _cudnn.attention(by_cudnn, _cudnn.Operands(q, k, v, bias), masks), None
+    lengths, offset = jax.tree.map(lambda x: _clipped(_at_rank(x, q.ndim - 3)), by_sample)
     wide = wide_dtype(q.dtype)
     if bias is not None and bias.dtype.itemsize > wide.itemsize:  # lower numbers than the lowest of the logits mask
         bias = bias.astype(wide)
     q = sharding.Devices(axis_name).varying(q)
-    pairs = _pairs_of(plan, axis_name, arrays._replace(q=q, k=k, offset=offset), lengths)
-    return attend(plan, q, k, v, pairs._replace(bias=bias, allowed=mask), arrays.scale, arrays.sinks)
+    pairs = _pairs_of(axis_name, arrays._replace(q=q, k=k, offset=offset))
+    pairs = pairs._replace(query_lengths=lengths[0], key_lengths=lengths[1], allowed=mask)
+    return attend(plan, by_cudnn, Operands(q, k, v, bias), pairs, arrays.scale, arrays.sinks)
 
 
-def _pairs_of(plan: Plan, axis_name: AxisName, arrays: _Arrays, lengths: tuple[Array | None, Array | None]) -> Pairs:
-    """The structural masks, mods, and the indices for these and dropout. Lengths and offset are `[*batch or 1s, 1]`."""
+def _pairs_of(axis_name: AxisName, arrays: _Arrays) -> Pairs:
+    """The positions and segments, the mods, and the indices for these and dropout."""
     q, k, offset = arrays.q, arrays.k, arrays.offset
     batch, heads = q.shape[:-3], (k.shape[-2], q.shape[-2] // max(1, k.shape[-2]))
     first_query = sharding.Devices(axis_name).first(q.shape[-3])
-    query_positions = _positions(q, arrays.query_positions, axis_name)
-    query_positions = query_positions if offset is None else query_positions + offset
-    key_positions = _positions(k, arrays.key_positions, axis_name)
-    first, end = seen_positions(query_positions, plan.is_causal, plan.window)
-    sees_positions = arrays.key_positions is not None and end is not None  # not an interval of the index
-    of_index = (None, None) if sees_positions else (first, end)
-    num_keys = k.shape[-3] * sharding.Devices(axis_name).size
-    bounds = seen_keys(q.shape[-3], num_keys, *of_index, *lengths, first_query)
-    segments = _over_time(arrays.query_segments, q), _over_time(arrays.key_segments, k)
-    pairs = Pairs(*bounds, query_segments=segments[0], key_segments=segments[1])
-    pairs = pairs._replace(score_mod=arrays.score_mod, mask_mod=arrays.mask_mod)
-    if sees_positions:
-        pairs = pairs._replace(first_position=first, end_position=end, key_positions=key_positions)
+    pairs = Pairs(
+        query_positions=_over_time(arrays.query_positions, q, clipped=True),
+        key_positions=_over_time(arrays.key_positions, k, clipped=True),
+        query_segments=_over_time(arrays.query_segments, q),
+        key_segments=_over_time(arrays.key_segments, k),
+        score_mod=arrays.score_mod,
+        mask_mod=arrays.mask_mod,
+    )
+    index = _index(q)
+    if first_query is not None:
+        index = index + first_query
+        pairs = pairs._replace(query_index=index)
+    if offset is not None:
+        pairs = pairs._replace(query_positions=index + offset[..., None])
     if arrays.score_mod is not None or arrays.mask_mod is not None:
         samples = jnp.arange(math.prod(batch), dtype=jnp.int32).reshape(batch)
-        of_heads = jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads)
-        pairs = pairs._replace(samples=samples, heads=of_heads)
-        pairs = pairs._replace(query_positions=query_positions, key_positions=key_positions)
+        heads_of_keys = jnp.arange(q.shape[-2], dtype=jnp.int32).reshape((1,) * len(batch) + heads)
+        pairs = pairs._replace(samples=samples, heads=heads_of_keys)
     if arrays.dropout_key is not None:
-        pairs = pairs._replace(query_words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
+        pairs = pairs._replace(words=draw_words(arrays.dropout_key, batch, heads, q.shape[-3], first_query))
     return pairs
 
 
-def _positions(x: Array, positions: Array | None, axis_name: AxisName) -> Any:
-    """`[*batch or 1s, time]`; without given ones the indices among all devices, of NumPy if they are known."""
-    if (given := _over_time(positions, x)) is not None:
-        return _clipped(given)
+def _index(x: Array) -> Any:
+    """The indices `[1s, time]`, of NumPy if they are known."""
     arange = jnp.arange if sharding.has_symbolic_size(x) else np.arange
-    index = arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
-    first = sharding.Devices(axis_name).first(x.shape[-3])
-    return index if first is None else index + first
+    return arange(x.shape[-3], dtype=np.int32).reshape((1,) * (x.ndim - 3) + (x.shape[-3],))
 
 
-def _over_time(x: Array | None, operand: Array) -> Array | None:
+def _over_time(x: Array | None, operand: Array, *, clipped: bool = False) -> Array | None:
     """`[*batch or 1s, time]`, expanded along time so that it can be cut to a tile."""
     if x is None:
         return None
     x = sharding.gathered_along(_at_rank(x, operand.ndim - 2), -1)
+    x = _clipped(x) if clipped else x
     return jnp.broadcast_to(x, (*x.shape[:-1], operand.shape[-3]))
 
 
@@ -405,14 +398,10 @@ def _clipped(x: Array) -> Array:
     return jnp.clip(x, -_FARTHEST, _FARTHEST).astype(jnp.int32)
 
 
-def _static_band(is_causal: bool, window: tuple[int, int] | None, offset: ArrayLike) -> Band | None:
-    """How far before and behind its own index a query may see keys, where that is known; None is any distance."""
-    if not isinstance(offset, numbers.Integral) or not (is_causal or window):
-        return None
+def _reach(is_causal: bool, window: tuple[int, int] | None) -> Reach | None:
+    """How far before and behind its own position a query may see keys."""
     left, right = window or (None, 0)
-    position = max(-_FARTHEST, min(_FARTHEST, int(offset)))
-    last = min(right, 0) if is_causal else right
-    return (None if left is None else left - position), last + position
+    return (left, min(right, 0) if is_causal else right) if is_causal or window else None
 
 
 # Checks of the arguments.

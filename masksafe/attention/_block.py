@@ -14,15 +14,18 @@ and with cotangents :math:`\dot o_t` of the output and :math:`\dot \lambda_t` of
 
 The reverse pass computes :math:`p` again (Dao, "FlashAttention-2", 2023).
 
-Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So elements that are not finite
-are replaced by 0 before a product, and their query or key is called bad: the logits of its unmasked pairs are NaN, and
-make NaN what depends on them.
+Every product also contracts over masked pairs, with weight 0, and 0 times NaN is NaN. So the arrays here are clean,
+with 0 for what is bad, and the block says which queries and keys are bad: the logits of their unmasked pairs are NaN,
+and make NaN what depends on them.
+
+In the plain form tangents are treated in the same way: those that are not finite become 0, and make the tangents of the
+logits NaN. But the logits themselves are finite there, so that a query without a cotangent has no part in any
+derivative. What is NaN is known from the kernels, whose results and gradients the derivatives are those of.
 
 Arrays are laid out by problem, the work of one key head of one sample: queries and outputs `[B, K, G, T, H]` for the G
 query heads that share a key head, keys and values `[B, K, S, H]`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -32,214 +35,89 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core.exponentials import shift_of
-from masksafe._core.platforms import AttentionSizes
+from masksafe._core.linear import finite_or_zero, with_finite_cotangent, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
-from masksafe._core.soft_cap import pulled_back, soft_capped
+from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import once_if
 from masksafe._core.typing import Array, Arrays
 from masksafe._core.unfolded import any_of
-from masksafe._core.zeros import without_sign_of_zero
 from masksafe.attention._merge import Partial
 from masksafe.attention._mods import modified, modified_where
-from masksafe.attention._pairs import Block, Pairs, PlacesByName, add_at
-
-Band = tuple[int | None, int]  # a query t sees no key before t - the first or after t + the second number
-
-
-class Ring(NamedTuple):
-    """Devices over which time is split, and on which keys and values go round."""
-
-    axis_name: str | tuple[str, ...]
-    size: int
-    first: int  # in its first step a device works on the keys of the device so many places before it
-    steps: int  # in each of the others on those of the next one before it
-    band: Band | None  # as that of `Plan`, but for indices among those of all devices; None if steps go past the ends
-
-
-class Plan(NamedTuple):
-    """The static parameters."""
-
-    scale: float
-    soft_cap: float | None
-    dropout_rate: float
-    is_causal: bool
-    window: tuple[int, int] | None
-    sizes: AttentionSizes
-    band: Band | None  # what is known of the mask before the program runs
-    rounds: bool  # whether the output is rounded to the dtype of the queries
-    ring: Ring | None = None  # None if all keys are here; else other devices have more of them
-    on_accelerator: bool = False
-    is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
-    needs_logsumexp: bool = True  # whether anything depends on it
-    is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants the largest logits and the sums
-
-
-class Adjustments(NamedTuple):
-    """The arrays that adjust logits and get gradients; or their cotangents, or partial sums of these."""
-
-    bias: Array | None = None  # [B, K, G, T, S]
-    captured: Arrays = ()  # by `score_mod`
-
-    def of(self, pairs: Pairs) -> Pairs:
-        """The pairs with these."""
-        mod = pairs.score_mod
-        return pairs._replace(bias=self.bias, score_mod=mod and dataclasses.replace(mod, captured=self.captured))
-
-    def plus(self, d_bias: Array | None, d_captured: Arrays, places: PlacesByName) -> "Adjustments":
-        """These sums plus the cotangents of the part of the bias at the places, and of what `score_mod` captured."""
-        bias = None if self.bias is None or d_bias is None else add_at(self.bias, d_bias, places)
-        return Adjustments(bias, tuple(s + d.astype(s.dtype) for s, d in zip(self.captured, d_captured, strict=True)))
-
-
-class Inputs(NamedTuple):
-    """What attention is a function of, in the user's layout but for one batch dimension."""
-
-    q: Array  # [B, T, N, H]
-    k: Array  # [B, S, K, H]
-    v: Array  # [B, S, K, width]
-    adjustments: Adjustments
-    pairs: Pairs  # without the adjustments
-
-
-class Gradients(NamedTuple):
-    """Cotangents of the inputs, or their partial sums."""
-
-    query: Array
-    key: Array
-    value: Array
-    adjustments: Adjustments
-
-
-class Keys(NamedTuple):
-    """Keys and values, with 0 for bad elements."""
-
-    k: Array
-    v: Array
-    is_sound: Array | None = None  # which keys are not bad, `[B, K, S, 1]`; None in the reverse pass: queries tell
-
-    @classmethod
-    def of(cls, k: Array, v: Array, is_sound: Array | None = None) -> "Keys":
-        return cls(finite_or_zero(k), finite_or_zero(v), is_sound)
-
-
-class Queries(NamedTuple):
-    """Queries, with 0 for bad elements."""
-
-    q: Array  # with the first factor of `split_scale`
-    is_sound: Array  # which queries are not bad, `[B, K, G, T, 1]`
-
-    @classmethod
-    def of(cls, plan: Plan, q: Array, is_sound: Array) -> "Queries":
-        return cls(_cleaned_queries(plan, q), is_sound)
-
-
-class Cotangents(NamedTuple):
-    """Queries as the reverse pass needs them, with their cotangents.
-
-    Those whose results or cotangents are not finite have NaN for the cotangent and the largest logit. The last three
-    are None if a block has all keys of its queries: then they follow from its logits.
-    """
-
-    q: Array
-    d_out: Array
-    d_lse: Array  # `[B, K, G, T, 1]`, as the next ones
-    largest: Array | None = None
-    total: Array | None = None
-    delta: Array | None = None
-
-    def cleaned(self, plan: Plan) -> "Cotangents":
-        """With 0 for bad elements of the first two, and queries as in `Queries`."""
-        return self._replace(q=_cleaned_queries(plan, self.q), d_out=finite_or_zero(self.d_out))
-
-
-def split_scale(plan: Plan, q: Array) -> tuple[float, float]:
-    """The factors of the queries and of the logits: the scale is applied to queries unless that would round them."""
-    return (plan.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, plan.scale)
-
-
-def _cleaned_queries(plan: Plan, q: Array) -> Array:
-    return times(finite_or_zero(q), split_scale(plan, q)[0])
-
-
-def finite_or_zero(x: Array) -> Array:
-    return jnp.where(jnp.isfinite(x), x, x.dtype.type(0))
-
-
-def are_finite(*arrays: Array) -> Array:
-    """Where all elements along the last axis are finite, `[..., 1]`.
-
-    Not by a maximum, in which XLA's library for CPUs loses a NaN. For arrays in the user's layout: of others, XLA would
-    have to make a copy for each use.
-    """
-    return functools.reduce(jnp.logical_and, (jnp.all(jnp.isfinite(x), -1, keepdims=True) for x in arrays))
-
-
-def times(x: Array, factor: float) -> Array:
-    return x if factor == 1 else x * factor
-
-
-# The layout by problem, and that of the user.
-
-
-def queries_by_problem(x: Array, num_key_heads: int) -> Array:
-    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
-
-
-def queries_by_user(x: Array) -> Array:
-    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
-    x = jnp.moveaxis(x, 3, 1)
-    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
-
-
-def keys_by_problem(x: Array) -> Array:
-    """`[B, S, K, n]` to `[B, K, S, n]`, or back."""
-    return jnp.swapaxes(x, 1, 2)
-
+from masksafe.attention._pairs import Block
+from masksafe.attention._plan import Plan
 
 # Forward.
 
 
-def attend_to_block(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Partial:
-    """The block's part of the outputs `[B, K, G, queries, width of v]`."""
-    exps, largest, total = exponentials(logits(plan, queries, keys, block))
-    return Partial(dot_values(drop(plan, block, exps), keys.v), largest, total)
+def attend(plan: Plan, q: Array, k: Array, v: Array, block: Block, *, has_all_keys: bool) -> Partial:
+    """The block's part of the outputs `[B, K, G, queries, width of v]`; or these, if it has all keys of its queries."""
+    trace: Any = None
+    if plan.is_plain:
+        trace = trace_of(q) + (trace_of(k) + trace_of(v))[:, :, None, None, :, 0]
+        q, k, v = map(finite_or_zero, (q, k, v))
+    exps, m, l = exponentials(logits(plan, q, k, block, trace))
+    if plan.is_plain and block.shows is not None:
+        # In the tangents of the weights: those of the cotangents would reach masked keys.
+        o = dot_values(drop(plan, block, exps), v)
+        partial = Partial(jnp.where(block.shows, with_finite_cotangent(o), o), m, l)
+        return partial.divided() if has_all_keys else partial
+    if not has_all_keys:
+        return Partial(dot_values(drop(plan, block, exps), v), m, l)
+    if plan.on_accelerator and not plan.is_plain:  # divided before the product, which XLA knows as a softmax
+        o = dot_values(drop(plan, block, exps / divisor_of_exponentials(l)), v)
+        return Partial(o, m, jnp.where(l == 0, 1, l))
+    # Divided after the product: the derivative at a masked value may overflow, but is in no sum over the row.
+    return Partial(dot_values(drop(plan, block, exps), v), m, l).divided()
 
 
 def exponentials(x: Array) -> tuple[Array, Array, Array]:
-    """exp(x - largest) of logits, 0 in a row without keys; and the largest and the sum of the exponentials of a row."""
-    largest = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
-    exps = jnp.exp(x - shift_of(largest))
-    return exps, largest, jnp.sum(exps, -1, keepdims=True)
+    """exp(x - m) of logits, 0 in a row without keys; and the largest logit and the sum of exponentials of a row."""
+    m = lax.stop_gradient(jnp.max(x, -1, keepdims=True))
+    exps = jnp.exp(x - shift_of(m))
+    return exps, m, jnp.sum(exps, -1, keepdims=True)
 
 
-def logits(plan: Plan, queries: Queries, keys: Keys, block: Block) -> Array:
-    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key."""
-    x = _capped(plan, times(dot_keys(queries.q, keys.k), split_scale(plan, queries.q)[1]), block.mask)
-    x = _with_bias(x, block)
-    if (mod := block.score_mod) is not None and block.indices is not None:
-        if plan.is_plain and block.mask is not None:
-            x = modified_where(mod, mod.captured, x, block.indices, block.mask)
-        else:
-            x = modified(mod, mod.captured, x, block.indices)
-    assert keys.is_sound is not None
-    return _poisoned(x, queries.is_sound & keys.is_sound[:, :, None, None, :, 0], block.mask)
+def divisor_of_exponentials(l: Array) -> Array:
+    """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
+    return jnp.maximum(l, 0.5)
 
 
-def _capped(plan: Plan, dots: Array, mask: Array | None) -> Array:
-    """The scaled products after the soft cap, whose derivative must not see a bad product."""
-    if plan.soft_cap is None:
-        return dots
-    return soft_capped(dots if mask is None else jnp.where(mask, dots, 0), plan.soft_cap)
+def logits(plan: Plan, q: Array, k: Array, block: Block, trace: Array | None = None) -> Array:
+    """The logits `[B, K, G, queries, keys]`: -inf at masked pairs, NaN at the others of a bad query or key.
+
+    In the plain form, which has no NaN of its own, they have the tangent of the trace.
+    """
+    captured = () if block.score_mod is None else block.score_mod.captured
+    x = _adjusted(plan, dot_keys(q, k) * plan.scale, block, block.bias, captured)
+    if trace is None:
+        return _masked(x, block)
+    x = x if block.bias is None and block.score_mod is None else jnp.where(x < jnp.inf, x, 0)
+    trace = trace.astype(x.dtype)
+    x = x + (trace if block.shows is None else jnp.where(block.shows, trace, 0))
+    return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
 
 
-def _with_bias(x: Array, block: Block) -> Array:
-    return x if block.bias is None else x + block.bias.astype(x.dtype)
+def trace_of(x: Array) -> Array:
+    """0 `[..., 1]`; its tangent is NaN where one along the last axis is not finite."""
+    return jnp.sum(0 * x, -1, keepdims=True)
 
 
-def _poisoned(x: Array, is_sound: Array, mask: Array | None) -> Array:
-    x = jnp.where(is_sound, x, jnp.nan)
-    return x if mask is None else jnp.where(mask, x, -jnp.inf)
+def _adjusted(plan: Plan, x: Array, block: Block, bias: Array | None, captured: Arrays) -> Array:
+    """The scaled products after the soft cap, with the bias, after `score_mod`."""
+    if plan.is_plain and plan.soft_cap is not None and block.mask is not None:
+        x = jnp.where(block.mask, x, 0)  # a tangent of the product may overflow, and the cap multiplies it by 0
+    x = soft_capped(x, plan.soft_cap)
+    x = x if bias is None else x + bias.astype(x.dtype)
+    if block.score_mod is None or block.indices is None:
+        return x
+    if plan.is_plain and block.mask is not None:
+        return modified_where(block.score_mod, captured, x, block.indices, block.mask)
+    return modified(block.score_mod, captured, x, block.indices)
+
+
+def _masked(x: Array, block: Block) -> Array:
+    x = x if block.is_bad is None else jnp.where(block.is_bad, jnp.nan, x)
+    return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
 
 
 def drop(plan: Plan, block: Block, p: Array) -> Array:
@@ -249,93 +127,110 @@ def drop(plan: Plan, block: Block, p: Array) -> Array:
 # Reverse.
 
 
-class Reversed(NamedTuple):
-    """Of a block: what the gradients are products and sums of."""
+class Rows(NamedTuple):
+    """What the reverse pass needs of queries besides `q`; the arrays of one number `[..., 1]`."""
 
-    weights: Array  # with dropout
-    d_dots: Array  # the cotangents of the products q k, but for the scale
-    d_biased: Array  # those of the logits before `score_mod`
-    d_captured: Arrays  # those of what it captured
+    do: Array
+    dlse: Array
+    m: Array | None = None  # inf for a query without cotangents, which makes its weights 0; the last three are None
+    l: Array | None = None  # if a block has all keys of its queries: then they follow from its logits
+    delta: Array | None = None
 
 
-def pull_back_block(plan: Plan, queries: Cotangents, keys: Keys, block: Block) -> Reversed:
-    """The reverse of `attend_to_block`; `block` has a mask."""
-    mask = block.mask
-    assert mask is not None
-    dots = times(dot_keys(queries.q, keys.k), split_scale(plan, queries.q)[1])
-    p, capped, pull_back_adjustments = _weights(plan, queries, block, dots, mask)
+class Gradients(NamedTuple):
+    """Cotangents, wide, or parts of their sums; those of keys and values may be transposed, `[..., H, S]`."""
+
+    q: Array
+    k: Array
+    v: Array
+    bias: Array | None
+    captured: Arrays
+
+
+def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block, *, transposes: bool) -> Gradients:
+    """The reverse of `attend`. The cotangents of keys and values may be transposed: else a large block has to be."""
+    p, pull_back_adjustments = _weights(plan, dots := dot_keys(q, k), rows, block)
     weights = p
     if plan.on_accelerator:
-        # The weights for the product with d_out are another kernel than those in the cotangents of the logits, which is
+        # The weights for the product with `do` are another kernel than those in the cotangents of the logits, which is
         # kept from reading the first.
-        held = lax.optimization_barrier(dots)
-        p, capped, pull_back_adjustments = _weights(plan, queries, block, held, mask)
-    d_p = drop(plan, block, dot_keys(queries.d_out, keys.v))
-    d_p = jnp.where(mask, d_p, 0)  # the product with a masked value may overflow
-    d_x = jnp.where(mask, _slopes(queries, p, d_p), 0)
-    d_biased, d_captured = pull_back_adjustments(d_x)
-    d_dots = d_biased
-    if plan.soft_cap is not None:
-        d_dots = jnp.where(mask, pulled_back(d_biased, capped, plan.soft_cap), 0)
-    return Reversed(drop(plan, block, weights), d_dots, d_biased, d_captured)
+        p, pull_back_adjustments = _weights(plan, lax.optimization_barrier(dots), rows, block)
+    dp = _selected(drop(plan, block, dot_keys(rows.do, v)), block)  # the product with a masked value may be huge
+    dx = _selected(_slopes(rows, p, dp), block)
+    ds, d_biased, d_captured = pull_back_adjustments(dx)
+    ds = ds * plan.scale
+    weights = drop(plan, block, weights)
+    dk, dv = (dot_queries(b, a) if transposes else dot_queries(a, b) for a, b in ((ds, q), (weights, rows.do)))
+    return Gradients(dot_values(ds, k), dk, dv, d_biased, d_captured)
 
 
-PullBack = Callable[[Array], tuple[Array, Arrays]]
+def _selected(x: Array, block: Block) -> Array:
+    return x if block.mask is None else jnp.where(block.mask, x, 0)
 
 
-def _weights(plan: Plan, queries: Cotangents, block: Block, dots: Array, mask: Array) -> tuple[Array, Array, PullBack]:
-    """The weights without dropout, 0 at masked pairs; the capped products; and the rule of what comes after these."""
-    capped = _capped(plan, dots, mask)
-    x, pull_back_adjustments = _adjusted_with_rule(capped, mask, block)
-    if queries.largest is None or queries.total is None:
-        exps, _, total = exponentials(_poisoned(x, jnp.isfinite(queries.d_lse), mask))
-        p = jnp.where(mask, exps / divisor_of_exponentials(total), 0)
-    else:
-        p = jnp.exp(jnp.where(mask, x - queries.largest, -jnp.inf)) * (1 / queries.total)
-    return p, capped, pull_back_adjustments
+PullBack = Callable[[Array], tuple[Array, Array | None, Arrays]]
 
 
-def divisor_of_exponentials(total: Array) -> Array:
-    """A sum of exponentials as a divisor: it is 1 at least, or 0, if no key is seen."""
-    return jnp.maximum(total, 0.5)
+def _weights(plan: Plan, dots: Array, rows: Rows, block: Block) -> tuple[Array, PullBack]:
+    """The weights without dropout, 0 at masked pairs, and the rule of what lies between the products and the logits."""
+    x, pull_back_adjustments = _adjusted_with_rule(plan, dots * plan.scale, block)
+    if not (block.bias is None and block.score_mod is None):
+        x = jnp.where(x < jnp.inf, x, 0)  # a NaN or infinity is of a query that is bad, or without a cotangent
+    x = _masked(x, block)
+    if rows.m is not None and rows.l is not None:
+        return jnp.exp(x - rows.m) * (1 / rows.l), pull_back_adjustments
+    exps, _, l = exponentials(x)
+    return _selected(
+        exps / divisor_of_exponentials(l), block
+    ), pull_back_adjustments  # a row with a NaN has no other number
 
 
-def _slopes(queries: Cotangents, p: Array, d_p: Array) -> Array:
+def _slopes(rows: Rows, p: Array, dp: Array) -> Array:
     """The cotangents of the logits from those of the weights."""
-    if queries.delta is None or queries.total is None:
+    if rows.delta is None or rows.l is None:
         # The sum, taken from the weights before they are rounded for a product, is closer than that of outputs.
-        return p * (d_p - jnp.sum(p * d_p, -1, keepdims=True) + queries.d_lse)
-    # The output is the value of a key that has all of the weight: there d_p - delta is d_lse plus rounding errors.
-    has_all = p > jnp.where(queries.total == 1, 0.5, jnp.inf)
-    return jnp.where(has_all, queries.d_lse, p * (d_p - queries.delta))
+        return p * (dp - jnp.sum(p * dp, -1, keepdims=True) + rows.dlse)
+    # The output is the value of a key that has all of the weight: there dp - delta is dlse plus rounding errors.
+    has_all = p > jnp.where(rows.l == 1, 0.5, jnp.inf)
+    return jnp.where(has_all, rows.dlse, p * (dp - rows.delta))
 
 
-def _adjusted_with_rule(capped: Array, mask: Array, block: Block) -> tuple[Array, PullBack]:
-    """The logits, the capped products with their bias after `score_mod`, and their reverse rule.
+def _adjusted_with_rule(plan: Plan, x: Array, block: Block) -> tuple[Array, PullBack]:
+    """The logits before they are masked, and their reverse rule.
 
-    The rule takes the cotangent of the logits, 0 under the mask, and returns those of the capped products with their
-    bias, and of what `score_mod` captured.
+    The rule takes the cotangent of the logits, 0 under the mask, and returns those of the scaled products, of the
+    logits before `score_mod`, and of what that captured.
     """
-    x, mod, indices = _with_bias(capped, block), block.score_mod, block.indices
-    if mod is None or indices is None:
-        return x, lambda d_x: (d_x, ())
-    x = jnp.where(mask, x, 0)  # a NaN here would make the rule look closer, although no unmasked pair needs it
-    result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices), x, mod.captured)
+    mod = block.score_mod
+    if mod is None:
+        if plan.soft_cap is None:
+            return _adjusted(plan, x, block, block.bias, ()), lambda dx: (dx, dx, ())
+        capped, pull_back_cap = jax.vjp(lambda x: _adjusted(plan, x, block, None, ()), x)
+        biased = capped if block.bias is None else capped + block.bias.astype(x.dtype)
+        return biased, lambda dx: (*pull_back_cap(dx), dx, ())
+    assert block.indices is not None
+    without = block._replace(score_mod=None)
+    biased, pull_back_biased = _adjusted_with_rule(plan, x, without)
+    mask, indices = block.mask, block.indices
+    # A NaN under the mask would make the rule look closer, although no unmasked pair needs it.
+    biased = biased if mask is None else jnp.where(mask, biased, 0)
+    result, reverse = jax.vjp(lambda x, captured: modified(mod, captured, x, indices), biased, mod.captured)
 
-    def pull_back(d_x: Array) -> tuple[Array, Arrays]:
-        d_argument, d_captured = reverse(d_x)
+    def pull_back_mod(dx: Array) -> tuple[Array, Array | None, Arrays]:
+        d_biased, d_captured = reverse(dx)
 
         def leave_out_masked(_: Any) -> Any:
-            fn = lambda captured: modified_where(mod, captured, x, indices, mask)  # noqa: E731
-            return jax.vjp(fn, mod.captured)[1](d_x)[0]
+            assert mask is not None
+            fn = lambda captured: modified_where(mod, captured, biased, indices, mask)  # noqa: E731
+            return jax.vjp(fn, mod.captured)[1](dx)[0]
 
         # At a masked pair the derivative may be NaN, and 0 times it, in the sums of what is captured.
-        has_bad = [any_of(~jnp.isfinite(d)) for d in d_captured]
-        if d_captured:
-            d_captured = once_if(functools.reduce(jnp.logical_or, has_bad), leave_out_masked, d_captured)
-        return jnp.where(mask, d_argument, 0), d_captured
+        if d_captured and mask is not None:
+            has_bad = functools.reduce(jnp.logical_or, (any_of(~jnp.isfinite(d)) for d in d_captured))
+            d_captured = once_if(has_bad, leave_out_masked, d_captured)
+        return (*pull_back_biased(_selected(d_biased, block))[:2], d_captured)
 
-    return result, pull_back
+    return result, pull_back_mod
 
 
 # The matrix products, accumulated in the wide dtype. The G query heads of a key head are rows of one matrix.
@@ -351,9 +246,10 @@ def dot_values(p: Array, v: Array) -> Array:
     return _dot(_merge_heads(p), v, 3, 2).reshape(*p.shape[:4], v.shape[3])
 
 
-def dot_queries_of_rows(p: Array, q: Array) -> Array:
-    """`[B, K, G, T, S]` and `[B, K, G, T, H]` to `[B, K, S, H]`."""
-    return _dot(_merge_heads(p), _merge_heads(q), 2, 2)
+def dot_queries(a: Array, b: Array) -> Array:
+    """`[B, K, G, T, m]` and `[B, K, G, T, n]` to `[B, K, m, n]`."""
+    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return _dot(_merge_heads(a.astype(narrow)), _merge_heads(b.astype(narrow)), 2, 2)
 
 
 def _merge_heads(x: Array) -> Array:

@@ -1,100 +1,317 @@
-"""Attention in blocks of queries and keys, with no array over all pairs in either pass: the schedule for a CPU.
+"""The schedule: for each problem, its tiles of queries and of keys. No array over all pairs is in either pass.
 
-The forward pass goes through the keys with a running maximum (Milakov and Gimelshein, "Online normalizer
-calculation for softmax", 2018). The reverse pass does not use the logsumexp, whose rounding error would enter every
-weight, but its two parts: the largest logit and the sum of exp(x - largest).
+A problem is the work of one key head of one sample. On a CPU, large problems are solved in turn: their blocks stay in
+the cache, and each problem skips the tiles that its own masks exclude. The forward pass goes through the keys with a
+running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The reverse pass does not
+use the logsumexp, whose rounding error would enter every weight, but its two parts, `m` and `l`.
+
+An accelerator wants all problems in one large product, and tiles of queries that have all of their keys: then a softmax
+reads its row once. No loop has a length that depends on values there, since the host would have to wait for them. The
+reverse pass computes the softmax again in the same way, and needs of the forward pass only what is bad.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from masksafe._core.tiles import Tile, Tiles, add_to_part, divide, element, for_live_tiles, take
+from masksafe._core.precision import widened
+from masksafe._core.row_blocks import as_bits, from_bits
+from masksafe._core.sharding import may_loop
+from masksafe._core.tiles import (
+    Tile,
+    Tiles,
+    add_to_part,
+    divide,
+    element,
+    for_live_tiles,
+    live_order,
+    loop,
+    part,
+    take,
+    whole,
+    with_part,
+)
 from masksafe._core.typing import Array
 from masksafe.attention import _block
-from masksafe.attention._block import Adjustments, Cotangents, Gradients, Keys, Plan, Queries
+from masksafe.attention._block import Gradients, Rows
+from masksafe.attention._contract import bad_keys, cleaned
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import Pairs, block_of, live_blocks
+from masksafe.attention._pairs import Pairs, add_at, block_of, masks_any, static_reach, unmasked_tiles
+from masksafe.attention._plan import Operands, Plan
 
 
-def tiles_of(plan: Plan, q: Array, k: Array, pairs: Pairs) -> tuple[Tiles, Tiles]:
-    """The tiles of the queries `[B, T, N, H]` and of the keys `[B, S, K, H]`."""
-    sizes, (_, num_queries, heads, _), (_, num_keys, key_heads, _) = plan.sizes, q.shape, k.shape
-    group = heads // key_heads
-    of_queries = divide(num_queries, max(sizes.fewest_queries, sizes.query_tile // max(1, group)))
-    if pairs.mask_any():
-        return of_queries, divide(num_keys, sizes.key_tile)
-    if isinstance(num_queries, int) and group * num_queries <= sizes.few_queries:
-        return of_queries, divide(num_keys, num_keys)
-    return of_queries, divide(num_keys, sizes.key_tile_if_nothing_is_skipped)
+class Schedule(NamedTuple):
+    """How many samples, key heads, queries and keys a block has."""
+
+    samples: int
+    heads: int
+    queries: int
+    keys: int
+    parts: tuple[tuple[Tile, Tile], ...]  # queries with the keys that some of them may see by a static mask
+    cuts_keys: bool = False  # from the user's arrays, by tile: what no query sees is not even read
+    unroll: int = 1  # that of the loop over problems
+
+    @property
+    def is_one_block(self) -> bool:
+        """Whether a problem has but one block."""
+        queries, keys = self.parts[0]
+        return len(self.parts) == 1 and (self.queries, self.keys) == (queries.size, keys.size)
 
 
-def is_one_block(tiles: tuple[Tiles, Tiles]) -> bool:
-    return tiles[0].number == tiles[1].number == 1
+def schedule_on_cpu(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool = False) -> Schedule:
+    sizes, (batch, T, N, _), (_, S, K, width) = plan.sizes, x.q.shape, x.k.shape
+    parts, rows, has_masks = ((whole(T), whole(S)),), T * N // max(1, K), masks_any(plan, pairs)
+    loops = may_loop((x, pairs))
+    is_one_product = batch == 1 and not has_masks  # on which both cores are faster
+    if loops and not (plan.is_plain or in_reverse or is_one_product):
+        if rows <= sizes.few_queries and sizes.fewest_keys_of_few_queries <= S:
+            keys = divide(S, max(1, sizes.key_block_elements // max(1, K * width))).size
+            return Schedule(1, K, T, keys, parts, cuts_keys=True)
+    queries = divide(T, max(sizes.fewest_queries, sizes.query_tile // max(1, N // max(1, K)))).size
+    keys = sizes.key_tile if has_masks else sizes.key_tile_if_nothing_is_skipped
+    if not has_masks and isinstance(T, int) and rows <= sizes.few_queries:
+        keys = S
+    schedule = Schedule(batch, K, queries, divide(S, keys).size, parts)
+    logits = batch * N * T * S
+    if not loops or batch * K == 1 or logits < sizes.in_turn_logits_of_all:
+        return schedule
+    if logits >= batch * K * sizes.in_turn_logits_of_one:
+        return schedule._replace(samples=1, heads=1)
+    if in_reverse and logits > sizes.reverse_at_once_logits:
+        return schedule._replace(samples=_largest_divisor(batch, batch * sizes.reverse_at_once_logits // logits))
+    return schedule
 
 
-def attend_in_blocks(
-    plan: Plan, queries: Queries, keys_of: Callable[[Tile], Keys], pairs: Pairs, width: int, tiles: tuple[Tiles, Tiles]
-) -> Partial:
-    """The results of all keys, of which `keys_of` gives those of a tile; a query that sees no key has the sum 1."""
-    of_queries, of_keys = tiles
-    live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
-
-    def one_tile(i: Any) -> Partial:
-        query_tile = of_queries.tile(i)
-        tile_queries = take(queries, 3, query_tile)
-
-        def add_keys(j: Any, state: Partial) -> Partial:
-            key_tile = of_keys.tile(j)
-            block = block_of(pairs, query_tile, key_tile, plan.dropout_rate)
-            return state.plus(_block.attend_to_block(plan, tile_queries, keys_of(key_tile), block))
-
-        nothing = Partial.nothing(tile_queries.q[..., :1], width)
-        live_tiles = None if live is None else element(live, i)
-        return Partial(*for_live_tiles(live_tiles, of_keys.number, add_keys, nothing)).divided()
-
-    # JAX differentiates the plain form: checkpoint, so that it recomputes each block instead of storing it.
-    return Partial(*of_queries.join_map(jax.checkpoint(one_tile) if plan.is_plain else one_tile))
+def schedule_elsewhere(plan: Plan, x: Operands, pairs: Pairs) -> Schedule:
+    sizes, (batch, T, N, _), (_, S, K, _) = plan.sizes, x.q.shape, x.k.shape
+    if not all(isinstance(n, int) for n in (batch, T, N, S)):
+        return Schedule(batch, K, T, S, ((whole(T), whole(S)),))
+    reach = static_reach(plan, pairs)
+    most = sizes.row_tile_logits * (1 if reach is None else sizes.skipping_row_tiles)
+    problems = most * batch * K // max(1, batch * N * T * S)
+    samples, heads, unroll = batch, K, 1
+    if may_loop((x, pairs)) and problems < batch * K:
+        samples = _largest_divisor(batch, problems // K)
+        heads = K if problems >= K else _largest_divisor(K, problems)
+        unroll = 2  # Two steps in a body save launches; with more of them XLA would keep the logits of all.
+    logits, number = samples * heads * (N // max(1, K)) * T * S, 1
+    if reach is not None:
+        number = max(1, min(sizes.skipping_row_tiles, logits // sizes.skipping_row_tile_logits))
+    size = _multiple_above(-(-T // number), sizes.alignment)
+    parts = tuple(parts_with_keys(reach, T, size, S, sizes.alignment))
+    queries = max(1, sizes.row_tile_logits * T // max(1, logits))
+    return Schedule(samples, heads, queries, S, parts, unroll=unroll)
 
 
-def pull_back_in_blocks(
-    plan: Plan, queries: Cotangents, keys: Keys, pairs: Pairs, sums: Adjustments, tiles: tuple[Tiles, Tiles]
-) -> Gradients:
-    """The cotangents of queries, keys and values, wide, and `sums` plus those of the adjustments."""
-    of_queries, of_keys = tiles
-    live = None if plan.is_plain else live_blocks(pairs, of_queries, of_keys)
+def _largest_divisor(n: int, most: int) -> int:
+    """The largest divisor of `n` up to `most`, at least 1."""
+    return max((d for d in range(1, min(n, most) + 1) if n % d == 0), default=1)
 
-    def one_tile(carry: tuple[Array, Adjustments], j: Any) -> tuple[tuple[Array, Adjustments], tuple[Array, Array]]:
-        key_tile = of_keys.tile(j)
-        tile_keys = take(keys, 2, key_tile)
 
-        def add_queries(i: Any, state: Gradients) -> Gradients:
-            query_tile = of_queries.tile(i)
-            block, part = block_of(pairs, query_tile, key_tile, plan.dropout_rate), take(queries, 3, query_tile)
-            d = _block.pull_back_block(plan, part, tile_keys, block)
-            d_q = _block.dot_values(d.d_dots, tile_keys.k)
-            # Transposed, `[B, K, H, keys]`: else the blocks of pairs would be transposed for the products.
-            return Gradients(
-                add_to_part(state.query, d_q, {3: (query_tile.start, query_tile.size)}),
-                state.key + _block.dot_queries_of_rows(part.q, d.d_dots),
-                state.value + _block.dot_queries_of_rows(part.d_out, d.weights),
-                state.adjustments.plus(d.d_biased, d.d_captured, block.places),
+def parts_with_keys(reach: Any, length: int, size: int, num_keys: int, alignment: int) -> Sequence[tuple[Tile, Tile]]:
+    """Parts of so many queries, each with the keys that some of them may see by the static mask; at least one."""
+    left, right = reach or (None, num_keys)
+    parts = []
+    for start in range(0, length, size):
+        stop = min(start + size, length)
+        end = max(1, min(num_keys, _multiple_above(stop + right, alignment)))
+        first = 0 if left is None else max(0, start - left)
+        first = min(first // alignment * alignment, end - 1)
+        parts.append((Tile(start, stop - start, start, False), Tile(first, end - first, first, False)))
+    return parts
+
+
+def _multiple_above(n: int, alignment: int) -> int:
+    return -(-n // alignment) * alignment
+
+
+# The layout by problem, `[B, K, G, T, n]` and `[B, K, S, n]`, and that of the user.
+
+
+def queries_by_problem(x: Array, num_key_heads: int) -> Array:
+    """`[B, T, N, n]` to `[B, K, G, T, n]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads, x.shape[3]), 1, 3)
+
+
+def queries_by_user(x: Array) -> Array:
+    """`[B, K, G, T, n]` to `[B, T, N, n]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], x.shape[4])
+
+
+def keys_by_problem(x: Array) -> Array:
+    """`[B, S, K, n]` to `[B, K, S, n]`, or back."""
+    return jnp.swapaxes(x, 1, 2)
+
+
+Places = dict[str, Tile]
+
+
+def _queries_at(plan: Plan, x: Array, places: Places, num_key_heads: int) -> Array:
+    group, heads = x.shape[2] // num_key_heads, places["k"]
+    first = heads.start if group == 1 else heads.start * group
+    own = part(x, {0: (places["b"].start, places["b"].size), 2: (first, heads.size * group)})
+    return queries_by_problem(own if plan.on_accelerator else widened(own), heads.size)
+
+
+def _keys_at(plan: Plan, x: Array, places: Places) -> Array:
+    own = _part_of_keys(x, places)
+    return keys_by_problem(cleaned(own if plan.on_accelerator else widened(own)))
+
+
+def _part_of_keys(x: Array, places: Places) -> Array:
+    axes = {"b": 0, "s": 1, "k": 2}
+    return part(x, {axis: (places[name].start, places[name].size) for name, axis in axes.items() if name in places})
+
+
+def _by_problem(schedule: Schedule, x: Operands, solve: Callable[[Any, Places], Any], carry: Any) -> Any:
+    """The carry, and the results of `solve(carry, places)` for all problems, `[B, K, ...]`."""
+    batch, num_key_heads = x.k.shape[0], x.k.shape[2]
+    samples, heads = schedule.samples, schedule.heads
+    if (samples, heads) == (batch, num_key_heads):
+        return solve(carry, {"b": whole(batch), "k": whole(num_key_heads)})
+
+    def step(carry: Any, n: Array) -> Any:
+        steps_of_sample = jnp.int32(num_key_heads // heads)  # lax takes one dtype, and a Python number may be int64
+        has_all_heads = heads == num_key_heads
+        sample, head = (n, 0) if has_all_heads else (lax.div(n, steps_of_sample), lax.rem(n, steps_of_sample))
+        first_sample, first_head = sample if samples == 1 else sample * samples, head if heads == 1 else head * heads
+        places = {
+            "b": Tile(first_sample, samples, first_sample, False),
+            "k": Tile(first_head, heads, first_head, False),
+        }
+        return solve(carry, places)
+
+    numbers = jnp.arange(batch * num_key_heads // (samples * heads), dtype=jnp.int32)
+    carry, results = lax.scan(step, carry, numbers, unroll=schedule.unroll)
+    # [steps, samples, heads, ...] to [B, K, ...], since either number is 1 or all
+    return carry, jax.tree.map(lambda x: x.reshape(batch, num_key_heads, *x.shape[3:]), results)
+
+
+def _tiles(schedule: Schedule, queries: Tile, keys: Tile) -> tuple[Tiles, Tiles]:
+    return divide(queries.size, schedule.queries), divide(keys.size, schedule.keys)
+
+
+def _tile(tiles: Tiles, i: Any, within: Tile) -> Tile:
+    """A tile of a part."""
+    tile, start = tiles.tile(i), within.start
+    whole_axis = isinstance(start, int) and start == 0
+    return tile if whole_axis else tile._replace(start=start + tile.start, first=start + tile.first)
+
+
+def _order(plan: Plan, own: Pairs, queries: Tiles, keys: Tiles, *, by_key: bool = False) -> Any:
+    """The unmasked tiles of keys for each tile of queries, or of queries for each of keys; None for all."""
+    if plan.is_plain or plan.on_accelerator or queries.number == keys.number == 1:
+        return None
+    table = unmasked_tiles(plan, own, queries, keys)
+    if table is None or (isinstance(table, np.ndarray) and table.all()):
+        return None
+    return live_order(table.T if by_key else table)
+
+
+# The passes.
+
+
+def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial:
+    """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`; a query that sees no key has `l` 1."""
+    width, bits = x.v.shape[-1], (as_bits(x.k), as_bits(x.v))
+
+    def solve(_: None, places: Places) -> tuple[None, Partial]:
+        q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
+        whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
+        results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
+        return None, results[0] if len(results) == 1 else Partial(
+            *(jnp.concatenate(r, 3) for r in zip(*results, strict=True))
+        )
+
+    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
+        query_tiles, key_tiles = _tiles(schedule, queries, keys)
+        order = _order(plan, pairs.at(places), query_tiles, key_tiles)
+        has_all_keys = key_tiles.number == 1
+
+        def of_tile(i: Any) -> Partial:
+            at = places | {"t": _tile(query_tiles, i, queries)}
+            q_i = take(q, 3, at["t"])
+
+            def block(j: Any) -> Partial:
+                here = at | {"s": _tile(key_tiles, j, keys)}
+                if not schedule.cuts_keys:
+                    k, v = take(whole_keys, 2, here["s"])
+                    return _block.attend(plan, q_i, k, v, block_of(plan, pairs, here), has_all_keys=has_all_keys)
+                k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
+                own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
+                k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
+                return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
+
+            if has_all_keys:
+                return block(0)
+            nothing = Partial.nothing(q_i[..., :1], width)
+            tiles = None if order is None else jax.tree.map(lambda o: element(o, i), order)
+            return Partial(
+                *for_live_tiles(tiles, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
+            ).divided()
+
+        # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
+        return Partial(*query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile))
+
+    return Partial(*map(queries_by_user, _by_problem(schedule, x, solve, None)[1]))
+
+
+def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
+    """The cotangents; those of the bias and of what a mod captured are wide, in a ring all are."""
+    wide, num_key_heads, transposes = rows.dlse.dtype, x.k.shape[2], not schedule.is_one_block
+    axis_of_keys = 3 if transposes else 2
+    names = [name for name in Rows._fields[1:] if getattr(rows, name) is not None]
+    numbers = jnp.concatenate([getattr(rows, name) for name in names], -1)
+
+    def solve(sums: Any, places: Places) -> tuple[Any, tuple[Array, Array, Array]]:
+        q, do, numbers_here = (_queries_at(plan, a, places, num_key_heads) for a in (x.q, rows.do, numbers))
+        q = cleaned(q, plan.scale)
+        k, v = (_keys_at(plan, a, places) for a in (x.k, x.v))
+
+        def block(state: Gradients, t: Tile, s: Tile) -> Gradients:
+            here = places | {"t": t, "s": s}
+            q_t, do_t, numbers_t = (take(a, 3, t) for a in (q, do, numbers_here))
+            rows_t = Rows(do_t, **{name: numbers_t[..., i : i + 1] for i, name in enumerate(names)})
+            d = _block.pull_back(
+                plan, q_t, rows_t, *take((k, v), 2, s), block_of(plan, pairs, here), transposes=transposes
             )
+            bias = None if state.bias is None or d.bias is None else add_at(state.bias, d.bias, here)
+            captured = tuple(a + b.astype(a.dtype) for a, b in zip(state.captured, d.captured, strict=True))
+            dq = add_to_part(state.q, d.q, {3: (t.start, t.size)})
+            return Gradients(dq, state.k + d.k, state.v + d.v, bias, captured)
 
-        transposed = jnp.swapaxes(tile_keys.k, 2, 3), jnp.swapaxes(tile_keys.v, 2, 3)
-        no_d_k, no_d_v = (jnp.zeros_like(x, queries.d_lse.dtype) for x in transposed)
-        state = Gradients(carry[0], no_d_k, no_d_v, carry[1])
-        state = for_live_tiles(None if live is None else element(live, j, 1), of_queries.number, add_queries, state)
-        return (state.query, state.adjustments), (jnp.swapaxes(state.key, 2, 3), jnp.swapaxes(state.value, 2, 3))
+        no_dk, no_dv = (jnp.zeros_like(jnp.swapaxes(a, 2, axis_of_keys), wide) for a in (k, v))
+        state = Gradients(jnp.zeros_like(q, wide), no_dk, no_dv, *sums)
+        for queries, keys in schedule.parts:
+            state = of_part(state, block, places, queries, keys)
+        dk, dv = (jnp.swapaxes(a, 2, axis_of_keys) for a in (state.k, state.v))
+        dtypes = [wide] * 3 if plan.ring else [a.dtype for a in x[:3]]
+        dq, dk, dv = (a.astype(dtype) for a, dtype in zip((state.q, dk, dv), dtypes, strict=True))
+        return (state.bias, state.captured), (dq, dk, dv)
 
-    carry = jnp.zeros_like(queries.q, queries.d_lse.dtype), sums
-    if of_keys.number == 1:
-        (d_q, sums), (d_k, d_v) = one_tile(carry, 0)
-    else:
-        (d_q, sums), of_tiles = lax.scan(one_tile, carry, jnp.arange(of_keys.number, dtype=jnp.int32))
-        d_k, d_v = map(of_keys.join, of_tiles)
-    d_k = _block.times(d_k, _block.split_scale(plan, queries.q)[1])
-    return Gradients(_block.times(d_q, plan.scale), d_k, d_v, sums)
+    def of_part(state: Gradients, block: Any, places: Places, queries: Tile, keys: Tile) -> Gradients:
+        query_tiles, key_tiles = _tiles(schedule, queries, keys)
+        order = _order(plan, pairs.at(places), query_tiles, key_tiles, by_key=True)
+
+        def of_keys(j: Any, state: Gradients) -> Gradients:
+            s = _tile(key_tiles, j, keys)
+            place = {axis_of_keys: (s.start, s.size)}
+            tiles = None if order is None else jax.tree.map(lambda o: element(o, j), order)
+            add = lambda i, own: block(own, _tile(query_tiles, i, queries), s)  # noqa: E731
+            own = state._replace(k=part(state.k, place), v=part(state.v, place))
+            own = for_live_tiles(tiles, query_tiles.number, add, own)
+            return own._replace(k=with_part(state.k, own.k, place), v=with_part(state.v, own.v, place))
+
+        return of_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, of_keys, state)
+
+    def zeros(a: Array) -> Array:
+        with jax.numpy_dtype_promotion("standard"):  # a bias may have 16 bits
+            return jnp.zeros_like(a, jnp.promote_types(a.dtype, wide))
+
+    sums, (dq, dk, dv) = _by_problem(schedule, x, solve, jax.tree.map(zeros, (pairs.bias, x.captured)))
+    return Operands(queries_by_user(dq), keys_by_problem(dk), keys_by_problem(dv), *sums)

@@ -23,11 +23,11 @@ _OP = "merge_attention"
 
 
 class Partial(NamedTuple):
-    """Results for some of the keys; the sums are of exp(x - largest), for the logits x."""
+    """Results for some of the keys; the sums are of exp(x - m), for the logits x."""
 
-    weighted: Array  # [..., width of v], or the output, if it is divided by the total
-    largest: Array  # [..., 1], -inf for a query that sees no key
-    total: Array  # [..., 1]
+    o: Array  # [..., width of v], the sum weighted by the exponentials; or the output, if it is divided by l
+    m: Array  # [..., 1], the largest logit, -inf for a query that sees no key
+    l: Array  # [..., 1]
 
     @classmethod
     def nothing(cls, like: Array, width: int) -> Partial:
@@ -37,25 +37,29 @@ class Partial(NamedTuple):
 
     def plus(self, other: Partial) -> Partial:
         """The results for the keys of both."""
-        before, after = lax.stop_gradient((self.largest, other.largest))
-        largest = jnp.maximum(before, after)
-        shift = shift_of(largest)
+        before, after = lax.stop_gradient((self.m, other.m))
+        m = jnp.maximum(before, after)
+        shift = shift_of(m)
         decay, growth = jnp.exp(before - shift), jnp.exp(after - shift)
-        weighted = self.weighted * decay + other.weighted * growth
-        return Partial(weighted, largest, self.total * decay + other.total * growth)
+        return Partial(self.o * decay + other.o * growth, m, self.l * decay + other.l * growth)
 
     def divided(self) -> Partial:
-        """With the output, and the total 1 for a query that sees no key.
+        """With the output, and `l` 1 for a query that sees no key.
 
         What is bad has a NaN as its largest logit. It is taken from there, since XLA's CPU compiler of jax 0.12 makes
         a number of the exponential of a NaN that it has selected in the same loop.
         """
-        total = jnp.where(jnp.isnan(self.largest), self.largest, jnp.where(self.total == 0, 1, self.total))
-        return Partial(self.weighted / total, self.largest, total)
+        l = jnp.where(jnp.isnan(self.m), self.m, jnp.where(self.l == 0, 1, self.l))
+        return Partial(self.o / l, self.m, l)
 
     def multiplied(self) -> Partial:
         """The inverse of `divided`; `plus` ignores what a query that sees no key has."""
-        return Partial(self.weighted * self.total, self.largest, self.total)
+        return Partial(self.o * self.l, self.m, self.l)
+
+    @property
+    def lse(self) -> Array:
+        """The logsumexp `[...]`."""
+        return (self.m + jnp.log(self.l))[..., 0]
 
 
 Outs = tuple[Array | None, ...]

@@ -79,6 +79,10 @@ class Mod:
     others: Arrays
     program: Program = dataclasses.field(metadata={"static": True})
 
+    def with_captured(self, captured: Arrays) -> "Mod":
+        """The function, with other arrays in place of those captured."""
+        return dataclasses.replace(self, captured=captured)
+
     def of_pair(self, captured: Arrays, *inputs: Any) -> Array:
         """The function, with other arrays in place of those captured."""
         kinds = {True: iter(captured), False: iter(self.others)}

@@ -1,41 +1,28 @@
-"""Which pairs of a query and a key are masked, which blocks of pairs hold any that are not, and what a block needs.
+"""Which pairs of a query and a key are masked.
 
-The causal mask, the window and the lengths all mean the same: query `t` sees the keys of one interval,
-[first_key[t], end_key[t]). If keys have positions of their own, the causal mask and the window are an interval of these
-instead. Segments add a comparison of two numbers. So these structural masks are stored as arrays over queries and over
-keys, and a mask of pairs exists only for the block in work.
-
-Which weights dropout keeps is a hash of the pair, which depends on no block, form, device or platform. JAX's generator
-draws two words for every query of every head, and the draw of a pair mixes these with the index of the key: all twenty
-rounds of the generator for every pair would take longer than attention itself.
+A query and a key have numbers: an index, a position and a segment. One function compares these, `_may_see`. Of a pair
+it tells whether the pair is unmasked; of a tile of queries and a tile of keys, whose numbers lie between two bounds,
+whether any of their pairs may be. So structural masks are stored as arrays over queries and over keys, a mask of pairs
+exists only for the block in work, and tiles without unmasked pairs are skipped. Masks that are arrays over pairs, and
+functions, are looked at pair by pair.
 """
 
 import functools
-import math
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
-from masksafe._core.masks import both
-from masksafe._core.tiles import Places, Tile, Tiles, add_to_part, part, whole
+from masksafe._core.masks import both, either
+from masksafe._core.sharding import vary_with
+from masksafe._core.tiles import Tile, Tiles, add_to_part, once_if, part, whole
 from masksafe._core.typing import Array
-from masksafe._core.unfolded import any_of, unknown
+from masksafe._core.unfolded import any_of, largest_of, unknown
+from masksafe.attention import _dropout
 from masksafe.attention._mods import Indices, Mod, mask_of
-
-
-class Problems(NamedTuple):
-    """The problems of some samples and key heads, from the given ones on."""
-
-    sample: Array | int
-    head: Array | int
-    samples: int
-    heads: int
+from masksafe.attention._plan import Plan, Reach
 
 
 class Pairs(NamedTuple):
@@ -45,12 +32,12 @@ class Pairs(NamedTuple):
     and s of keys. Along b, and in arrays over pairs along all of them, it may have size 1, where it broadcasts.
     """
 
-    first_key: Array | None = None  # None stands for 0
-    end_key: Array | None = None  # None stands for the number of keys
-    first_position: Array | None = None  # like the next one only if keys have positions of their own
-    end_position: Array | None = None
-    query_positions: Array | None = None  # for mods alone
+    query_index: Array | None = None  # among the queries of all devices; None for those of one device
+    key_index: Array | None = None
+    query_positions: Array | None = None  # None for the index
     key_positions: Array | None = None
+    query_lengths: Array | None = None
+    key_lengths: Array | None = None
     query_segments: Array | None = None
     key_segments: Array | None = None
     allowed: Array | None = None
@@ -59,59 +46,58 @@ class Pairs(NamedTuple):
     mask_mod: Mod | None = None
     samples: Array | None = None  # their indices, for mods
     heads: Array | None = None  # likewise
-    query_words: Array | None = None  # random ones, for dropout
-    live_queries: Array | None = None  # the others take no part in the reverse pass
-    problems: Problems | None = None  # those to which it is cut, but for arrays over pairs; None stands for all
+    words: Array | None = None  # random ones, for dropout
+    bad_queries: Array | None = None  # whose unmasked pairs have a NaN as their logit; likewise of the next one
+    bad_keys: Array | None = None
+    unneeded: Array | None = None  # queries that take no part in the reverse pass; of the plain form, masked ones
+    showing: Array | None = None  # queries in whose logits a bad tangent shows; None stands for all
 
-    def only(self, problems: Problems) -> "Pairs":
-        """The pairs of some problems. Arrays over pairs are never copied: they are left whole, and cut by block."""
-        places = {"b": (problems.sample, problems.samples), "k": (problems.head, problems.heads)}
-        return self._cut(lambda axes: {} if axes == OVER_PAIRS else places)._replace(problems=problems)
-
-    def mask_any(self) -> bool:
-        """Whether a pair may be masked other than by the end of the keys."""
-        names = "first_key", "end_key", "end_position", "query_segments", "allowed", "bias", "mask_mod"
-        return any(getattr(self, name) is not None for name in names)
-
-    def _cut(self, places_of: Callable[[str], "PlacesByName"]) -> "Pairs":
-        """With the parts of the arrays at the places for their axes."""
+    def at(self, places: dict[str, Tile]) -> "Pairs":
+        """With the parts of the arrays at the places."""
         arrays = {name: x for name in AXES if (x := getattr(self, name)) is not None}
-        parts: Any = {name: cut(x, AXES[name], places_of(AXES[name])) for name, x in arrays.items()}
+        parts: Any = {name: cut(x, AXES[name], places) for name, x in arrays.items()}
         return self._replace(**parts)
+
+    def has_only(self, *names: str) -> bool:
+        """Whether nothing else than these masks pairs, besides the reach."""
+        return all(getattr(self, name) is None for name in _MASKS if name not in names)
 
 
 OVER_PAIRS = "bkgts"
 AXES = {
-    **dict.fromkeys(("first_key", "end_key", "first_position", "end_position"), "bt"),
-    **dict.fromkeys(("query_positions", "query_segments"), "bt"),
-    **dict.fromkeys(("key_positions", "key_segments"), "bs"),
+    **dict.fromkeys(("query_index", "query_positions", "query_segments"), "bt"),
+    **dict.fromkeys(("key_index", "key_positions", "key_segments"), "bs"),
+    **dict.fromkeys(("query_lengths", "key_lengths", "samples"), "b"),
     **dict.fromkeys(("allowed", "bias"), OVER_PAIRS),
-    "samples": "b",
+    **dict.fromkeys(("bad_queries", "unneeded", "showing"), "bkgt"),
+    "bad_keys": "bks",
     "heads": "bkg",
-    "query_words": "bkgtw",
-    "live_queries": "bkgt",
+    "words": "bkgtw",
 }
+_MASKS = (
+    *("query_index", "key_index", "query_positions", "key_positions", "query_lengths", "key_lengths"),
+    *("query_segments", "allowed", "bias", "mask_mod"),
+)
 
-PlacesByName = dict[str, tuple[Any, int]]
 
-
-def cut(x: Array, axes: str, places: PlacesByName) -> Array:
+def cut(x: Array, axes: str, places: dict[str, Tile]) -> Array:
     """The part of `x` at the places; an axis of size 1 stays whole, as one that has no place."""
-    return part(x, _of_array(x, axes, places))
+    return part(x, _places_in(x, axes, places))
 
 
-def add_at(x: Array, addend: Array, places: PlacesByName) -> Array:
+def add_at(x: Array, addend: Array, places: dict[str, Tile], names: str = OVER_PAIRS) -> Array:
     """An array over pairs plus `addend` at the places, which is summed over the axes along which `x` broadcasts."""
     axes = [a for a in range(addend.ndim) if x.shape[a] == 1 < addend.shape[a]]
     summed = jnp.sum(addend, axes, keepdims=True) if axes else addend
-    return add_to_part(x, summed, _of_array(x, OVER_PAIRS, places))
+    return add_to_part(x, summed.astype(x.dtype), _places_in(x, names, places))
 
 
-def _of_array(x: Array, axes: str, places: PlacesByName) -> Places:
-    return {i: places[axis] for i, axis in enumerate(axes) if axis in places and x.shape[i] != 1}
+def _places_in(x: Array, axes: str, places: dict[str, Tile]) -> dict[int, tuple[Any, int]]:
+    at = {i: places[axis] for i, axis in enumerate(axes) if axis in places and x.shape[i] != 1}
+    return {i: (tile.start, tile.size) for i, tile in at.items()}
 
 
-def grouped_heads(x: Array | None, num_key_heads: int) -> Array | None:
+def by_heads(x: Array | None, num_key_heads: int) -> Array | None:
     """An array over pairs, `[..., N or 1, T, S]` to `[..., K, G, T, S]` with size 1 where it broadcasts."""
     if x is None:
         return None
@@ -119,58 +105,116 @@ def grouped_heads(x: Array | None, num_key_heads: int) -> Array | None:
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
 
-# The bounds of what a query sees.
+def by_key_head(x: Array, num_key_heads: int) -> Array:
+    """`[B, T, N]` to `[B, K, G, T]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads), 1, 3)
 
 
-def seen_positions(
-    positions: Array, is_causal: bool, window: tuple[int, int] | None
-) -> tuple[Array | None, Array | None]:
-    """The positions `[first, end)` that queries at some positions see; None is no bound."""
-    first, ends = None, []
-    if is_causal:
-        ends.append(positions + 1)
-    if window is not None:
-        first = positions - window[0]
-        ends.append(positions + window[1] + 1)
-    return first, functools.reduce(jnp.minimum, ends) if ends else None
+def by_query_head(x: Array) -> Array:
+    """`[B, K, G, T]` to `[B, T, N]`."""
+    x = jnp.moveaxis(x, 3, 1)
+    return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3])
 
 
-def seen_keys(
-    num_queries: int,
-    num_keys: int,
-    first: Array | None,
-    end: Array | None,
-    query_lengths: Array | None,
-    key_lengths: Array | None,
-    first_query: Array | None = None,
-) -> tuple[Array | None, Array | None]:
-    """The keys `[first, end)` that a query sees, each `[*batch or 1s, T]`; None for the first and the last.
-
-    Args:
-      num_queries: T.
-      num_keys: S.
-      first: a bound of the index, `[*batch or 1s, T]`, or None.
-      end: the same.
-      query_lengths: `[*batch or 1s, 1]`, or None.
-      key_lengths: `[*batch or 1s, 1]`, or None.
-      first_query: the index of the first of these queries among all, None for 0.
-    """
-    bounds = [x for x in (end, key_lengths, query_lengths) if x is not None]
-    if not bounds:  # there is no first without an end
-        return None, None
-    index = jnp.arange(num_queries, dtype=jnp.int32).reshape((1,) * (bounds[0].ndim - 1) + (num_queries,))
-    index = index if first_query is None else index + first_query
-    ends = [x for x in (end, key_lengths) if x is not None]
-    end = functools.reduce(jnp.minimum, ends, jnp.full_like(index, num_keys))
-    if query_lengths is not None:
-        end = jnp.where(index < query_lengths, end, 0)
-    if first is None:
-        return None, end
-    first, end = jnp.broadcast_arrays(jnp.maximum(0, first), end)
-    return first, end
+# What is masked.
 
 
-# A block of pairs.
+class _Numbers(NamedTuple):
+    """Of a query or a key, or of a tile of them: the lowest and the highest of each number; None if it has none."""
+
+    index: Any
+    position: Any
+    segment: Any
+    length: Any  # of the sample
+
+
+def _may_see(reach: Reach | None, q: _Numbers, k: _Numbers) -> Any:
+    conditions = [numbers.index[0] < numbers.length for numbers in (q, k) if numbers.length is not None]
+    if reach is not None:
+        left, right = reach
+        conditions.append(k.position[0] <= q.position[1] + right)
+        if left is not None:
+            conditions.append(k.position[1] >= q.position[0] - left)
+    if q.segment is not None:
+        is_pair = q.segment[0] is q.segment[1]
+        same = (
+            (q.segment[0] == k.segment[0],) if is_pair else (q.segment[0] <= k.segment[1], k.segment[0] <= q.segment[1])
+        )
+        conditions += same
+    return functools.reduce(both, conditions, None)
+
+
+def _numbers(
+    plan: Plan,
+    pairs: Pairs,
+    index: Callable[[str], Any],
+    bounds: Callable[[Array, str], Any],
+    place: Callable[..., Any],
+) -> tuple[_Numbers, _Numbers]:
+    """Those of queries and of keys, where they matter: each array as its bounds, at its place among the axes."""
+
+    def of(side: str, axis: str) -> _Numbers:
+        given = {name: getattr(pairs, f"{side}_{name}") for name in ("index", "positions", "segments", "lengths")}
+
+        def at_place(found: tuple[Any, Any]) -> tuple[Any, Any]:
+            lowest = place(found[0], axis)
+            return lowest, lowest if found[1] is found[0] else place(found[1], axis)
+
+        positions, segments, length = (given[name] for name in ("positions", "segments", "lengths"))
+        own = None
+        if length is not None or (plan.reach is not None and positions is None):
+            own = at_place(index(axis) if given["index"] is None else bounds(given["index"], axis))
+        return _Numbers(
+            own,
+            own if positions is None or plan.reach is None else at_place(bounds(positions, axis)),
+            None if segments is None else at_place(bounds(segments, axis)),
+            None if length is None else place(length[:, None], axis),
+        )
+
+    return of("query", "t"), of("key", "s")
+
+
+def unmasked(plan: Plan, own: Pairs, places: dict[str, Tile]) -> Array | None:
+    """Which pairs of some queries and keys are unmasked, up to broadcasting; None for all. `own` are these pairs."""
+
+    def place(x: Array, axis: str) -> Array:
+        return x[:, None, None, :, None] if axis == "t" else x[:, None, None, None, :]
+
+    def same(x: Array, _: str) -> tuple[Array, Array]:
+        return x, x
+
+    def index(axis: str) -> tuple[Array, Array]:
+        return same(_index(places[axis])[None], axis)
+
+    queries, keys = _numbers(plan, own, index, same, place)
+    conditions = [
+        _may_see(plan.reach, queries, keys),
+        own.allowed,
+        None if own.mask_mod is None else mask_of(own.mask_mod, _indices(own, places)),
+        None if own.bias is None else own.bias != -jnp.inf,  # True for a NaN, which must stay visible
+        ~own.unneeded[..., None] if plan.is_plain and own.unneeded is not None else None,
+        *(place((_index(t) >= t.first)[None], axis) for axis, t in places.items() if axis in "ts" and t.is_ragged),
+    ]
+    return functools.reduce(both, conditions, None)
+
+
+def _index(tile: Tile) -> Array:
+    index = lax.iota(jnp.int32, tile.size) if isinstance(tile.size, int) else jnp.arange(tile.size, dtype=jnp.int32)
+    return index if isinstance(tile.start, int) and tile.start == 0 else tile.start + index
+
+
+def _indices(own: Pairs, places: dict[str, Tile]) -> Indices:
+    """The arguments of a mod."""
+    assert own.samples is not None
+    assert own.heads is not None
+    number = own.samples.shape[0]
+
+    def positions(side: str, tile: Tile) -> Array:
+        given = [getattr(own, f"{side}_{name}") for name in ("positions", "index")]
+        x = next((x for x in given if x is not None), None)
+        return jnp.broadcast_to(_index(tile)[None] if x is None else x, (number, tile.size))
+
+    return own.samples, own.heads[0], positions("query", places["t"]), positions("key", places["s"])
 
 
 class Block(NamedTuple):
@@ -178,167 +222,197 @@ class Block(NamedTuple):
 
     mask: Array | None  # where they are unmasked; None means everywhere
     bias: Array | None
+    is_bad: Array | None
     kept: Array | None  # where dropout keeps a weight; None means everywhere
+    shows: Array | None  # where a bad tangent shows; None means everywhere
     indices: Indices | None  # the arguments of a mod
     score_mod: Mod | None
-    places: PlacesByName  # in arrays over pairs
+    places: dict[str, Tile]  # in arrays over pairs
+
+    def with_bad_keys(self, bad_keys: Array) -> "Block":
+        """The same, if these keys `[B, K, keys]` are bad."""
+        return self._replace(is_bad=either(self.is_bad, bad_keys[:, :, None, None]))
 
 
-def block_of(pairs: Pairs, queries: Tile, keys: Tile, dropout_rate: float = 0.0) -> Block:
-    """The block of these queries and keys."""
-    places: PlacesByName = {"t": (queries.start, queries.size), "s": (keys.start, keys.size)}
-    if (problems := pairs.problems) is not None:
-        places |= {"b": (problems.sample, problems.samples), "k": (problems.head, problems.heads)}
-    in_problems = {axis: place for axis, place in places.items() if axis in "ts"}  # to which it is cut already
-    own = pairs._cut(lambda axes: places if axes == OVER_PAIRS else in_problems)
-    indices = _indices(own, queries, keys)
-    kept = None if own.query_words is None else _kept(own.query_words, keys, dropout_rate)
-    return Block(_unmasked(own, queries, keys, indices), own.bias, kept, indices, own.score_mod, places)
+def block_of(plan: Plan, pairs: Pairs, places: dict[str, Tile]) -> Block:
+    """The block at some places: tiles of queries (t) and of keys (s), of some samples (b) and key heads (k)."""
+    own = pairs.at(places)
+    is_bad = None if own.bad_queries is None else own.bad_queries[..., None]
+    kept = None
+    if own.words is not None:
+        key_index = _index(places["s"])[None] if own.key_index is None else own.key_index
+        kept = _dropout.kept(own.words, key_index[:, None, None, None], plan.dropout_rate)
+    indices = None if own.samples is None else _indices(own, places)
+    mask = unmasked(plan, own, places)
+    shows = None if own.showing is None else own.showing[..., None]
+    block = Block(mask, own.bias, is_bad, kept, shows, indices, own.score_mod, places)
+    return block if own.bad_keys is None else block.with_bad_keys(own.bad_keys)
 
 
-def _unmasked(own: Pairs, queries: Tile, keys: Tile, indices: Indices | None) -> Array | None:
-    key_index = None if own.end_key is None else _index(keys, 4)  # there is no first key without an end
-    of_queries = own.first_key, own.end_key, own.first_position, own.end_position, own.query_segments
-    first_key, end_key, first_position, end_position, query_segments = jax.tree.map(
-        lambda x: x[:, None, None, :, None], of_queries
-    )
-    # Without an end of positions, those of keys are there for mods alone.
-    of_keys = (None if own.end_position is None else own.key_positions), own.key_segments
-    key_positions, key_segments = jax.tree.map(lambda x: x[:, None, None, None, :], of_keys)
-    conditions = [
-        _compared(operator.ge, key_index, first_key),
-        _compared(operator.lt, key_index, end_key),
-        _compared(operator.ge, key_positions, first_position),
-        _compared(operator.lt, key_positions, end_position),
-        _compared(operator.eq, query_segments, key_segments),
-        own.allowed,
-        None if own.mask_mod is None or indices is None else mask_of(own.mask_mod, indices),
-        None if own.bias is None else own.bias != -jnp.inf,  # True for a NaN, which must stay visible
-        None if own.live_queries is None else own.live_queries[..., None],
-        _index(keys, 4) >= keys.first if keys.is_ragged else None,
-        _index(queries, 3) >= queries.first if queries.is_ragged else None,
-    ]
-    return functools.reduce(both, conditions, None)
+# Tiles with nothing unmasked are skipped. Where numbers are known while tracing, so is the table, an array of NumPy.
 
 
-def _compared(compare: Callable[[Any, Any], Any], a: Array | None, b: Array | None) -> Any:
-    return None if a is None or b is None else compare(a, b)
+def masks_any(plan: Plan, pairs: Pairs) -> bool:
+    """Whether a pair may be masked."""
+    return plan.reach is not None or not pairs.has_only("query_index", "key_index", "query_positions", "key_positions")
 
 
-def _index(tile: Tile, axis: int) -> Array:
-    index = _iota(jnp.int32, axis, tile.size)
-    return index if isinstance(tile.start, int) and tile.start == 0 else tile.start + index
+def static_reach(plan: Plan, pairs: Pairs) -> Reach | None:
+    """The reach, if it is one of the index; else None."""
+    arrays = pairs.query_index, pairs.key_index, pairs.query_positions, pairs.key_positions
+    return plan.reach if all(x is None for x in arrays) else None
 
 
-def _iota(dtype: Any, axis: int, size: int) -> Array:
-    """The numbers from 0 on along an axis of a block of pairs."""
-    return lax.broadcasted_iota(dtype, [size if a == axis else 1 for a in range(len(OVER_PAIRS))], axis)
+def unmasked_tiles(plan: Plan, pairs: Pairs, queries: Tiles, keys: Tiles) -> Any:
+    """Where a tile of queries may see one of keys, `[queries.number, keys.number]`; None for everywhere."""
+    tiles = {"t": queries, "s": keys}
 
+    def bounds(x: Array, axis: str) -> tuple[Array, Array]:
+        by_tile = tiles[axis].by_tile(unknown(x), 1)
+        return by_tile.min(2), by_tile.max(2)
 
-def _indices(own: Pairs, queries: Tile, keys: Tile) -> Indices | None:
-    if own.samples is None or own.heads is None or own.query_positions is None or own.key_positions is None:
-        return None
-    number = own.samples.shape[0]
-    query_positions = jnp.broadcast_to(own.query_positions, (number, queries.size))
-    return own.samples, own.heads[0], query_positions, jnp.broadcast_to(own.key_positions, (number, keys.size))
+    def index(axis: str) -> tuple[Any, Any]:
+        length, size = tiles[axis].length, tiles[axis].size
+        starts = np.arange(tiles[axis].number, dtype=np.int32)[None] * size
+        return starts, np.minimum(starts + size, length) - 1
 
+    def place(x: Any, axis: str) -> Any:
+        return x[:, :, None] if axis == "t" else x[:, None]
 
-# Blocks with nothing unmasked are skipped. For structural masks, bounds decide whether a block is live, and may call a
-# dead block live; for arrays over pairs and mods, every pair is looked at.
+    table = _may_see(plan.reach, *_numbers(plan, pairs, index, bounds, place))
+    if table is not None:
+        table = table[0] if table.shape[0] == 1 else any_of(table, 0)
+        table = (np if isinstance(table, np.ndarray) else jnp).broadcast_to(table, (queries.number, keys.number))
+    if pairs.unneeded is not None:
+        needed = any_of(queries.by_tile(any_of(~pairs.unneeded, (0, 1, 2)), 0), 1)[:, None]
+        table = both(table, jnp.broadcast_to(needed, (queries.number, keys.number)))
+    arrays = [x for x in (pairs.allowed, pairs.bias) if x is not None]
+    if not arrays and pairs.mask_mod is None:
+        return table
+    by_pairs = Pairs(*(x if name in _BY_PAIRS else None for name, x in pairs._asdict().items()))
 
-
-def live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    """Where a block is live, `[queries.number, keys.number]`; None means everywhere, or that there is but one."""
-    return None if queries.number == keys.number == 1 else find_live_blocks(pairs, queries, keys)
-
-
-def find_live_blocks(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    """The same, but also if there is only one block."""
-    of_pairs = pairs._replace(**dict.fromkeys(_STRUCTURE), query_words=None)  # nor are weights drawn for it
-    by_pairs = _live_by_pairs(of_pairs, queries, keys) if of_pairs.mask_any() else None
-    return both(_live_by_structure(pairs, queries, keys), by_pairs)
-
-
-_STRUCTURE = "first_key", "end_key", "first_position", "end_position", "query_segments", "key_segments", "live_queries"
-
-
-def _live_by_structure(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array | None:
-    conditions = []  # [B, T, keys.number]
-    starts = jnp.arange(keys.number, dtype=jnp.int32)[None, None] * keys.size
-    if pairs.end_key is not None:
-        first = starts if pairs.first_key is None else jnp.maximum(pairs.first_key[..., None], starts)
-        conditions.append(first < jnp.minimum(pairs.end_key[..., None], starts + keys.size))
-    if pairs.key_positions is not None and (pairs.first_position is not None or pairs.end_position is not None):
-        lowest, highest = _range_of_tiles(pairs.key_positions, keys)
-        if pairs.first_position is not None:
-            conditions.append(pairs.first_position[..., None] <= highest)
-        if pairs.end_position is not None:
-            conditions.append(lowest < pairs.end_position[..., None])
-    if pairs.query_segments is not None and pairs.key_segments is not None:
-        lowest, highest = _range_of_tiles(pairs.key_segments, keys)
-        query_ids = pairs.query_segments[..., None]
-        conditions.append((lowest <= query_ids) & (query_ids <= highest))
-    sees_tile = functools.reduce(both, conditions, None)
-    return None if sees_tile is None else any_of(queries.by_tile(any_of(sees_tile, 0), 0), 1)
-
-
-def _range_of_tiles(x: Array, keys: Tiles) -> tuple[Array, Array]:
-    """The lowest and the highest number of each tile of an array over keys, `[B, 1, keys.number]`."""
-    by_tile = keys.by_tile(unknown(x), 1)
-    return by_tile.min(2)[:, None], by_tile.max(2)[:, None]
-
-
-def _live_by_pairs(pairs: Pairs, queries: Tiles, keys: Tiles) -> Array:
-    def of_queries(i: Array) -> Array:
-        mask = block_of(pairs, queries.tile(i), whole(keys.length)).mask
-        assert mask is not None  # there is an array or a mod
+    def of_queries(i: Any) -> Array:
+        mask = unmasked(plan._replace(reach=None), *_at(by_pairs, t=queries.tile(i), s=whole(keys.length)))
+        assert mask is not None
         by_key = any_of(mask, (0, 1, 2, 3))
         return any_of(keys.by_tile(by_key, 0), 1) if by_key.shape[0] > 1 else by_key
 
-    arrays = [x for x in (pairs.allowed, pairs.bias) if x is not None]
     are_alike = pairs.mask_mod is None and all(x.shape[3] == 1 for x in arrays)
-    live = of_queries(jnp.zeros((), jnp.int32))[None] if are_alike else queries.map(of_queries)
-    return jnp.broadcast_to(live, (queries.number, keys.number))
+    found = of_queries(jnp.zeros((), jnp.int32))[None] if are_alike else queries.map(of_queries)
+    return both(table, jnp.broadcast_to(found, (queries.number, keys.number)))
 
 
-# Dropout.
+_BY_PAIRS = (
+    *("allowed", "bias", "mask_mod", "samples", "heads"),
+    *("query_positions", "key_positions", "query_index", "key_index"),
+)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def draw_words(
-    key: Array, batch: tuple[int, ...], heads: tuple[int, int], num_queries: int, first_query: Array | None = None
-) -> Array:
-    """Two words `[*batch, K, G, T, 2]` for every query of every head, for `heads` (K, G).
-
-    They depend on the random key and the indices of sample, head and query alone. `first_query` is the index of the
-    first query, None for 0.
-    """
-    # Bits of a key of any kind make a key of Threefry, which may be counted up for a key of every head.
-    of_samples, of_heads = jax.random.bits(key, (2,), jnp.uint32)
-    sample = of_samples + _count(math.prod(batch)).reshape(*batch, 1, 1, 1)
-    head = of_heads + _count(math.prod(heads)).reshape(*[1] * len(batch), *heads, 1)
-    query = _count(num_queries)
-    query = query if first_query is None else query + first_query.astype(query.dtype)
-    (sample, head), query = jnp.broadcast_arrays(sample, head), jnp.broadcast_to(query, (*batch, *heads, num_queries))
-    return jnp.stack(threefry2x32_p.bind(sample, head, query, query), -1)
+def _at(pairs: Pairs, **places: Tile) -> tuple[Pairs, dict[str, Tile]]:
+    return pairs.at(places), places
 
 
-def _count(number: int) -> Array:
-    return jnp.arange(number, dtype=jnp.uint32)
+# What queries see of all keys: for the contract around a kernel. Where only the reach and lengths mask, a query sees
+# the keys of an interval, and nothing is as large as all pairs.
 
 
-def words_from_key(words: Array | None, first_key: Array) -> Array | None:
-    """The words with which keys that begin with the given one draw as if they began with 0."""
-    return None if words is None else words.at[..., 0].add(first_key.astype(words.dtype))
+def all_unmasked(plan: Plan, pairs: Pairs, num_queries: Any, num_keys: Any) -> Array | None:
+    """Which pairs are unmasked, `[B, K, G, T, S]` up to broadcasting; None for all."""
+    return unmasked(plan, *_at(pairs, t=whole(num_queries), s=whole(num_keys)))
 
 
-def _kept(words: Array, keys: Tile, rate: float) -> Array:
-    """Which weights of the keys of a tile dropout keeps, from the words of its queries."""
-    first, second = jnp.split(words, 2, axis=-1)
-    key = jnp.asarray(keys.start, jnp.uint32) + _iota(jnp.uint32, 4, keys.size)
-    # The hash lowbias32 (Wellons, "hash-prospector"), with the second word between its rounds, and without what follows
-    # them, which leaves the upper bits as they are.
-    mixed = first + key
-    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D) ^ second
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
-    return mixed >= np.uint32(min(round(rate * 2**32), 2**32 - 1))
+def are_intervals(pairs: Pairs) -> bool:
+    """Whether each query sees the keys of an interval."""
+    return pairs.has_only("query_lengths", "key_lengths")
+
+
+def sees_any(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
+    """Which queries see any key, `[B, K, G, T]` up to broadcasting; None for all."""
+    if not are_intervals(pairs):
+        mask = all_unmasked(plan, pairs, num_queries, num_keys)
+        return None if mask is None else any_of(jnp.broadcast_to(mask, (*mask.shape[:3], num_queries, num_keys)), -1)
+    left, right = plan.reach or (None, num_keys)
+    t = np.arange(num_queries, dtype=np.int32)[None]
+    first: Any = np.zeros_like(t) if left is None else np.maximum(0, t - left)
+    end: Any = np.minimum(num_keys, t + right + 1)
+    if pairs.key_lengths is not None:
+        end = jnp.minimum(end, pairs.key_lengths[:, None])
+    sees = first < end
+    if pairs.query_lengths is not None:
+        sees = sees & (t < pairs.query_lengths[:, None])
+    return None if isinstance(sees, np.ndarray) and sees.all() else jnp.asarray(sees)[:, None, None]
+
+
+def may_be_seen(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Any:
+    """Which keys lie within the lengths and the reach of a query, `[B, S]`; None for all."""
+    left, right = static_reach(plan, pairs) or (None, num_keys)
+    s = np.arange(num_keys, dtype=np.int32)[None]
+    found: Any = (s < num_queries + right) & (True if left is None else s >= -left)
+    if pairs.key_lengths is not None:
+        found = found & (s < pairs.key_lengths[:, None])
+    return None if isinstance(found, np.ndarray) and found.all() else jnp.asarray(found)
+
+
+def see_bad(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int) -> Array:
+    """Which queries are bad or see something bad, `[B, K, G, T]`. The pairs are looked at only if anything is."""
+    bad_queries, bad_keys = pairs.bad_queries, pairs.bad_keys
+    assert bad_queries is not None
+    assert bad_keys is not None
+    if are_intervals(pairs):
+        seen = may_be_seen(plan, pairs, num_queries, num_keys)
+        bad_keys = bad_keys if seen is None else bad_keys & seen[:, None]
+        left, right = plan.reach or (None, None)
+        return bad_queries | _any_within(bad_keys, num_queries, left, right)[:, :, None]
+    is_bad = bad_keys[:, :, None, None]
+    if pairs.bias is not None:
+        is_bad = is_bad | ~(jnp.isfinite(pairs.bias) | (pairs.bias == -jnp.inf))
+
+    def add(found: Array) -> Array:
+        mask = all_unmasked(plan, pairs, num_queries, num_keys)
+        return found | any_of(is_bad if mask is None else is_bad & mask, -1)
+
+    return once_if(any_of(is_bad), add, vary_with(bad_queries, (pairs, is_bad)))
+
+
+def seen_by(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, queries: Array) -> Array:
+    """Which keys some of these queries `[B, K, G, T]` see, `[B, K, S]`."""
+    if are_intervals(pairs):
+        left, right = plan.reach or (None, None)
+        return _any_within(any_of(queries, 2), num_keys, right, left)
+
+    def seen(_: Array) -> Array:
+        mask = all_unmasked(plan, pairs, num_queries, num_keys)
+        found = queries[..., None] if mask is None else queries[..., None] & mask
+        return jnp.broadcast_to(any_of(found, (2, 3)), none.shape)
+
+    none = jnp.broadcast_to(jnp.zeros_like(queries[:, :, 0, :1]), (*queries.shape[:2], num_keys))
+    return once_if(any_of(queries), seen, vary_with(none, (pairs, queries)))
+
+
+def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: Array, d_bias: Array) -> Array:
+    """The cotangent of a bias `[B, N, T, S]`, NaN where a bad query `[B, K, G, T]` has an unmasked pair."""
+
+    def marked(d_bias: Array) -> Array:
+        mask = all_unmasked(plan, pairs, num_queries, num_keys)
+        found = bad[..., None] if mask is None else bad[..., None] & mask
+        found = jnp.broadcast_to(found, (*bad.shape, num_keys)).reshape(bad.shape[0], -1, num_queries, num_keys)
+        shared = [axis for axis in (0, 1) if d_bias.shape[axis] == 1]
+        return jnp.where(any_of(found, shared, keepdims=True), jnp.nan, d_bias)
+
+    return once_if(any_of(bad), marked, vary_with(d_bias, (pairs, bad)))
+
+
+def _any_within(bad: Array, number: int, before: int | None, behind: int | None) -> Array:
+    """For each of so many places, whether an element along the last axis is True that lies within a distance of it."""
+    length, place = bad.shape[-1], np.arange(number, dtype=np.int32)
+    if before is None and behind is None:
+        return any_of(bad, -1, keepdims=True)
+    index = np.arange(length, dtype=np.int32)
+    first = np.maximum(place - (number if before is None else before), 0)
+    end = np.minimum(place + (length if behind is None else behind), length - 1)
+    if behind is None:
+        return largest_of(jnp.where(bad, index + 1, 0), -1, keepdims=True) > first
+    if before is None:
+        return length - largest_of(jnp.where(bad, length - index, 0), -1, keepdims=True) <= end
+    last = lax.cummax(jnp.where(bad, index, -1), axis=bad.ndim - 1)
+    return (last[..., np.maximum(end, 0)] >= first) & (end >= 0)

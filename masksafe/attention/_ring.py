@@ -12,7 +12,6 @@ so the cotangents of the steps are parts of sums: those of queries are added up 
 values travel with these and return to their own device at the end (Liu, Zaharia and Abbeel, "Ring Attention", 2023).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,27 +21,29 @@ from jax import lax
 
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import AxisName, Devices, vary_with
-from masksafe._core.tiles import divide, once_if
+from masksafe._core.tiles import Tile, divide, once_if
 from masksafe._core.typing import Array
 from masksafe._core.unfolded import any_of
-from masksafe.attention._block import Band, Cotangents, Gradients, Inputs, Plan, Ring
+from masksafe.attention._block import Rows
+from masksafe.attention._contract import bad_keys
 from masksafe.attention._merge import Partial
-from masksafe.attention._pairs import OVER_PAIRS, cut, find_live_blocks, words_from_key
+from masksafe.attention._pairs import OVER_PAIRS, Pairs, add_at, by_heads, cut, unmasked_tiles
+from masksafe.attention._plan import Operands, Plan, Reach, Ring
 
 _FEW_STEPS = 3  # are not a loop: then nothing is sent that no device needs
 
 _State = TypeVar("_State")
 
 
-def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: int) -> Ring | None:
+def ring_of(axis_name: AxisName, reach: Reach | None, num_queries: int, num_keys: int) -> Ring | None:
     """The ring of a mesh axis, with as few steps as a static mask allows, for so many queries and keys per device."""
     if axis_name is None:
         return None
     size = lax.axis_size(axis_name)
-    whole = Ring(axis_name, size, 0, size, None)
-    if band is None or not (isinstance(num_queries, int) and isinstance(num_keys, int)) or num_keys == 0:
+    whole = Ring(axis_name, size, 0, size)
+    if reach is None or not (isinstance(num_queries, int) and isinstance(num_keys, int)) or num_keys == 0:
         return whole
-    left, right = band
+    left, right = reach
     places = []  # by which the devices are before the one whose queries see their keys
     for device in range(size):
         first_key = 0 if left is None else max(0, device * num_queries - left)
@@ -50,11 +51,11 @@ def ring_of(axis_name: AxisName, band: Band | None, num_queries: int, num_keys: 
         if first_key <= last_key:
             places += [device - last_key // num_keys, device - first_key // num_keys]
     if not places:
-        return Ring(axis_name, size, 0, 1, None)  # of which all is masked
+        return Ring(axis_name, size, 0, 1)  # of which all is masked
     first, steps = min(places), max(places) - min(places) + 1
     # A whole round begins with the device's own keys, so that nothing is sent before the first step.
     fits = steps < size or (steps == size and first == 0)
-    return Ring(axis_name, size, first, steps, band) if fits else whole
+    return Ring(axis_name, size, first, steps) if fits else whole
 
 
 class _Moving(NamedTuple):
@@ -66,68 +67,70 @@ class _Moving(NamedTuple):
     segments: Array | None
 
 
-def run_forward(inner: Callable[[Plan, Inputs], Partial], plan: Plan, inputs: Inputs) -> Partial:
-    """`inner(plan, inputs)`; in a ring for the keys of all devices."""
+def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x: Operands, pairs: Pairs) -> Partial:
+    """`inner(plan, x, pairs)`; in a ring for the keys of all devices."""
     ring = plan.ring
     if ring is None:
-        return inner(plan, inputs)
+        return inner(plan, x, pairs)
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
-    q, k, v, adjustments = vary_with(inputs[:-1], inputs)
-    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
+    x = vary_with(x, (x, pairs))
 
     def visit(step: Any, moving: _Moving, state: Partial) -> Partial:
-        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
+        seen = _seen_in_step(ring, step, moving, x, pairs)
 
         def add(state: Partial) -> Partial:
-            return state.plus(inner(plan_of_step, seen).multiplied())
+            return state.plus(inner(plan, *seen).multiplied())
 
         if plan.is_plain:  # JAX differentiates it: so it recomputes each step instead of storing it
             return jax.checkpoint(add)(state)
-        return _if_live(plan, add, state, seen)
+        return _if_any(plan, add, state, *seen)
 
-    nothing: Partial = vary_with(Partial.nothing(q[..., :1], v.shape[-1]), q)
-    return _go_round(ring, visit, inputs, nothing).divided()
+    nothing: Partial = vary_with(Partial.nothing(x.q[..., :1], x.v.shape[-1]), x.q)
+    return _go_round(ring, visit, x, pairs, nothing).divided()
 
 
 def run_reverse(
-    inner: Callable[[Plan, Cotangents, Inputs], Gradients], plan: Plan, queries: Cotangents, inputs: Inputs
-) -> Gradients:
-    """`inner(plan, queries, inputs)`; in a ring for the keys of all devices."""
+    inner: Callable[[Plan, Operands, Rows, Pairs], Operands], plan: Plan, x: Operands, rows: Rows, pairs: Pairs
+) -> Operands:
+    """`inner(plan, x, rows, pairs)`; in a ring for the keys of all devices."""
     ring = plan.ring
     if ring is None:
-        return inner(plan, queries, inputs)
+        return inner(plan, x, rows, pairs)
     devices = Devices(ring.axis_name)
-    queries, q, k, v, adjustments = vary_with((queries, *inputs[:-1]), (queries, inputs))
-    inputs = Inputs(q, k, v, adjustments, inputs.pairs)
+    x, rows = vary_with((x, rows), (x, rows, pairs))
 
-    def visit(step: Any, moving: _Moving, sums: Gradients) -> Gradients:
-        plan_of_step, seen = _seen_in_step(plan, step, moving, inputs)
+    def visit(step: Any, moving: _Moving, sums: Operands) -> Operands:
+        seen, seen_pairs = _seen_in_step(ring, step, moving, x, pairs)
         if not (isinstance(step, int) and step == 0):
-            sums = sums._replace(key=devices.from_before(sums.key), value=devices.from_before(sums.value))
+            sums = sums._replace(k=devices.from_before(sums.k), v=devices.from_before(sums.v))
 
-        def add(sums: Gradients) -> Gradients:
-            d = inner(plan_of_step, queries, seen)
-            places = {"s": (_first_key(ring, step, moving.k), moving.k.shape[1])}  # in the bias, that of all keys
-            adjustments = sums.adjustments.plus(*d.adjustments, places)
-            return Gradients(sums.query + d.query, sums.key + d.key, sums.value + d.value, adjustments)
+        def add(sums: Operands) -> Operands:
+            d = inner(plan, seen, rows, seen_pairs)
+            bias, first_key = sums.bias, _first_key(ring, step, moving.k)
+            if bias is not None and d.bias is not None:  # that of all keys
+                keys = {"s": Tile(first_key, moving.k.shape[1], first_key, False)}
+                bias = add_at(bias, d.bias.reshape(*bias.shape[:3], -1), keys, "bnts")
+            captured = tuple(a + b for a, b in zip(sums.captured, d.captured, strict=True))
+            return Operands(sums.q + d.q, sums.k + d.k, sums.v + d.v, bias, captured)
 
-        return _if_live(plan, add, sums, seen)
+        return _if_any(plan, add, sums, seen, seen_pairs)
 
-    nothing = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), Gradients(q, k, v, adjustments))
-    sums = _go_round(ring, visit, inputs, vary_with(nothing, q))
+    nothing = jax.tree.map(lambda a: jnp.zeros_like(a, wide_dtype(a.dtype)), x)
+    sums = _go_round(ring, visit, x, pairs, vary_with(nothing, x.q))
     way_home = -(ring.first + ring.steps - 1)
-    d_k, d_v = (devices.from_before(x, way_home).astype(like.dtype) for x, like in ((sums.key, k), (sums.value, v)))
-    return Gradients(sums.query.astype(q.dtype), d_k, d_v, sums.adjustments)
+    dk, dv = (devices.from_before(a, way_home) for a in (sums.k, sums.v))
+    return sums._replace(k=dk, v=dv)
 
 
 # The way round.
 
 
-def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], inputs: Inputs, state: _State) -> _State:
+def _go_round(
+    ring: Ring, visit: Callable[[Any, _Moving, _State], _State], x: Operands, pairs: Pairs, state: _State
+) -> _State:
     """`state` after `visit(step, moving, state)` for every step; what moves is sent on before the visit is over."""
-    of_keys = inputs.pairs.key_positions, inputs.pairs.key_segments
     devices = Devices(ring.axis_name)
-    moving = _Moving(inputs.k, inputs.v, *devices.varying(of_keys))
+    moving = _Moving(x.k, x.v, *devices.varying((pairs.key_positions, pairs.key_segments)))
 
     def step(carry: tuple[_Moving, _State], n: Any) -> tuple[tuple[_Moving, _State], None]:
         moving, state = carry
@@ -142,12 +145,12 @@ def _go_round(ring: Ring, visit: Callable[[Any, _Moving, _State], _State], input
     return visit(last, *carry)
 
 
-def _if_live(plan: Plan, add: Callable[[_State], _State], state: _State, seen: Inputs) -> _State:
+def _if_any(plan: Plan, add: Callable[[_State], _State], state: _State, x: Operands, pairs: Pairs) -> _State:
     """`add(state)` if any of these queries sees any of these keys, else `state`; nothing is sent in there."""
-    num_queries, num_keys = seen.q.shape[1], seen.k.shape[1]
-    of_queries, of_keys = divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys)
-    live = find_live_blocks(seen.adjustments.of(seen.pairs), of_queries, of_keys)
-    return add(state) if live is None else once_if(any_of(live), add, state)
+    num_queries, num_keys = x.q.shape[1], x.k.shape[1]
+    pairs = pairs._replace(bias=by_heads(x.bias, x.k.shape[2]))
+    table = unmasked_tiles(plan, pairs, divide(num_queries, plan.sizes.query_tile), divide(num_keys, num_keys))
+    return add(state) if table is None else once_if(any_of(table), add, state)
 
 
 # What a device sees in a step.
@@ -158,24 +161,13 @@ def _first_key(ring: Ring, step: Any, k: Array) -> Array:
     return jnp.remainder(lax.axis_index(ring.axis_name) - (ring.first + step), ring.size) * k.shape[1]
 
 
-def _seen_in_step(plan: Plan, step: Any, moving: _Moving, inputs: Inputs) -> tuple[Plan, Inputs]:
-    """The parameters and inputs of this device's queries and the keys that it has in a step."""
-    ring, (q, _, _, adjustments, pairs) = plan.ring, inputs
-    assert ring is not None
+def _seen_in_step(ring: Ring, step: Any, moving: _Moving, x: Operands, pairs: Pairs) -> tuple[Operands, Pairs]:
+    """The operands and pairs of this device's queries and the keys that it has in a step."""
     num_keys, first_key = moving.k.shape[1], _first_key(ring, step, moving.k)
-    of_step = functools.partial(jax.tree.map, lambda x: cut(x, OVER_PAIRS, {"s": (first_key, num_keys)}))
-    first, end = jax.tree.map(lambda x: jnp.clip(x - first_key, 0, num_keys), (pairs.first_key, pairs.end_key))
-    words = words_from_key(pairs.query_words, first_key)
-    own = pairs._replace(first_key=first, end_key=end, allowed=of_step(pairs.allowed), query_words=words)
-    own = own._replace(key_positions=moving.positions, key_segments=moving.segments)
-    band = _band_of_step(ring, step, num_keys) if q.shape[1] == num_keys else None
-    seen = Inputs(q, moving.k, moving.v, adjustments._replace(bias=of_step(adjustments.bias)), own)
-    return plan._replace(band=band), seen
-
-
-def _band_of_step(ring: Ring, step: Any, num_keys: int) -> Band | None:
-    """How far a query may see by the static mask, from its place among this device's to that of a key."""
-    if ring.band is None or not isinstance(step, int):
-        return None
-    (left, right), behind = ring.band, (ring.first + step) * num_keys
-    return (None if left is None else left - behind), right + behind
+    keys = {"s": Tile(first_key, num_keys, first_key, False)}
+    allowed = None if pairs.allowed is None else cut(pairs.allowed, OVER_PAIRS, keys)
+    bias = None if x.bias is None else cut(x.bias, "bnts", keys)
+    index = (first_key + jnp.arange(num_keys, dtype=jnp.int32))[None]
+    own = pairs._replace(key_index=index, key_positions=moving.positions, key_segments=moving.segments)
+    is_bad = None if pairs.bad_keys is None else bad_keys(moving.k, moving.v)
+    return Operands(x.q, moving.k, moving.v, bias, x.captured), own._replace(allowed=allowed, bad_keys=is_bad)

@@ -14,12 +14,13 @@ attention = masksafe.dot_product_attention
 
 def shrink_blocks(choose, size=4, **others):
     tiles = dict(query_tile=size, key_tile=size, key_tile_if_nothing_is_skipped=size, fewest_queries=size)
+    others = dict(most_weights_kept=0) | others
     choose(attention=tiles | dict(in_turn_logits_of_one=1, in_turn_logits_of_all=1) | others)
 
 
 def decode_always(choose):
     """All calls as decoding, in blocks of a few keys; and the reverse pass sample by sample."""
-    few = dict(few_queries=2**20, fewest_keys_of_few_queries=1, key_block_elements=16)
+    few = dict(few_queries=2**20, fewest_keys_of_few_queries=1, key_block_elements=16, most_weights_kept=0)
     choose(attention=dict(in_turn_logits_of_all=1, reverse_at_once_logits=1) | few)
 
 

@@ -1,11 +1,12 @@
-"""The forms of attention: one block, many of a few queries and keys each, blocks of keys alone, and rows."""
+"""The forms of attention: weights kept, one block, many of few queries and keys, blocks of keys alone, and rows."""
 
 import pytest
 from attention_cases import by_rows, decode_always, shrink_blocks
 from tiers import few_of
 
 FORMS = {
-    "one block": lambda choose: None,
+    "weights kept": lambda choose: None,
+    "one block": lambda choose: choose(attention=dict(most_weights_kept=0)),
     "many blocks": shrink_blocks,
     "blocks of keys": decode_always,
     "rows": by_rows,

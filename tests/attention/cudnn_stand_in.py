@@ -37,7 +37,7 @@ def dot_product_attention(
     key_value_seq_lengths,
     local_window_size,
     implementation,
-    return_residual,
+    return_residual=False,
 ):
     """In the form of `jax.nn.dot_product_attention`."""
     assert implementation == "cudnn"

@@ -22,6 +22,8 @@ from attention_cases import (
 )
 from tiers import few_of
 
+import masksafe
+
 with_residual = functools.partial(attention, return_residual=True)
 COTANGENTS = normals(2, 6, 2, 4, seed=6), normals(2, 6, 2, seed=7)
 NAMES = "query", "key", "value", "bias"
@@ -84,7 +86,9 @@ def test_pairs_that_one_of_many_masks_excludes_are_gone(many_blocks):
 ALL_CASES, BY_DEFAULT = CASES | POSITIONS_AND_MODS, ("positions and lengths", "mod of samples and heads")
 IN_TURN = [
     pytest.param(name, form, marks=[pytest.mark.forms] * (name not in BY_DEFAULT))
-    for name, form in zip(ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows")))
+    for name, form in zip(
+        ALL_CASES, itertools.cycle(("one block", "many blocks", "blocks of keys", "rows", "weights kept"))
+    )
 ]
 
 
@@ -125,18 +129,96 @@ def assert_bad_rows(arrays, *which):
         np.testing.assert_array_equal(np.isnan(array), np.broadcast_to(expected[:, None], (6, 4)))
 
 
+SECOND_HALF, ALL = INDEX >= 3, INDEX >= 0
+# Where an element is, what is masked, and which rows show it: of the output and of the gradients.
+VISIBLE = [
+    ("value", (0, 3, 0, 1), dict(offset=0), (SECOND_HALF, SECOND_HALF, ALL, ALL)),  # the last query sees every key
+    ("key", (0, 4, 0, 0), dict(ids=HALVES), (SECOND_HALF,) * 4),
+    ("query", (0, 4, 0, 0), dict(ids=HALVES), (INDEX == 4, INDEX == 4, SECOND_HALF, SECOND_HALF)),
+]
+
+
 def test_what_is_bad_shows_where_it_is_seen_and_nowhere_else(looping_form):
-    second_half = INDEX >= 3
-    for bad in (np.nan, np.inf, -np.inf):
-        found = run(value=replaced(CLEAN["value"], (0, 3, 0, 1), bad), offset=0)
-        assert_bad_rows(found, second_half, second_half, INDEX >= 0, INDEX >= 0)  # the last query sees every key
-        found = run(key=replaced(CLEAN["key"], (0, 4, 0, 0), bad), ids=HALVES)
-        assert_bad_rows(found, *[second_half] * 4)
-        found = run(query=replaced(CLEAN["query"], (0, 4, 0, 0), bad), ids=HALVES)
-        assert_bad_rows(found, INDEX == 4, INDEX == 4, second_half, second_half)
+    for bad in (np.nan, np.inf, -np.inf, 1e30):
+        for name, index, masks, rows in VISIBLE:
+            assert_bad_rows(run(**{name: replaced(CLEAN[name], index, bad)}, **masks), *rows)
     assert_bad_rows(run(bias=replaced(CLEAN["bias"], (2, 3), np.nan))[:1], INDEX == 2)
     found = run(d_out=replaced(np.zeros_like(D_OUT), (0, 3, 0, 1), np.nan))
     assert_bad_rows(found, INDEX < 0, INDEX == 3, INDEX >= 0, INDEX >= 0)
+
+
+def test_what_is_too_large_for_a_product_is_bad_whatever_it_is_multiplied_by(looping_form):
+    """So that no form tells another answer. With a head of width 4 the limit is 2.3e18."""
+    small = {name: np.float32(1e-19) * CLEAN[name] for name in NAMES[:3]}
+    for name, index, masks, rows in VISIBLE:
+        others = {other: small[other] for other in NAMES[:3] if other != name}
+        for large, bad_rows in ((2.2e18, [INDEX < 0] * 4), (2.4e18, rows), (-2.4e18, rows)):
+            found = run(**others, **{name: replaced(CLEAN[name], index, large)}, **masks)
+            assert_bad_rows(found, *bad_rows)
+    for name in ("key", "query"):
+        huge = {name: np.clip(CLEAN[name], -1, 1) * np.float32(2.2e18)}
+        inputs = CLEAN | {"query": small["query"], "key": small["key"]} | huge
+        (out, _), expected = exact(*list(inputs.values())[:3], d_out=D_OUT)
+        found = run(**{n: inputs[n] for n in ("query", "key")})
+        assert_close(found[0], out[0, :, 0])
+        for gradient, n in zip(found[1:], NAMES[:3], strict=True):
+            largest = np.abs(expected[n]).max()
+            np.testing.assert_allclose(gradient, expected[n][0, :, 0], rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("dtype", few_of([np.float32, jnp.bfloat16], jnp.bfloat16))
+def test_queries_are_too_large_with_or_without_the_scale(dtype):
+    """Whether it is a number, which an eager call of float32 takes as an array, or an array."""
+    query, key, value = random_inputs(1, 6, 6, 1, dtype=dtype)
+    for size, scale, is_bad in ((1e17, 1.0, False), (1e17, 100.0, True), (1e19, 0.01, True), (1e17, -100.0, True)):
+        args, expected = (replaced(query, (0, 4, 0, 0), size), key, value), (INDEX == 4) & is_bad
+        for scale_of in (float, jnp.float32):
+            for call in (attention, jax.jit(lambda *args: attention(*args, scale=scale_of(scale)))):  # noqa: B023
+                out = call(*args, scale=scale_of(scale)) if call is attention else call(*args)
+                np.testing.assert_array_equal(np.isnan(out[0, :, 0]).all(-1), expected)
+                np.testing.assert_array_equal(np.isnan(out[0, :, 0]).any(-1), expected)
+
+
+@jax.jit
+def tangents_of(args, directions, ids, offset, is_real):
+    """Of output, logsumexp and, outside of forward mode, of the gradients; the loss may mask queries."""
+    fn = functools.partial(in_segments, ids=ids, offset=offset)
+
+    def gradients(*args):
+        loss = lambda *args: jnp.sum(jnp.where(is_real, fn(*args)[0], 0) ** 2)  # noqa: E731
+        return jax.grad(loss, range(4))(*args)
+
+    with masksafe.forward_mode():
+        results = jax.jvp(fn, args, directions)[1]
+    return *results, *jax.jvp(gradients, args, directions)[1]
+
+
+DIRECTIONS = {name: np.cos(np.arange(x.size, dtype=np.float32)).reshape(x.shape) for name, x in CLEAN.items()}
+EVERY = np.ones((6, 1, 1), bool)
+
+
+def tangents(ids=ONE_SEGMENT, offset=6, is_real=EVERY, args=CLEAN, **bad):
+    directions = tuple((DIRECTIONS | bad).values())
+    out, lse, *gradients = tangents_of(tuple(args.values()), directions, ids, np.array(offset), is_real)
+    np.testing.assert_array_equal(np.isnan(lse), np.isnan(out).all(-1))
+    return [np.asarray(x)[0, :, 0] for x in (out, *gradients[:3])]
+
+
+def test_a_bad_tangent_shows_where_it_is_seen_and_nowhere_else(looping_form):
+    """In tangents of the output, and in those of the gradients."""
+    for bad in (np.nan, np.inf):
+        for name, index, masks, rows in VISIBLE:
+            assert_bad_rows(tangents(**{name: replaced(DIRECTIONS[name], index, bad)}, **masks), *rows)
+    assert_bad_rows(tangents(bias=replaced(DIRECTIONS["bias"], (2, 3), np.nan))[:1], INDEX == 2)
+
+
+def test_the_tangent_of_a_masked_bias_and_of_masked_pairs_changes_nothing(looping_form):
+    """Masked by -inf: the padding at the end is not seen, although its queries see what they like."""
+    bias = np.where(INDEX < 4, CLEAN["bias"], -np.inf).astype(np.float32)
+    clean = tangents(args=CLEAN | {"bias": bias})
+    for garbage in np.float32([np.nan, np.inf, 3e38]):
+        dirty = {name: replaced(DIRECTIONS[name], np.s_[:, 4:], garbage) for name in ("key", "value", "bias")}
+        assert_same_bits(tangents(args=CLEAN | {"bias": bias}, **dirty), clean)
 
 
 def test_infinite_query_whose_logits_are_all_minus_infinity(looping_form):
@@ -153,17 +235,36 @@ def test_padded_queries_have_no_gradient_if_the_loss_has_a_mask(looping_form):
     assert not padded[1][4:].any()
 
 
-@pytest.mark.forms
-def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(form):
-    query, key, value = random_inputs(1, 6, 7, 2, 2)
-    real = (np.arange(6) < 4)[None, :, None, None]
+def test_padded_queries_have_no_second_derivative_if_the_loss_has_a_mask(looping_form):
+    """Neither a NaN in the padding nor one in its tangents; in a causal mask only padded queries see padded keys."""
+    real = (INDEX < 4)[:, None, None]
+    clean = tangents(offset=0, is_real=real)[1:]
+    for names in (NAMES[:1], NAMES[:3]):
+        padded = {name: np.where(real, CLEAN[name], np.float32(np.nan)) for name in names}
+        directions = {name: np.where(real, DIRECTIONS[name], np.float32(np.nan)) for name in names}
+        assert_same_bits(tangents(offset=0, is_real=real, **directions)[1:], clean)
+        found = tangents(offset=0, is_real=real, args=CLEAN | padded)[1:]
+        assert_close([x[:4] for x in found], [x[:4] for x in clean])
+        assert all(np.isfinite(x).all() for x in found)
+
+
+@pytest.mark.parametrize("of", few_of(range(3), 0))
+def test_padded_queries_have_no_reverse_over_reverse_derivative_if_the_loss_has_a_mask(of, form):
+    real, mask = (INDEX < 4)[:, None, None], np.ones((6, 6), bool)
+
+    def loss(*args):
+        return jnp.sum(jnp.where(real, attention(*args, mask, is_causal=True), 0) ** 2)
 
     @jax.jit
-    def product(query):
-        fn = lambda k, v: jnp.where(real, attention(query, k, v, is_causal=True), 0)  # noqa: E731
-        return jax.jvp(jax.grad(lambda *args: jnp.sum(fn(*args) ** 2), (0, 1)), (key, value), (key, value))[1]
+    def derivatives(*args):
+        return jax.grad(lambda *args: jnp.sum(jax.grad(loss, of)(*args) ** 2), range(4))(*args)
 
-    assert_close(product(np.where(real, query, np.nan)), product(query))
+    clean = derivatives(*CLEAN.values())
+    for names in (NAMES[:1], NAMES[1:3], NAMES):
+        bad = {n: np.where(INDEX[:, None] < 4 if n == "bias" else real, CLEAN[n], np.float32(np.nan)) for n in names}
+        found = derivatives(*(CLEAN | bad).values())
+        assert all(np.isfinite(x).all() for x in found)
+        assert_close([x[:, :4] for x in found[:3]], [x[:, :4] for x in clean[:3]])
 
 
 @pytest.mark.forms

@@ -86,7 +86,7 @@ def test_garbage_changes_nothing(case, implementation):
 
 @both_implementations
 @each_case
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 def test_what_is_bad_shows_where_it_is_seen(case, implementation, bad):
     args, d_out = operands(), jnp.asarray(normals(B, T, N, H, seed=9), jnp.bfloat16)
     run, live = program_of(case, implementation), CASES[case][1]

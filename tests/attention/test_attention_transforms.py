@@ -26,8 +26,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiers import few_of
 
 import masksafe
+from masksafe._core import platforms
 from masksafe._core.tiles import divide
-from masksafe.attention._pairs import Pairs, live_blocks
+from masksafe.attention._pairs import Pairs, unmasked_tiles
+from masksafe.attention._plan import Plan
 
 # Autodiff. Derivatives against float64 are in test_attention.py.
 
@@ -245,10 +247,10 @@ class SeenError(Exception):
 def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatch):
     arguments, allowed = CASES[name]
 
-    def spy(pairs: Pairs, queries, keys):
-        raise SeenError(live_blocks(pairs, queries, keys), queries, keys)
+    def spy(plan, pairs, queries, keys):
+        raise SeenError(unmasked_tiles(plan, pairs, queries, keys), queries, keys)
 
-    monkeypatch.setattr("masksafe.attention._blocks.live_blocks", spy)
+    monkeypatch.setattr("masksafe.attention._blocks.unmasked_tiles", spy)
     shrink_blocks(choose, size, in_turn_logits_of_all=2**30)
     with jax.disable_jit(), pytest.raises(SeenError) as caught:
         attention(*random_inputs(), **arguments)
@@ -265,7 +267,8 @@ def test_blocks_with_nothing_unmasked_are_skipped(name, size, choose, monkeypatc
 
 def test_segments_in_order_skip_all_other_blocks():
     ids = jnp.arange(64)[None] // 8
-    live = live_blocks(Pairs(query_segments=ids, key_segments=ids), divide(64, 8), divide(64, 8))
+    plan, pairs = Plan(1.0, None, 0.0, None, platforms.AttentionSizes()), Pairs(query_segments=ids, key_segments=ids)
+    live = unmasked_tiles(plan, pairs, divide(64, 8), divide(64, 8))
     np.testing.assert_array_equal(live, np.eye(8, dtype=bool))
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -246,18 +247,18 @@ def test_a_query_that_sees_nothing_on_any_device_is_zero(ring):
 
 
 def test_what_is_bad_shows_where_it_does_on_one_device(ring, one_device):
-    for name in ("query", "key", "value"):
-        bad = {name: replaced(WITH_ALL_MASKS[name], (0, 6, 1, 2), np.nan)}
+    for name, value in itertools.product(("query", "key", "value"), (np.nan, 1e30)):
+        bad = {name: replaced(WITH_ALL_MASKS[name], (0, 6, 1, 2), value)}
         actual, expected = ring(**bad), one_device(**bad)
         assert np.isnan(expected[0][0]).any()
         assert_same(actual, expected)  # NaN equals NaN
 
 
 def test_logits_that_overflow_on_some_devices_have_weight_0(ring, one_device):
-    """Of all keys of a device: finite queries and keys do not make an output NaN that sees others, too."""
-    query, key = (WITH_ALL_MASKS[name] for name in ("query", "key"))
-    huge = dict(query=replaced(query, (0, 6), 1e20), key=replaced(key, np.s_[:, 4:], -1e19))
-    huge["bias"] = np.zeros_like(WITH_ALL_MASKS["bias"])
+    """Of all keys of a device: a finite bias does not make an output NaN that sees others, too."""
+    query, key, bias = (WITH_ALL_MASKS[name] for name in ("query", "key", "bias"))
+    huge = dict(query=replaced(query, (0, 6), 2e18), key=replaced(key, np.s_[:, 4:], -2e18))
+    huge["bias"] = replaced(np.zeros_like(bias), np.s_[..., 4:], np.finfo(np.float32).min)
     actual, expected = ring(**huge)[0], one_device(**huge, key_value_seq_lengths=np.array([4, 4]))[0]
     assert np.isfinite(expected[1][0, 6]).all()
     assert_close(*(jax.tree.map(lambda x: x[0, 6], results) for results in (actual, expected)))

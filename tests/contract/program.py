@@ -26,6 +26,7 @@ PLANS: dict[str, dict[str, Any]] = {
             **dict.fromkeys(("query_tile", "key_tile", "key_tile_if_nothing_is_skipped", "fewest_queries"), 2),
             **dict.fromkeys(("in_turn_logits_of_one", "in_turn_logits_of_all"), 1),
             "few_queries": 0,
+            "most_weights_kept": 0,
         },
     },
     "elsewhere": {
@@ -72,11 +73,12 @@ def run(
     plan: str = "blocks",
     cotangents: Any = None,
     all_modes: bool = False,
+    directions: Any = None,
 ) -> Results:
     """The results of a mask and arrays, by default those of the table."""
     op = OPS[key]
     where, args = op.where if where is None else where, op.args if args is None else args
-    directions = tuple(direction(i, args[i]) for i in op.floats)
+    directions = directions_of(key) if directions is None else directions
     cotangents = cotangents_of(key) if cotangents is None else cotangents
     strict = jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise")
     with platforms.chosen(**PLANS[plan]), strict[0], strict[1]:
@@ -107,6 +109,19 @@ def reverse_over_reverse_of(key: str) -> Any:
         return jax.vjp(bent_gradients(of_floats, cotangents), *floats)[1](directions)
 
     return optimised_jit(derivatives) if key in KINDS else jax.jit(derivatives)
+
+
+@functools.cache
+def gradients_of_a_jvp(key: str) -> Any:
+    """By the floats and by the directions, in forward mode."""
+
+    def gradients(where: Any, args: Any, cotangents: Any, directions: Any) -> Any:
+        of_floats, floats = function_of_floats(OPS[key], where, args)
+        with masksafe.forward_mode():
+            along = functools.partial(jax.jvp, of_floats)
+            return jax.vjp(along, floats, directions)[1]((cotangents, cotangents))
+
+    return optimised_jit(gradients) if key in KINDS else jax.jit(gradients)
 
 
 def bent_gradients(of_floats: Any, cotangents: Any) -> Any:
@@ -153,6 +168,10 @@ def distinct_plans(key: str) -> list[str]:
 
 def direction(i: int, x: np.ndarray) -> np.ndarray:
     return np.cos(np.arange(x.size) + i + 1).reshape(x.shape).astype(x.dtype)
+
+
+def directions_of(key: str) -> tuple[np.ndarray, ...]:
+    return tuple(direction(i, OPS[key].args[i]) for i in OPS[key].floats)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import numpy as np
 
 import masksafe
 from masksafe import losses
-from masksafe._core.zeros import without_sign_of_zero
+from masksafe._core.linear import without_sign_of_zero
 
 
 class Op(NamedTuple):

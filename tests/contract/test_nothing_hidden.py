@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from program import KINDS, assert_same_bits, each_op, function_of_floats, of_definition, run
+from program import KINDS, assert_same_bits, directions_of, each_op, function_of_floats, of_definition, run
 from table import OPS
 
 from masksafe.testing import nonfinite_report
@@ -33,6 +33,26 @@ def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
             assert_same_bits(*([np.delete(out, at[0], 0) for out in r.outputs] for r in (dirty, clean)))
             of_rows = [k for k, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
             assert_same_bits(*([np.delete(r.gradients[k], at[0], 0) for k in of_rows] for r in (dirty, clean)))
+
+
+@each_op()
+def test_a_bad_tangent_shows_in_its_row_and_in_no_other(key):
+    """In the tangents of the outputs, unless they do not depend on the element; and in those of the gradients."""
+    op, clean = OPS[key], run(key)
+    for k, i in enumerate(op.floats):
+        if op.kinds[i] not in ("row", "of row"):
+            continue
+        at = next(tuple(index) for index in np.argwhere(~op.hides(op.where)[i]))
+        directions = [np.array(d) for d in directions_of(key)]
+        directions[k][at] = np.nan
+        dirty = run(key, directions=tuple(directions))
+        rows = [out[at[0]] if op.has_rows else out for out in dirty.tangents]
+        assert any(np.isnan(out).any() for out in rows) or clean.gradients[k][at] == 0
+        if op.has_rows:
+            assert_same_bits(*([np.delete(out, at[0], 0) for out in r.tangents] for r in (dirty, clean)))
+            of_rows = [n for n, number in enumerate(op.floats) if op.kinds[number] in ("row", "of row")]
+            slopes = [[np.delete(r.forward_over_reverse[n], at[0], 0) for n in of_rows] for r in (dirty, clean)]
+            assert_same_bits(*slopes)
 
 
 IN_THE_SHORT_RUN = [("log_softmax", True), ("mean", False)]

@@ -1,0 +1,138 @@
+r"""The textbook's formula, :math:`\mathrm{softmax}(x) v`, as XLA's CPU compiler wants it: the kernel of a CPU.
+
+XLA makes one kernel of two products and the softmax between them, which writes only the output. It takes no selection
+and no comparison into a kernel, and no NaN may enter one: so a mask is a minimum with :math:`\pm\infty`, and the
+contract stands around it. Where the logits of a whole batch are few, JAX's own derivative serves, which keeps the
+weights.
+
+Blocks serve where enough of them may be masked as a whole, since a kernel goes through all keys of its queries; and
+where a reverse pass in blocks follows, which wants the largest logits and the sums of the forward pass.
+"""
+
+import dataclasses
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import platforms
+from masksafe._core.linear import without_sign_of_zero
+from masksafe._core.precision import wide_dtype, widened
+from masksafe._core.sharding import may_loop
+from masksafe._core.soft_cap import soft_capped
+from masksafe._core.tiles import Tile, take
+from masksafe._core.typing import Array
+from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
+from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
+from masksafe.attention._plan import Operands, Plan, Reach
+
+
+def of_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "Formula | None":
+    """The kernel, if it computes the values of these arrays, else in blocks of that schedule."""
+    if not platforms.choices().has_kernel_library or (plan.is_differentiated and not schedule.is_one_block):
+        return None
+    sizes, rows, num_keys = plan.sizes, math.prod(x.q.shape[:3]), x.k.shape[1]
+    if plan.is_plain or not _is_served(plan, x, pairs) or rows < sizes.fewest_rows_of_kernels:
+        return None
+    over_pairs = [a.size for a in (pairs.allowed, pairs.bias) if a is not None]
+    if max(over_pairs, default=0) > 2 * x.q.size:
+        return None
+    if num_keys > sizes.key_tile and rows < sizes.fewest_rows_of_one_kernel:
+        return None
+    # Up to how many keys blocks, which may be skipped, are not faster.
+    most = sizes.most_keys_of_kernels if pairs.has_only() else sizes.key_tile - 1
+    return Formula(plan.reach) if num_keys <= most or not masks_any(plan, pairs) else None
+
+
+def with_weights_kept(plan: Plan, x: Operands, pairs: Pairs) -> "Formula | None":
+    """The kernel, if JAX's own derivative of it, which keeps all weights, is to serve."""
+    sizes, num_keys = plan.sizes, x.k.shape[1]
+    if not (_is_served(plan, x, pairs) and x.bias is None) or num_keys >= sizes.fewest_keys_of_few_queries:
+        return None
+    return Formula(plan.reach) if math.prod(x.q.shape[:3]) * num_keys <= sizes.most_weights_kept else None
+
+
+def _is_served(plan: Plan, x: Operands, pairs: Pairs) -> bool:
+    has_static_reach = plan.reach is None or static_reach(plan, pairs) is not None
+    others = pairs.score_mod, pairs.mask_mod, pairs.words, plan.ring
+    return has_static_reach and may_loop((x, pairs)) and all(a is None for a in others)
+
+
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The kernel for a static reach."""
+
+    merges_batches: ClassVar[bool] = False
+
+    reach: Reach | None
+
+    def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
+        """Queries `[B, K, G, T, H]`, scaled, keys `[B, K, H, S]`, values `[B, K, S, width]`, bias and limit."""
+        q, k, v = x[:3]
+        if not (q.dtype == jnp.bfloat16 and k.shape[1] >= plan.sizes.fewest_keys_of_bfloat16):
+            q, k, v = map(widened, (q, k, v))
+        wide = jnp.finfo(wide_dtype(q.dtype))
+        if q.dtype.itemsize >= 4:  # else the scale would round them
+            q = q * plan.scale
+        bias, limit = pairs.bias, None
+        if bias is not None:
+            bias = jnp.where(jnp.isfinite(bias), bias, 0).astype(wide.dtype)
+        mask = all_unmasked(plan, pairs, q.shape[1], k.shape[1])
+        if mask is not None:
+            # A query that sees no key is computed as if it saw all.
+            mask = mask if sees_any is None else mask | ~sees_any[..., None]
+            limit = jnp.where(mask, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
+        return queries_by_problem(q, k.shape[2]), jnp.moveaxis(k, 1, 3), keys_by_problem(v), bias, limit
+
+    def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        """The output `[B, T, N, width]`, wide, and the logsumexp `[B, T, N]`."""
+        queries, keys, values, bias, limit = prepared
+        batch, num_key_heads, group, num_queries, _ = queries.shape
+        lowest = float(jnp.finfo(wide_dtype(queries.dtype)).min)
+        scale = 1.0 if queries.dtype.itemsize >= 4 else plan.scale
+        # All queries, or fewer if a static mask hides keys from a tile.
+        rows = batch * num_key_heads * group
+        least = max(plan.sizes.fewest_queries_of_kernels, -(-plan.sizes.fewest_rows_of_one_kernel // rows))
+        size = num_queries if self.reach is None else -(-num_queries // max(1, num_queries // least))
+        parts = parts_with_keys(self.reach, num_queries, size, keys.shape[3], plan.sizes.alignment)
+
+        def logits(tile: Tile, seen: Tile, queries: Array, keys: Array) -> Array:
+            x = _dot(take(queries, 3, tile), take(keys, 3, seen))
+            x = soft_capped(x if scale == 1 else x * scale, plan.soft_cap)
+            if bias is not None:
+                x = jnp.maximum(x + cut(bias, OVER_PAIRS, {"t": tile, "s": seen}), lowest)  # -inf is masked
+            return x if limit is None else _limited(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen}))
+
+        def joined(results: list[Array]) -> Array:
+            return queries_by_user(jnp.concatenate(results, 3) if len(results) > 1 else results[0])
+
+        o = joined([_dot(jax.nn.softmax(logits(t, s, queries, keys)), take(values, 2, s)) for t, s in parts])
+        if not plan.needs_lse:
+            return o, jnp.zeros_like(o[..., 0])
+        # XLA would else write the logits to memory, for both of their users.
+        held = lax.optimization_barrier((queries, keys))
+        return o, joined([jax.nn.logsumexp(logits(t, s, *held), -1, keepdims=True) for t, s in parts])[..., 0]
+
+
+@jax.custom_jvp
+def _limited(x: Array, limit: Array) -> Array:
+    """The minimum; its derivative is the identity, since the softmax gives masked logits none."""
+    return jnp.minimum(x, limit)
+
+
+@_limited.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+    return _limited(*primals), tangents[0]
+
+
+def _dot(a: Array, b: Array) -> Array:
+    """The products `[B, K, G, T, n]` of arrays `[B, K, G, T, m]` with those of their key heads, `[B, K, m, n]`.
+
+    A matrix with the rows of all query heads of a key head would be slower: the library then has to reshape logits.
+    """
+    of_query_heads = jnp.broadcast_to(b[:, :, None], (*a.shape[:3], *b.shape[2:]))
+    dimensions, wide = (((4,), (3,)), ((0, 1, 2), (0, 1, 2))), wide_dtype(b.dtype)
+    product = lax.dot_general(a.astype(b.dtype), of_query_heads, dimensions, preferred_element_type=wide)
+    return without_sign_of_zero(product) if 1 in (*a.shape[3:], b.shape[3]) else product
