@@ -190,16 +190,12 @@ def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tupl
     return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), jax.tree.map(lambda _: None, pairs)
 
 
-def _in_reverse(_: Plan, args: tuple[Operands, Pairs], *__: Any) -> Any:
-    return args
-
-
 def _in_plain_reverse(_: Plan, args: tuple[Operands, Pairs], results: Partial, d: tuple[Array, Array]) -> Any:
     o, m = lax.stop_gradient((results.o[..., :1], results.m))
     return _contract.in_plain_reverse(args, d, ~jnp.isfinite(o)[..., 0], (m == -jnp.inf)[..., 0])
 
 
-_in_blocks = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain, _in_plain_reverse)
+_in_blocks = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
 
 
 # The passes for the keys that a device holds, in the schedule that the platform wants.

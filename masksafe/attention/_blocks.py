@@ -67,10 +67,10 @@ def schedule_on_cpu(plan: Plan, x: Operands, pairs: Pairs, *, in_reverse: bool =
     parts, rows, has_masks = ((whole(T), whole(S)),), T * N // max(1, K), masks_any(plan, pairs)
     loops = may_loop((x, pairs))
     is_one_product = batch == 1 and not has_masks  # on which both cores are faster
-    if loops and not (plan.is_plain or in_reverse or is_one_product):
-        if rows <= sizes.few_queries and sizes.fewest_keys_of_few_queries <= S:
-            keys = divide(S, max(1, sizes.key_block_elements // max(1, K * width))).size
-            return Schedule(1, K, T, keys, parts, cuts_keys=True)
+    may_decode = loops and not (plan.is_plain or in_reverse or is_one_product)
+    if may_decode and rows <= sizes.few_queries and sizes.fewest_keys_of_few_queries <= S:
+        keys = divide(S, max(1, sizes.key_block_elements // max(1, K * width))).size
+        return Schedule(1, K, T, keys, parts, cuts_keys=True)
     queries = divide(T, max(sizes.fewest_queries, sizes.query_tile // max(1, N // max(1, K)))).size
     keys = sizes.key_tile if has_masks else sizes.key_tile_if_nothing_is_skipped
     if not has_masks and isinstance(T, int) and rows <= sizes.few_queries:

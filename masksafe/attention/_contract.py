@@ -90,6 +90,9 @@ class Kernel(Protocol):
     def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """Output and logsumexp, which JAX can differentiate once; the latter is anything if it is not needed."""
 
+    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        """The same, whose pull-back may leave out what needs no gradient, if it takes the same arrays."""
+
 
 class Config(NamedTuple):
     """The static parameters."""
@@ -167,14 +170,19 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
 
     @_over_vmap(kernel)
     def pull_back(prepared: Any, results: Any, saved: list[Array], cotangents: Any) -> Any:
-        joins = []
+        joins, others = [], []
 
         def trace(prepared: Any, _: Any) -> None:
             results, pull_back = jax.vjp(functools.partial(kernel.run, plan), prepared)
             joins.append(_split(pull_back, (prepared, results))[1])
+            others.append(jax.tree.flatten(jax.vjp(functools.partial(kernel.run_for_reverse, plan), prepared)[1]))
 
         jax.eval_shape(trace, prepared, results)
-        return joins[0](saved, (prepared, results))(cotangents)[0]
+        joined = joins[0](saved, (prepared, results))
+        leaves, (others, tree) = jax.tree.leaves(joined), others[0]
+        if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in others]:
+            joined = jax.tree.unflatten(tree, leaves)
+        return joined(cotangents)[0]
 
     (dx,) = pull_back_prepared(pull_back(prepared, results, saved, cotangents))
     by_problem = by_key_head(is_bad, x.k.shape[2])
@@ -193,10 +201,6 @@ def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     return config.plain(config.plan, x, pairs)
 
 
-def _in_reverse(_: Config, args: tuple[Operands, Pairs], *__: Any) -> Any:
-    return args
-
-
 def _in_plain_reverse(
     config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tuple[Array, Array]
 ) -> tuple[Any, Any]:
@@ -207,7 +211,7 @@ def _in_plain_reverse(
 
 
 def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_bad: Array, is_empty: Array) -> Any:
-    """The arguments and the cotangents for the derivatives of the reverse pass, of bad and of empty queries `[B, T, N]`.
+    """The arguments and the cotangents for derivatives of the reverse pass, of bad and of empty queries `[B, T, N]`.
 
     A good query without a cotangent may have one in a derivative; but derivatives of its logits have no effect.
     """
@@ -222,7 +226,7 @@ def in_plain_reverse(args: tuple[Operands, Pairs], d: tuple[Array, Array], is_ba
     return (x, pairs._replace(unneeded=unneeded, showing=showing)), (do, dlse)
 
 
-_attend = rule_of_kernels(_forward, _reverse, _in_reverse, _value, _plain, _in_plain_reverse)
+_attend = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
 
 
 _T = TypeVar("_T")

@@ -129,6 +129,7 @@ class CuDNN:
     is_causal: bool
     left: int | None
     has_array: bool
+    has_bias: bool
 
     @classmethod
     def of(cls, plan: Plan, x: Operands, pairs: Pairs) -> "CuDNN":
@@ -139,7 +140,7 @@ class CuDNN:
         has_array = not knows_reach or not names.isdisjoint({"mask", "bias", *_ONE_ARRAY})
         left, _ = plan.reach or (None, 0)
         is_causal = knows_reach and plan.reach is not None
-        return cls(is_causal, left if is_causal else None, has_array)
+        return cls(is_causal, left if is_causal else None, has_array, x.bias is not None)
 
     def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
         """The arguments of `jax.nn`, of which each sample has at least one key."""
@@ -167,14 +168,20 @@ class CuDNN:
         array = array.reshape(array.shape[0], -1, *array.shape[3:])
         return x.q, x.k, x.v, jnp.broadcast_to(array, (*array.shape[:2], num_queries, num_keys)), lengths
 
-    def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        """Of a mask `jax.nn` has a reverse pass without the gradient of a bias, which takes as long as all the rest."""
+        return self.run(plan, prepared, masks_alone=not self.has_bias)
+
+    def run(self, plan: Plan, prepared: Any, *, masks_alone: bool = False) -> tuple[Array, Array]:
         """The output `[B, T, N, H]`; the kernel's logsumexp is not taken."""
         q, k, v, bias, lengths = prepared
+        mask = bias == 0 if masks_alone and bias is not None else None
         o = jax.nn.dot_product_attention(
             q,
             k,
             v,
-            bias,
+            bias if mask is None else None,
+            mask,
             scale=plan.scale,
             is_causal=self.is_causal,
             query_seq_lengths=lengths and lengths[0],

@@ -86,6 +86,9 @@ class Formula:
             limit = jnp.where(mask, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
         return queries_by_problem(q, k.shape[2]), jnp.moveaxis(k, 1, 3), keys_by_problem(v), bias, limit
 
+    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        return self.run(plan, prepared)
+
     def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """The output `[B, T, N, width]`, wide, and the logsumexp `[B, T, N]`."""
         queries, keys, values, bias, limit = prepared

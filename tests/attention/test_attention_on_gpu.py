@@ -15,6 +15,9 @@ KEYS = np.random.default_rng(0).random((B, 1, 1, T)) < 0.6
 KEYS[1] = False
 PAIRS = np.random.default_rng(1).random((B, N, T, T)) < 0.4
 PAIRS[0, :, 3], PAIRS[:, :, :, 5] = False, False
+IDS, LENGTHS = np.random.default_rng(2).integers(0, 4, (B, T)), np.array([90, 31])
+KEY_IDS = np.where(IDS == 3, 9, IDS)  # which no query has
+IN_SEGMENT = IDS[:, None, :, None] == KEY_IDS[:, None, None]
 CASES = {
     "plain": ({}, True),
     "causal": (dict(is_causal=True), causal(T, T)),
@@ -22,6 +25,13 @@ CASES = {
     "key lengths": (dict(key_value_seq_lengths=np.array([50, 0])), below([50, 0], T)[:, None, None]),
     "mask of keys": (dict(mask=KEYS), KEYS),
     "mask of pairs": (dict(mask=PAIRS), PAIRS),
+    "segments": (dict(query_segment_ids=IDS, key_value_segment_ids=KEY_IDS), IN_SEGMENT),
+    "causal, segments, lengths": (
+        dict(is_causal=True, query_segment_ids=IDS, key_value_segment_ids=KEY_IDS, key_value_seq_lengths=LENGTHS),
+        causal(T, T) & IN_SEGMENT & below(LENGTHS, T)[:, None, None],
+    ),
+    "causal, offset": (dict(is_causal=True, causal_offset=-7), causal(T, T, -7)),
+    "two sides": (dict(local_window_size=(20, 9)), window(T, T, 20, 9)),
 }
 CASES = {name: (arguments, np.broadcast_to(live, (B, N, T, T))) for name, (arguments, live) in CASES.items()}
 both_implementations = pytest.mark.parametrize("implementation", ["xla", "cudnn"])
