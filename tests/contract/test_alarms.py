@@ -25,8 +25,7 @@ ROWS, LABELS, KERNEL = jnp.array([True, False, True]), jnp.array([2, -1, 0]), jn
 def test_what_is_masked_is_no_alarm(key):
     op, errors, garbage = OPS[key], checkify.all_checks, ((np.nan, -1), (np.inf, -100), (HUGE, 2**31 - 1))
     if op.name == "dot_product_attention":
-        # JAX fails to check indices inside of `jax.checkpoint` (jax 0.12); products of huge masked keys overflow.
-        errors, garbage = errors - checkify.index_checks, garbage[:2]
+        errors -= checkify.index_checks  # JAX fails to check indices inside of `jax.checkpoint` (jax 0.12)
     if op.name.startswith("segment_"):  # ids are masked by what they are: others than these are reported
         garbage = [(value, -1) for value, _ in garbage]
     switch = masksafe.forward_mode() if op.name in FREE_LABELS else masksafe.label_checks("checkify")
