@@ -216,7 +216,10 @@ def _product(x: Array, y: Array) -> Array:
 
 
 def weighted(x: Array, weights: Array | None) -> Array:
-    return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
+    """The elements times their weights; one of weight 0 takes no part in a derivative, whatever its tangent is."""
+    if weights is None or weights.dtype == jnp.bool_:
+        return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
+    return jnp.where(weights == 0, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:

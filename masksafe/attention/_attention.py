@@ -177,7 +177,7 @@ def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tupl
     wanted = _contract.are_wanted(*d) & (results.m != -jnp.inf)
     # What is bad makes all columns of an output NaN. The sum of exponentials tells as well, but XLA for a GPU would
     # compute it in one more pass over the logits.
-    is_good = jnp.isfinite(results.o[..., :1]) & are_good(do)[..., None] & jnp.isfinite(dlse)
+    is_good = jnp.isfinite(results.o[..., :1]) & _contract.are_cotangents_good(*d)[..., None]
     used = wanted & is_good
     do, dlse = jnp.where(used, do, 0), jnp.where(used, dlse, 0)
     wide = dlse.dtype

@@ -46,6 +46,11 @@ def are_good(x: Array, factor: float = 1.0) -> Array:
     return jnp.all(is_good(x, factor), -1)
 
 
+def are_cotangents_good(do: Array, dlse: Array) -> Array:
+    """Which queries have good cotangents, `[B, T, N]`, which the caller may have made constant."""
+    return ~any_of(~is_good(do), -1) & jnp.isfinite(dlse)
+
+
 def bad_keys(k: Array, v: Array) -> Array:
     """Which keys are bad or have a bad value, `[B, K, S]`."""
     return jnp.swapaxes(~(are_good(k) & are_good(v)), 1, 2)
@@ -164,7 +169,7 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
     prepared, pull_back_prepared = jax.vjp(lambda x: kernel.prepare(plan, x, pairs, sees_any), x)
     wanted = are_wanted(do, dlse)[..., 0]
     wanted = wanted if sees_any is None else wanted & by_query_head(sees_any)
-    is_bad = sees_bad | ~(are_good(do) & jnp.isfinite(dlse))
+    is_bad = sees_bad | ~are_cotangents_good(do, dlse)
     used, is_bad = wanted & ~is_bad, wanted & is_bad
     cotangents = jnp.where(used[..., None], do, 0).astype(results[0].dtype), jnp.where(used, dlse, 0)
 
