@@ -18,13 +18,14 @@ from jax.sharding import PartitionSpec
 from masksafe._core import platforms
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.linear import finite_or_zero, without_sign_of_zero
+from masksafe._core.masks import either
 from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
 from masksafe.attention import _blocks, _contract, _cudnn, _formula
 from masksafe.attention._block import Rows
-from masksafe.attention._contract import are_good
+from masksafe.attention._contract import are_good, cleaned
 from masksafe.attention._merge import Partial, with_sinks
 from masksafe.attention._pairs import AXES, Pairs, by_heads, by_key_head
 from masksafe.attention._plan import Operands, Plan
@@ -65,21 +66,18 @@ def attend(
     def on_device(
         _: Devices, x: Operands, pairs: Pairs, scale: Array | None, sinks: Array | None
     ) -> tuple[Array, Array]:
-        scaled = x if scale is None else x._replace(q=_scaled(x.q, scale))
-        pairs = pairs._replace(allowed=by_heads(pairs.allowed, x.k.shape[-2]))
-        o, lse = _attend_flattened(plan, by_cudnn, scaled, pairs)
+        dtype, num_key_heads = x.q.dtype, x.k.shape[-2]
+        pairs = pairs._replace(allowed=by_heads(pairs.allowed, num_key_heads))
+        if scale is not None and num_key_heads:
+            # A NaN in a padded query must not reach the gradient of the scale.
+            pairs = pairs._replace(bad_queries=by_key_head(~are_good(x.q), num_key_heads))
+            wide = wide_dtype(dtype)
+            x = x._replace(q=_product(cleaned(x.q.astype(wide)), scale.astype(wide)))
+        o, lse = _attend_flattened(plan, by_cudnn, x, pairs)
         o = o if sinks is None else with_sinks(o, lse, sinks)
-        return o.astype(x.q.dtype), lse
+        return o.astype(dtype), lse
 
     return along_devices(on_device, Devices(), args, jax.tree.broadcast(names, args), (by_head, by_head))
-
-
-def _scaled(q: Array, scale: Array) -> Array:
-    """The queries times the scale, in the wide dtype; what is bad stays so, whatever the scale."""
-    wide = q.astype(wide_dtype(q.dtype))
-    is_good = _contract.is_good(wide)  # a NaN in a padded query must not reach the gradient of the scale
-    scaled = _product(jnp.where(is_good, wide, 0), scale.astype(wide.dtype))
-    return jnp.where(is_good, scaled, jnp.where(jnp.isfinite(wide), jnp.inf, wide))
 
 
 @jax.custom_jvp
@@ -135,7 +133,7 @@ def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pai
 
 def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
-    bad_queries = by_key_head(~are_good(x.q, plan.scale), x.k.shape[2])
+    bad_queries = either(pairs.bad_queries, by_key_head(~are_good(x.q, plan.scale), x.k.shape[2]))
     pairs = pairs._replace(bad_queries=bad_queries, bad_keys=_contract.bad_keys(x.k, x.v))
     in_blocks = functools.partial(_in_blocks, plan)
     branches: dict[str, Any] = {}

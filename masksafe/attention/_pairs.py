@@ -106,8 +106,8 @@ def by_heads(x: Array | None, num_key_heads: int) -> Array | None:
 
 
 def by_key_head(x: Array, num_key_heads: int) -> Array:
-    """`[B, T, N]` to `[B, K, G, T]`."""
-    return jnp.moveaxis(x.reshape(*x.shape[:2], num_key_heads, x.shape[2] // num_key_heads), 1, 3)
+    """`[..., T, N]` to `[..., K, G, T]`."""
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], num_key_heads, x.shape[-1] // num_key_heads), -3, -1)
 
 
 def by_query_head(x: Array) -> Array:
