@@ -175,17 +175,18 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
 
     @_over_vmap(kernel)
     def pull_back(prepared: Any, results: Any, saved: list[Array], cotangents: Any) -> Any:
-        joins, others = [], []
+        joins: list[Any] = []
+        for_reverse: list[Any] = []
 
         def trace(prepared: Any, _: Any) -> None:
             results, pull_back = jax.vjp(functools.partial(kernel.run, plan), prepared)
             joins.append(_split(pull_back, (prepared, results))[1])
-            others.append(jax.tree.flatten(jax.vjp(functools.partial(kernel.run_for_reverse, plan), prepared)[1]))
+            for_reverse.append(jax.tree.flatten(jax.vjp(functools.partial(kernel.run_for_reverse, plan), prepared)[1]))
 
         jax.eval_shape(trace, prepared, results)
         joined = joins[0](saved, (prepared, results))
-        leaves, (others, tree) = jax.tree.leaves(joined), others[0]
-        if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in others]:
+        leaves, (like, tree) = jax.tree.leaves(joined), for_reverse[0]
+        if [(x.shape, x.dtype) for x in leaves] == [(x.shape, x.dtype) for x in like]:
             joined = jax.tree.unflatten(tree, leaves)
         return joined(cotangents)[0]
 
