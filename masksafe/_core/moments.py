@@ -219,7 +219,8 @@ def weighted(x: Array, weights: Array | None) -> Array:
     """The elements times their weights; one of weight 0 takes no part in a derivative, whatever its tangent is."""
     if weights is None or weights.dtype == jnp.bool_:
         return x if weights is None else x * weights.astype(jnp.finfo(x.dtype).dtype)
-    return jnp.where(weights == 0, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
+    is_zero = jnp.zeros_like(x, bool) | (weights == 0)  # split over devices as the elements are
+    return jnp.where(is_zero, lax.stop_gradient(x), x) * weights.astype(jnp.finfo(x.dtype).dtype)
 
 
 def total_weight(x: Array, axes: Axes, weighting: Weighting) -> Array:
