@@ -230,23 +230,24 @@ def _derivative_of_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Ar
     return probs, d_probs.astype(x.dtype)
 
 
-@jax.custom_jvp
 def _log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
-    return _wide_log_softmax(segments, x, weighting.where).astype(x.dtype)
+    return _wide_log_softmax(segments, x, weighting).astype(x.dtype)
 
 
-def _wide_log_softmax(segments: Segments, x: Array, where: Array | None) -> Array:
+@jax.custom_jvp
+def _wide_log_softmax(segments: Segments, x: Array, weighting: Weighting) -> Array:
+    where = weighting.where
     largest = _largest(segments, x, where)
     total = _total(segments, jnp.exp(_less(segments, x, where, largest)), where)
     log_probs = _less(segments, x, where, platforms.unfused(largest)) - segments.spread_once(jnp.log(total))
     return selected(log_probs, segments.live(x, where), -jnp.inf)
 
 
-@_log_softmax.defjvp
+@_wide_log_softmax.defjvp
 def _derivative_of_log_softmax(primals: Pytree, tangents: Pytree) -> tuple[Array, Array]:
     segments, x, (where, _) = primals
-    log_probs = platforms.unfused(_wide_log_softmax(segments, x, where))
+    log_probs = platforms.unfused(_wide_log_softmax(*primals))
     moved = widened(selected(tangents[1], segments.live(x, where)))
     # With its sign last: the transpose then adds up cotangents as they are, and makes no copy of them.
     mean = segments.sum(jnp.exp(log_probs) * moved, where)
-    return log_probs.astype(x.dtype), (moved + segments.spread_to_live(-mean, where)).astype(x.dtype)
+    return log_probs, moved + segments.spread_to_live(-mean, where)

@@ -67,6 +67,7 @@ def reason_against(plan: Plan, given: dict[str, Any], is_named: bool, return_res
         "the bias is not one for all queries and keys": bias is not None and bias.shape[-2:] != (num_queries, num_keys),
         "no number of float16 is low enough to mask a pair": masks_by_array and q.dtype == jnp.float16,
         "the array of masked pairs would be too large": masks_by_array
+        and names.isdisjoint({"mask", "bias"})  # which the user has in this size, or nearly
         and not has_symbolic_size
         and _pairs_in_array(given) > platforms.choices().attention.most_pairs_in_one_array,
         "the compiler may split the arrays over a mesh": not is_named
@@ -91,12 +92,10 @@ _MASKS_BESIDE_WINDOWS = "mask", "bias", "query_lengths", "key_lengths", *_ONE_AR
 
 
 def _pairs_in_array(given: dict[str, Any]) -> int:
-    """How many elements the array of masked pairs has; more than one for each head only if the user's arrays have."""
+    """How many elements the array of masked pairs has; it has heads only if a function may tell them apart."""
     q, k = given["q"], given["k"]
-    over_pairs = [given[name] for name in ("mask", "bias") if name in given]
-    is_of_heads = "mask_mod" in given or any(x.ndim > 2 and x.shape[-3] != 1 for x in over_pairs)
     batch = q.shape[0] if q.ndim == 4 else 1
-    return batch * (q.shape[-2] if is_of_heads else 1) * q.shape[-3] * k.shape[-3]
+    return batch * (q.shape[-2] if "mask_mod" in given else 1) * q.shape[-3] * k.shape[-3]
 
 
 @functools.cache
