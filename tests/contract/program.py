@@ -50,9 +50,16 @@ class Results(NamedTuple):
 
 
 def each_op(
-    condition: Callable[[Op], Any] = lambda op: True, *, compiles: bool = False, by_default: Any = tuple(OPS)
+    condition: Callable[[Op], Any] = lambda op: True,
+    *,
+    compiles: bool = False,
+    by_default: Any = tuple(OPS),
+    by_weights: bool = False,
 ) -> Any:
     """Parameters: the keys of those ops, with which the names of tests end.
+
+    The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. What such
+    an element has as a tangent, refusals and devices are no question of weights.
 
     All but those `by_default` run with `-m forms`. A test that compiles others than `run` takes the variants of an op,
     whose keys have a comma, with `-m forms` as well.
@@ -63,6 +70,7 @@ def each_op(
         return [pytest.mark.forms] * is_form
 
     keys = [pytest.param(key, marks=marks(key)) for key, op in OPS.items() if condition(op)]
+    keys = [p for p in keys if by_weights or not p.values[0].endswith(" of 0")]
     return pytest.mark.parametrize("key", keys)
 
 

@@ -16,7 +16,7 @@ from program import (
 from table import OPS
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_derivatives_are_those_of_the_definition(key):
     op, results, cotangents = OPS[key], run(key), cotangents_of(key)
     directions = [direction(i, op.args[i]) for i in op.floats]

@@ -5,7 +5,7 @@ from program import assert_is_nothing, each_op, polluted, run
 from table import OPS
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_nothing_left_is_nothing(key):
     op = OPS[key]
     where = np.zeros_like(op.where)

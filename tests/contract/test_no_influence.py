@@ -23,7 +23,7 @@ GARBAGE = {
 }
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_garbage_changes_no_bit(key):
     op = OPS[key]
     clean = run(key)
@@ -35,7 +35,7 @@ def test_garbage_changes_no_bit(key):
     assert_same_bits(run(key, args=filled(key, op.where, np.max)), clean)  # ties with what is not masked
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_random_garbage_changes_no_bit_whatever_is_masked(key):
     op, rng = OPS[key], np.random.default_rng(0)
     for density in (0.1, 0.5, 0.9):
@@ -46,7 +46,7 @@ def test_random_garbage_changes_no_bit_whatever_is_masked(key):
             assert_same_bits(other, results[0])
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_the_cotangent_of_what_is_masked_changes_no_bit(key):
     op = OPS[key]
     cotangents = cotangents_of(key)

@@ -10,7 +10,7 @@ from table import OPS
 from masksafe.testing import nonfinite_report
 
 
-@each_op()
+@each_op(by_weights=True)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_element_shows_in_its_row_and_in_no_other(key, bad):
     """An infinity shows where it does in the definition, not as a softmax's logit of -inf, say; in attention always."""

@@ -19,16 +19,10 @@ def refused(key, kind, text, where=None, args=None, **options):
 # In the table the masks of these are computed from the mask, or go to a function that has a name of its own.
 WITHOUT = {"make_fenchel_young_loss", "MaskedMean", "ctc_loss", "ctc_loss_with_forward_probs"}
 WITHOUT |= {"mask_where", "merge_attention"}
-# Those of these become weights.
-BY_WEIGHTS = [op for key, op in OPS.items() if key.endswith("weights of 0")]
 OTHER_NAMES = {"dot_product_attention": "mask", "apply_where": "cond"}
 
 
-def takes_the_mask(op):
-    return op.name not in WITHOUT and not any(op is other for other in BY_WEIGHTS)
-
-
-@each_op(takes_the_mask)
+@each_op(lambda op: op.name not in WITHOUT)
 def test_a_mask_that_is_not_boolean_or_does_not_broadcast(key):
     op = OPS[key]
     about = f"^{op.name}: {OTHER_NAMES.get(op.name, 'where')}"
@@ -37,7 +31,7 @@ def test_a_mask_that_is_not_boolean_or_does_not_broadcast(key):
 
 
 # Losses of labels refuse that there is no class.
-@each_op(lambda op: op.where.ndim == 2 and takes_the_mask(op) and not op.name.startswith("multiclass_"))
+@each_op(lambda op: op.where.ndim == 2 and op.name not in WITHOUT and not op.name.startswith("multiclass_"))
 def test_a_mask_of_no_elements_that_is_not_boolean(key):
     op = OPS[key]
     args = tuple(a[..., :0] if kind in ("row", "along") else a for a, kind in zip(op.args, op.kinds, strict=True))

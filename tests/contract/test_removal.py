@@ -5,7 +5,7 @@ from program import each_op, of_definition, run
 from table import OPS
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_outputs_are_those_of_what_is_left(key):
     op, rng = OPS[key], np.random.default_rng(1)
     some = op.where & (rng.random(op.where.shape) < 0.7)

@@ -5,7 +5,7 @@ from program import assert_is_nothing, each_op, polluted, run
 from table import OPS
 
 
-@each_op()
+@each_op(by_weights=True)
 def test_derivatives_by_what_is_masked_are_0(key):
     op = OPS[key]
     results = run(key, args=polluted(key, op.where))
