@@ -58,8 +58,8 @@ def each_op(
 ) -> Any:
     """Parameters: the keys of those ops, with which the names of tests end.
 
-    The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. What such
-    an element has as a tangent, refusals and devices are no question of weights.
+    The rows whose mask is a weight of 0 are of tests `by_weights` alone, which look at values and at gradients. The
+    tangent of such an element, refusals and devices are no question of weights.
 
     All but those `by_default` run with `-m forms`. A test that compiles others than `run` takes the variants of an op,
     whose keys have a comma, with `-m forms` as well.
