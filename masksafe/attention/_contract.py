@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
+from jax.extend.core import jaxpr_as_fun
 
 from masksafe._core.derivatives import rule_of_kernels
-from masksafe._core.linear import finite_or_zero
+from masksafe._core.linear import finite_or_zero, without_sign_of_zero
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array, DType
 from masksafe._core.unfolded import any_of
@@ -145,6 +146,7 @@ def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Ar
     pairs = _with_bias(x, pairs)
     sees_any = _pairs.sees_any(plan, pairs, x.q.shape[1], x.k.shape[1])
 
+    @_traced
     @_over_vmap(kernel)
     def run(prepared: Any) -> Any:
         results, pull_back = jax.vjp(functools.partial(kernel.run, plan), prepared)
@@ -191,6 +193,8 @@ def _reverse(config: Config, args: tuple[Operands, Pairs], residuals: Any, d: tu
         return joined(cotangents)[0]
 
     (dx,) = pull_back_prepared(pull_back(prepared, results, saved, cotangents))
+    if 1 in (*sizes, x.q.shape[-1], x.v.shape[-1]):
+        dx = dx._replace(**{name: without_sign_of_zero(getattr(dx, name)) for name in "qkv"})
     by_problem = by_key_head(is_bad, x.k.shape[2])
     seen = jnp.swapaxes(_pairs.seen_by(plan, pairs, *sizes, by_problem), 1, 2)[..., None]
     dq = jnp.where(is_bad[..., None], jnp.nan, jnp.where(used[..., None], dx.q, 0))
@@ -254,6 +258,18 @@ def _split(pull_back: Any, known: Any) -> tuple[list[Array], Callable[[list[Arra
         return jax.tree.unflatten(tree, leaves)
 
     return saved, join
+
+
+def _traced(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """The function, traced under `jax.disable_jit` as well: else a pull-back would hold other arrays than in a trace."""
+
+    def traced(*args: Any) -> _T:
+        if not jax.config.jax_disable_jit:
+            return fn(*args)
+        program, types = jax.make_jaxpr(fn, return_shape=True)(*args)
+        return jax.tree.unflatten(jax.tree.structure(types), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
+
+    return traced
 
 
 def _over_vmap(kernel: Kernel) -> Callable[[Callable[..., _T]], Callable[..., _T]]:

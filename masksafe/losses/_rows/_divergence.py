@@ -232,7 +232,8 @@ def is_repeated(classes: Array) -> Array:
 
 def _with_classes(x: Array, targets: TopK, values: Array | float) -> Array:
     """Rows `[..., V]` with other elements at the classes of the targets that count, none of which is repeated."""
-    classes, live, values = targets.classes, targets.live, jnp.broadcast_to(values, targets.classes.shape)
+    classes, live = targets.classes, targets.live
+    values = jnp.broadcast_to(jnp.asarray(values, x.dtype), classes.shape)
     if uses_plain_rules() or not may_loop((x, classes)):  # symbolic sizes cannot be indices either
         is_at = selected(at_label(classes, x.shape[-1]), None if live is None else live[..., None])
         return jnp.where(jnp.any(is_at, -2), jnp.sum(jnp.where(is_at, values[..., None], 0), -2), x)
