@@ -1,7 +1,7 @@
 """Dividing an axis of any length into tiles of one size, and loops over some of them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,9 +61,9 @@ class Tiles(NamedTuple):
 
     def join(self, tiles: Array) -> Array:
         """Several stacked tiles `[number, ..., size, n]` as `[..., length, n]`."""
-        body = jnp.moveaxis(tiles[:-1], 0, -3)
+        body = jnp.moveaxis(tiles[:-1] if self._is_ragged else tiles, 0, -3)
         body = body.reshape(*body.shape[:-3], -1, body.shape[-1])
-        return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2)
+        return jnp.concatenate([body, tiles[-1, ..., self.repeated :, :]], -2) if self._is_ragged else body
 
     def by_tile(self, x: Array, axis: int) -> Array:
         """`x` with the axis `[length]` as `[number, size]`; the last tile is filled up with its last position."""
@@ -129,21 +129,19 @@ def _bounds(x: Array, places: Places) -> tuple[list[Pytree], tuple[int, ...]]:
     return starts, tuple(size for _, size in found)  # JAX refuses starts of several integer types
 
 
-def live_order(table: Any) -> tuple[Any, Any]:
-    """Of each row of booleans `[n, tiles]` the tiles that are True, in their order, and how many they are."""
-    xp: Any = np if isinstance(table, np.ndarray) else jnp
-    order = xp.argsort(~table, axis=1, stable=True).astype(np.int32)
-    return order, xp.sum(table, 1, dtype=np.int32)
-
-
-def for_live_tiles(
-    order: tuple[Array, Array] | None, count: int, body: Callable[[Index, Pytree], Pytree], state: Pytree
-) -> Pytree:
-    """`state` after `body(i, state)` for every tile of a row of `live_order` in turn; None means all."""
-    if order is None:
+def for_tiles(row: Array | None, count: int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:
+    """`state` after `body(i, state)` for every tile `i` where the row of booleans is True, in turn; None means all."""
+    if row is None:
         return body(0, state) if count == 1 else loop(0, count, body, state)
-    tiles, number = order
-    return loop(0, number, lambda n, state: body(element(tiles, n), state), state)
+    index = np.arange(count, dtype=np.int32)
+
+    def first_from(i: Index) -> Array:
+        return jnp.min(jnp.where(row & (index >= i), index, count), initial=count)
+
+    def step(carry: tuple[Array, Tree]) -> tuple[Array, Tree]:
+        return first_from(carry[0] + 1), body(*carry)
+
+    return lax.while_loop(lambda carry: carry[0] < count, step, (first_from(0), state))[1]
 
 
 def loop(start: int, stop: Array | int, body: Callable[[Index, Tree], Tree], state: Tree) -> Tree:

@@ -7,7 +7,6 @@ length. JAX can differentiate it to any order, and it holds no array over all pa
 
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -102,33 +101,19 @@ def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pai
         return jnp.zeros((*q.shape[:-1], v.shape[-1]), o_dtype), jnp.full(q.shape[:-1], -jnp.inf, dtype)
     if q.shape[-1] == 0:  # all products are 0, as those of a column of zeros
         q, k = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, 1)]) for a in (q, k))
-    mods = {"score_mod": pairs.score_mod, "mask_mod": pairs.mask_mod}  # whose arrays have no batch dimensions
-    leaves, tree = jax.tree.flatten((pairs._replace(**dict.fromkeys(mods)), x.bias))
-    shapes = [a.shape[: len(batch)] for a in leaves]
+        x = x._replace(q=q, k=k)
 
-    def of(q: Array, k: Array, v: Array, leaves: Iterable[Array]) -> tuple[Operands, Pairs]:
-        pairs, bias = jax.tree.unflatten(tree, leaves)
-        captured = () if pairs.score_mod is None else pairs.score_mod.captured
-        return Operands(q, k, v, bias, captured), pairs._replace(**mods)
+    def flatten(a: Array) -> Array:
+        """A batch dimension along which `a` broadcasts is expanded, unless it broadcasts along all of them."""
+        lead, rest = a.shape[: len(batch)], a.shape[len(batch) :]
+        lead = lead if lead == (1,) * len(batch) else batch
+        return a if len(batch) == 1 else jnp.broadcast_to(a, (*lead, *rest)).reshape(math.prod(lead), *rest)
 
-    if all(shape in (batch, (1,) * len(batch)) for shape in shapes):
-
-        def flatten(a: Array) -> Array:
-            lead = a.shape[: len(batch)]
-            return a if len(lead) == 1 else a.reshape(math.prod(lead), *a.shape[len(lead) :])
-
-        flat, flat_pairs = of(flatten(q), flatten(k), flatten(v), map(flatten, leaves))
-        captured = () if pairs.score_mod is None else pairs.score_mod.captured
-        o, lse = _by_platform(plan, by_cudnn, flat._replace(captured=captured), flat_pairs)
-        return o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
-    # An array that broadcasts over some but not all batch dimensions is not expanded: vmap one dimension at a time.
-    axes = [0 if shape[0] == batch[0] else None for shape in shapes]
-    leaves = [a if axis == 0 else a[0] for a, axis in zip(leaves, axes, strict=True)]
-
-    def attend_to_one(q: Array, k: Array, v: Array, leaves: list[Array]) -> tuple[Array, Array]:
-        return _attend_flattened(plan, by_cudnn, *of(q, k, v, leaves))
-
-    return jax.vmap(attend_to_one, in_axes=(0, 0, 0, axes))(q, k, v, leaves)
+    score_mod, mask_mod = pairs.score_mod, pairs.mask_mod  # whose arrays have no batch dimensions
+    x, pairs = jax.tree.map(flatten, (x, pairs._replace(score_mod=None, mask_mod=None)))
+    x = x._replace(captured=() if score_mod is None else score_mod.captured)
+    o, lse = _by_platform(plan, by_cudnn, x, pairs._replace(score_mod=score_mod, mask_mod=mask_mod))
+    return o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
 
 
 def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
@@ -156,7 +141,7 @@ def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -
 
 
 def _forward(plan: Plan, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], Partial]:
-    results = run_forward(_pass_forward, plan, x, pairs)
+    results = run_forward(_pass_forward, plan, x, pairs) if plan.ring else _pass_forward(plan, x, pairs)
     # The output is kept unrounded, since delta depends on it.
     return (results.o.astype(x.q.dtype) if plan.rounds else results.o, results.lse), results
 
@@ -184,7 +169,7 @@ def _reverse(plan: Plan, args: tuple[Operands, Pairs], results: Partial, d: tupl
     rows = Rows(do, dlse, m, jnp.where(used, results.l, 1), delta)
     bad, unneeded = (by_key_head(a[..., 0], x.k.shape[2]) for a in (wanted & ~is_good, ~wanted))
     pairs = pairs._replace(bad_queries=bad, bad_keys=None, unneeded=unneeded)
-    dx = run_reverse(_pass_reverse, plan, x, rows, pairs)
+    dx = run_reverse(_pass_reverse, plan, x, rows, pairs) if plan.ring else _pass_reverse(plan, x, rows, pairs)
     return jax.tree.map(lambda d, a: d.astype(a.dtype).reshape(a.shape), dx, x), jax.tree.map(lambda _: None, pairs)
 
 
@@ -223,7 +208,7 @@ def _pass_forward(plan: Plan, x: Operands, pairs: Pairs) -> Partial:
         pairs, there = _with(x, pairs), plan._replace(on_accelerator=True)
         return _blocks.attend(there, _blocks.schedule_elsewhere(there, x, pairs), x, pairs)
 
-    return Partial(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, pairs))
+    return Partial(*platforms.by_platform(elsewhere, x, pairs, cpu=on_cpu))
 
 
 def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
@@ -243,4 +228,4 @@ def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands
         pairs = _with(x, pairs)
         return _blocks.pull_back(there, _blocks.schedule_elsewhere(there, x, pairs), x, rows, pairs)
 
-    return Operands(*platforms.on_cpu_or_elsewhere(on_cpu, elsewhere, x, rows, pairs))
+    return Operands(*platforms.by_platform(elsewhere, x, rows, pairs, cpu=on_cpu))

@@ -27,8 +27,7 @@ from masksafe._core.tiles import (
     add_to_part,
     divide,
     element,
-    for_live_tiles,
-    live_order,
+    for_tiles,
     loop,
     part,
     take,
@@ -203,14 +202,12 @@ def _tile(tiles: Tiles, i: Any, within: Tile) -> Tile:
     return tile if whole_axis else tile._replace(start=start + tile.start, first=start + tile.first)
 
 
-def _order(plan: Plan, own: Pairs, queries: Tiles, keys: Tiles, *, by_key: bool = False) -> Any:
-    """The unmasked tiles of keys for each tile of queries, or of queries for each of keys; None for all."""
+def _table(plan: Plan, own: Pairs, queries: Tiles, keys: Tiles) -> Any:
+    """Where a tile of queries has unmasked pairs with one of keys, `[queries.number, keys.number]`; None for all."""
     if plan.is_plain or plan.on_accelerator or queries.number == keys.number == 1:
         return None
     table = unmasked_tiles(plan, own, queries, keys)
-    if table is None or (isinstance(table, np.ndarray) and table.all()):
-        return None
-    return live_order(table.T if by_key else table)
+    return None if table is None or (isinstance(table, np.ndarray) and table.all()) else jnp.asarray(table)
 
 
 # The passes.
@@ -220,45 +217,43 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
     """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`; a query that sees no key has `l` 1."""
     width, bits = x.v.shape[-1], (as_bits(x.k), as_bits(x.v))
 
-    def solve(_: None, places: Places) -> tuple[None, Partial]:
+    def solve(_: None, places: Places) -> tuple[None, Array]:
         q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
         whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
         results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
-        return None, results[0] if len(results) == 1 else Partial(
-            *(jnp.concatenate(r, 3) for r in zip(*results, strict=True))
-        )
+        return None, jnp.concatenate(results, 3) if len(results) > 1 else results[0]
 
-    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
+    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Array:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
-        order = _order(plan, pairs.at(places), query_tiles, key_tiles)
+        table = _table(plan, pairs.at(places), query_tiles, key_tiles)
         has_all_keys = key_tiles.number == 1
 
-        def of_tile(i: Any) -> Partial:
+        def of_tile(i: Any) -> Array:
             at = places | {"t": _tile(query_tiles, i, queries)}
             q_i = take(q, 3, at["t"])
 
             def block(j: Any) -> Partial:
                 here = at | {"s": _tile(key_tiles, j, keys)}
-                if not schedule.cuts_keys:
-                    k, v = take(whole_keys, 2, here["s"])
-                    return _block.attend(plan, q_i, k, v, block_of(plan, pairs, here), has_all_keys=has_all_keys)
-                k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
-                own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
-                k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
+                if schedule.cuts_keys:
+                    k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
+                    own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
+                    k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
+                else:
+                    (k, v), own = take(whole_keys, 2, here["s"]), block_of(plan, pairs, here)
                 return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
 
             if has_all_keys:
-                return block(0)
-            nothing = Partial.nothing(q_i[..., :1], width)
-            tiles = None if order is None else jax.tree.map(lambda o: element(o, i), order)
-            return Partial(
-                *for_live_tiles(tiles, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
-            ).divided()
+                return jnp.concatenate(block(0), -1)
+            row, nothing = None if table is None else element(table, i), Partial.nothing(q_i[..., :1], width)
+            state = for_tiles(row, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
+            return jnp.concatenate(state.divided(), -1)
 
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
-        return Partial(*query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile))
+        return query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile)
 
-    return Partial(*map(queries_by_user, _by_problem(schedule, x, solve, None)[1]))
+    # The three are one array up to here, since loops then write one.
+    _, results = _by_problem(schedule, x, solve, None)
+    return Partial(*map(queries_by_user, (results[..., :-2], results[..., -2:-1], results[..., -1:])))
 
 
 def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pairs) -> Operands:
@@ -296,15 +291,15 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
 
     def of_part(state: Gradients, block: Any, places: Places, queries: Tile, keys: Tile) -> Gradients:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
-        order = _order(plan, pairs.at(places), query_tiles, key_tiles, by_key=True)
+        table = _table(plan, pairs.at(places), query_tiles, key_tiles)
 
         def of_keys(j: Any, state: Gradients) -> Gradients:
             s = _tile(key_tiles, j, keys)
             place = {axis_of_keys: (s.start, s.size)}
-            tiles = None if order is None else jax.tree.map(lambda o: element(o, j), order)
+            column = None if table is None else element(table, j, 1)
             add = lambda i, own: block(own, _tile(query_tiles, i, queries), s)  # noqa: E731
             own = state._replace(k=part(state.k, place), v=part(state.v, place))
-            own = for_live_tiles(tiles, query_tiles.number, add, own)
+            own = for_tiles(column, query_tiles.number, add, own)
             return own._replace(k=with_part(state.k, own.k, place), v=with_part(state.v, own.v, place))
 
         return of_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, of_keys, state)

@@ -261,10 +261,10 @@ def _split(pull_back: Any, known: Any) -> tuple[list[Array], Callable[[list[Arra
 
 
 def _traced(fn: Callable[..., _T]) -> Callable[..., _T]:
-    """The function, traced under `jax.disable_jit` as well: else a pull-back would hold other arrays than in a trace."""
+    """The function, traced under `jax.disable_jit` as well: else its pull-back would not hold the same arrays."""
 
     def traced(*args: Any) -> _T:
-        if not jax.config.jax_disable_jit:
+        if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return fn(*args)
         program, types = jax.make_jaxpr(fn, return_shape=True)(*args)
         return jax.tree.unflatten(jax.tree.structure(types), jaxpr_as_fun(program)(*jax.tree.leaves(args)))

@@ -68,10 +68,9 @@ class _Moving(NamedTuple):
 
 
 def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x: Operands, pairs: Pairs) -> Partial:
-    """`inner(plan, x, pairs)`; in a ring for the keys of all devices."""
+    """`inner(plan, x, pairs)` for the keys of all devices of the ring."""
     ring = plan.ring
-    if ring is None:
-        return inner(plan, x, pairs)
+    assert ring is not None
     # JAX sums the cotangent of an array over devices where it begins to vary: so not in every step.
     x = vary_with(x, (x, pairs))
 
@@ -92,10 +91,9 @@ def run_forward(inner: Callable[[Plan, Operands, Pairs], Partial], plan: Plan, x
 def run_reverse(
     inner: Callable[[Plan, Operands, Rows, Pairs], Operands], plan: Plan, x: Operands, rows: Rows, pairs: Pairs
 ) -> Operands:
-    """`inner(plan, x, rows, pairs)`; in a ring for the keys of all devices."""
+    """`inner(plan, x, rows, pairs)` for the keys of all devices of the ring."""
     ring = plan.ring
-    if ring is None:
-        return inner(plan, x, rows, pairs)
+    assert ring is not None
     devices = Devices(ring.axis_name)
     x, rows = vary_with((x, rows), (x, rows, pairs))
 
