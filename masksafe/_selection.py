@@ -145,7 +145,7 @@ def _select(cond: Array, x: Pytree, y: Pytree) -> Array:
 
 @jitted(0)
 def _inputs(both: bool, cond: Array, operands: list[Array]) -> tuple[list[Array], list[Array]]:
-    """What the first function sees and, if there are both, the second one."""
+    """The arguments of the first function and, if there are two, those of the second."""
     cond, *arrays = jnp.broadcast_arrays(cond, *operands)
     return _fill_where_false(cond, arrays), _fill_where_false(~cond, arrays) if both else []
 

@@ -204,7 +204,7 @@ def as_window(op: str, argument: str, window: Sequence[Any]) -> tuple[int, int]:
     left, right = map(int, window)
     if left + right < 0:
         hint = "-1 does not mean a window without an end; a number as large as the longest sequence does."
-        raise ValueError(message(op, argument, f"value {(left, right)}", "a window that some key can be in", hint))
+        raise ValueError(message(op, argument, f"value {(left, right)}", "left + right of at least 0", hint))
     return left, right
 
 
@@ -250,12 +250,12 @@ def prefix(length: ArrayLike) -> AttentionMask:
       [True, True, True, False, False]
     """
     op = "attention_masks.prefix"
-    # A copy: JAX may read an array of NumPy where it lies, and the mask is used later.
+    # A copy: JAX may use the memory of a NumPy array, and the mask is used later.
     lengths = as_integer_array(op, "length", np.array(length) if isinstance(length, np.ndarray) else length)
     if lengths.ndim > 1:
         raise ValueError(message(op, "length", f"shape {lengths.shape}", "an integer, or integers [batch]"))
     if not isinstance(length, jax.Array) and np.min(length, initial=0) < 0:
-        raise ValueError(message(op, "length", f"value {length}", "no negative integer"))
+        raise ValueError(message(op, "length", f"value {length}", "a non-negative integer"))
     return AttentionMask(Prefix(lengths))
 
 

@@ -66,12 +66,12 @@ def as_real_array(op: str, argument: str, value: object) -> Array:
 
 
 def as_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_array`, but a number of Python stays one: a jitted function takes it faster than JAX converts it."""
+    """As `as_array`, but a Python number stays one: a jitted function takes it faster than JAX converts it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 
 def as_real_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_real_array`, but a number of Python stays one."""
+    """As `as_real_array`, but a Python number stays one."""
     return value if _is_number(value) else as_real_array(op, argument, value)
 
 

@@ -10,7 +10,7 @@ from masksafe._core.typing import Array, Axis
 
 
 def shift_of(largest: Array) -> Array:
-    """The largest exponent as what is subtracted from all: finite for those of nothing, since -inf - -inf is NaN."""
+    """The row maximum, kept finite for empty rows, to shift exponents by: -inf - -inf would be NaN."""
     return jnp.maximum(largest, jnp.finfo(largest.dtype).min)
 
 
@@ -47,7 +47,7 @@ class Exponentials(NamedTuple):
 
     @property
     def logarithm(self) -> Array:
-        """The logarithm of the sum at temperature 1; -inf of nothing, with a derivative of 0."""
+        """The logarithm of the sum at temperature 1; -inf for an empty row, with a derivative of 0."""
         is_nothing = self.total == 0
         return jnp.where(is_nothing, -jnp.inf, self.largest + jnp.log(jnp.where(is_nothing, 1, self.total)))
 

@@ -225,7 +225,7 @@ def in_microbatch(index: Array | None, number: int, size: int | None) -> Iterato
 
 
 class _Text(NamedTuple):
-    """The text of an error but for its numbers, which are known when the program runs."""
+    """The text of an error without its numbers, which are known only when the program runs."""
 
     op: str
     what: str

@@ -19,7 +19,7 @@ def is_class(labels: Array, num_classes: int) -> Array:
 
 
 def as_classes(labels: Array, num_classes: int) -> Array:
-    """Labels of any width as int32, in which one that is no class stays none."""
+    """Labels as int32; out-of-range labels stay out of range."""
     if labels.dtype.itemsize > 4:
         labels = jnp.where(is_class(labels, num_classes), labels, -1)
     return labels.astype(jnp.int32)

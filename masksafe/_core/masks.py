@@ -22,12 +22,12 @@ def masks_rows(where: Array | None, axes: Axes) -> bool:
 
 
 def both(a: Array | None, b: Array | None) -> Array | None:
-    """What two masks leave unmasked; None masks nothing."""
+    """`a & b`; None is all True."""
     return a if b is None else b if a is None else a & b
 
 
 def either(a: Array | None, b: Array | None) -> Array | None:
-    """What at least one of two arrays marks; None marks nothing."""
+    """`a | b`; None is all False."""
     return a if b is None else b if a is None else a | b
 
 

@@ -192,7 +192,7 @@ class Devices(NamedTuple):
         return lax.axis_index(self.axis_name) * number if self.are_many else None
 
     def local(self, labels: Array, number: int) -> Array:
-        """Labels, which count the classes of all devices, as classes of this one; elsewhere if not in [0, number)."""
+        """Global labels as local ones: those in [0, number) are classes of this device, the others are not."""
         return labels - (lax.axis_index(self.axis_name) * number).astype(labels.dtype) if self.are_many else labels
 
     def sum(self, tree: Tree) -> Tree:

@@ -80,7 +80,7 @@ def divide(length: int, target: int) -> Tiles:
 
 
 def even_size(count: int, most: int) -> int:
-    """The size of as few blocks of at most `most` as possible, and as even: a nearly empty one costs as much as any."""
+    """The block size that splits `count` into the fewest blocks of at most `most`, of nearly equal sizes."""
     return -(-count // max(1, -(-count // most)))
 
 

@@ -108,7 +108,7 @@ def _on_devices(
     where: Array | None,
     weights: Array | None,
 ) -> Array:
-    """The formula, of all devices if explicit axes of a mesh split the data."""
+    """The formula; across all devices, if explicit mesh axes split the data."""
 
     def result(devices: sharding.Devices, data: Array, ids: Array, where: Array | None, weights: Array | None) -> Array:
         here, elements = dataclasses.replace(segments, ids=ids, devices=devices), tuple(range(1, data.ndim))

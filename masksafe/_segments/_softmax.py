@@ -176,12 +176,12 @@ def _largest(segments: Segments, x: Array, where: Array | None) -> Array:
 
 
 def _less(segments: Segments, x: Array, where: Array | None, of_segment: Array) -> Array:
-    """The difference from a number of the segment; -inf where masked, but anything in masked rows."""
+    """`x` minus the number of its segment; -inf where masked, except in masked rows, which may hold anything."""
     return selected(widened(x) - segments.spread(of_segment), where, -jnp.inf)
 
 
 def _total(segments: Segments, exps: Array, where: Array | None) -> Array:
-    """The sum of exponentials, of which the largest is 1; that of nothing is 1 as well, so that its logarithm is 0.
+    """The sum of exponentials, of which the largest is 1; for an empty segment 1 as well, so that its logarithm is 0.
 
     It is not compared with 0: XLA for GPUs would keep the zeros from which the sums start, to read them once more.
     """

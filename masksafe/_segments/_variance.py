@@ -231,7 +231,7 @@ def _standardize(epsilon: float, segments: Segments, x: Array, weighting: Weight
 
 
 def _standard(epsilon: float, segments: Segments, x: Array, weighting: Weighting) -> tuple[Array, Array, Array]:
-    """The standard elements, the factor of each segment, and the number of its elements."""
+    """The standardized elements, the factor of each segment, and the number of its elements."""
     mean, variance, number = _moments(segments, x, weighting)
     live, deviation = segments.live(x, weighting.where), _root(variance + epsilon)
     # XLA treats a quotient as expensive, so that later uses read it rather than compute it again.
@@ -240,7 +240,7 @@ def _standard(epsilon: float, segments: Segments, x: Array, weighting: Weighting
 
 
 def _root(variance: Array) -> Array:
-    """The root; a constant infinity for that of 0, so that 0 divided by it is 0, and has a derivative of 0."""
+    """The square root; infinity for 0, so that 0 divided by it is 0 and has a derivative of 0."""
     is_zero = variance == 0
     return jnp.where(is_zero, jnp.inf, jnp.sqrt(jnp.where(is_zero, 1, variance)))
 

@@ -168,7 +168,7 @@ def _as_scalar(op: str, argument: str, value: object) -> Array:
 
 
 def _as_ids(op: str, ids: object) -> Array:
-    """Ids, of which nothing counts but which are equal: NumPy's that JAX would have to cut are numbered anew."""
+    """Ids, which are only compared for equality: NumPy ids too wide for JAX are replaced by indices."""
     if isinstance(ids, np.ndarray) and np.issubdtype(ids.dtype, np.integer) and ids.size:
         limits = np.iinfo(jax.dtypes.canonicalize_dtype(ids.dtype))
         if ids.min() < limits.min or ids.max() > limits.max:

@@ -159,7 +159,7 @@ def _ctc_loss(
     live_labels = (label_paddings == 0) & jnp.any(frames, 1)[:, None]
     allowed = live_labels[..., None] if mask is None else live_labels[..., None] & jnp.any(live, 1, keepdims=True)
     bad_labels = label_checks.check_integer_labels(op, labels, allowed, (2,), (*labels.shape, logits.shape[-1]), None)
-    text, checked = "0 on the right of a padded label, as if 1 meant a live one", jnp.any(frames, 1, keepdims=True)
+    text, checked = "0 on the right of a padded label, as if 1 meant a label", jnp.any(frames, 1, keepdims=True)
     bad_paddings = label_checks.check_elements(
         op, label_paddings, labels.shape, checked, _are_on_the_right, text, argument="label_paddings"
     )

@@ -24,7 +24,7 @@ class Classes(NamedTuple):
 
     @property
     def number(self) -> int:
-        """How many all devices have."""
+        """The number of classes on all devices."""
         return self.here * sharding.Devices(self.axis_name).size
 
     def local(self, labels: Array) -> Array:
@@ -33,7 +33,7 @@ class Classes(NamedTuple):
 
 
 class Formula(abc.ABC):
-    """A function of rows of logits, of one source or two, `[..., V]` each, and of what else is known of a row."""
+    """A loss of rows of logits `[..., V]`, from one source or two, and of further data of each row."""
 
     # Whether its sums are those of parts of the classes, added up. Then rows can be computed in tiles of the classes,
     # and devices can each have some of the classes.

@@ -135,5 +135,5 @@ def read_with_predictions(op: str, with_predictions: object, inputs: LinearInput
 
 
 def predictions(logsumexps: Array, places: Array) -> tuple[Array, Array]:
-    """The classes, of which the formula gives the places from 1 on, and the logsumexps."""
+    """The predicted classes, which the formula counts from 1, and the logsumexps."""
     return jnp.where(places > 0, places - 1, -1).astype(jnp.int32), logsumexps
