@@ -19,11 +19,17 @@ def is_of_user(file_name: str) -> bool:
     return not file_name.startswith(_PACKAGES)
 
 
-def place_of_call() -> str:
-    """The innermost line of the call stack that belongs to neither masksafe nor JAX."""
+def frame_of_user() -> types.FrameType:
+    """The innermost frame of the call stack that belongs to neither masksafe nor JAX."""
     frame = sys._getframe()
     while frame.f_back is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def place_of_call() -> str:
+    """The line of that frame."""
+    frame = frame_of_user()
     return f"at {frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}"
 
 

@@ -32,7 +32,7 @@ _NAMES = {
         copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le
         le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or population_count pow real
         reduce_precision rem round rsqrt shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
-        stop_gradient sub tan tanh without_sign_of_zero xor
+        stop_gradient sub tan tanh told_on_cpu without_sign_of_zero xor
     """,
     "selection": "select_n",
     # Each element of the result is an element of an operand.

@@ -1,0 +1,61 @@
+"""A warning of two versions of XLA's CPU compiler, which compute wrong sums or crash, where a program meets one.
+
+They may be installed, since they are good for GPUs and TPUs. So it is known only where a program is lowered, or an op
+is called without `jax.jit`, whether the compiler at fault gets it.
+"""
+
+import os
+import warnings
+
+import jax
+import jaxlib.version
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from masksafe._core import call_site
+from masksafe._core.typing import Array, Pytree, Tree
+
+_CRASHES = "may crash on arrays of rank 7 and 8"
+_FAULTS = {"0.10.2": f"silently computes wrong sums, and {_CRASHES}", "0.11.0": _CRASHES}
+_FLAG = "--xla_cpu_experimental_ynn_fusion_type="  # empty: XLA uses nothing of the library that is at fault
+
+fault = _FAULTS.get(jaxlib.version.__version__)  # None as soon as it has been told
+
+
+def told_on_cpu(results: Tree) -> Tree:
+    """`results`; a program for a CPU that holds this call warns of the fault when it is lowered."""
+    return jax.tree.map(lambda x: _told.bind(x) if isinstance(x, jax.Array) else x, results)
+
+
+def _tell() -> None:
+    global fault
+    now, fault = fault, None
+    # Of several flags the last one counts.
+    of_library = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if flag.startswith(_FLAG)]
+    if now is not None and of_library[-1:] != [_FLAG]:
+        text = (
+            f"On CPUs jaxlib {jaxlib.version.__version__} {now}, also without masksafe. Install another version of jax "
+            f"and jaxlib, or set XLA_FLAGS={_FLAG} before JAX starts."
+        )
+        frame = call_site.frame_of_user()
+        warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _told_of_value(x: Array) -> Array:
+    if isinstance(x, jax.Array) and any(device.platform == "cpu" for device in x.devices()):
+        _tell()
+    return x
+
+
+def _lowered_for_cpu(_: Pytree, x: Pytree) -> list[Pytree]:
+    _tell()
+    return [x]
+
+
+_told = Primitive("told_on_cpu")
+_told.def_impl(_told_of_value)
+_told.def_abstract_eval(lambda x: x)
+mlir.register_lowering(_told, lambda _, x: [x])
+mlir.register_lowering(_told, _lowered_for_cpu, platform="cpu")
+ad.deflinear2(_told, lambda cotangent, _: [_told.bind(cotangent)])
+batching.primitive_batchers[_told] = lambda args, axes: (_told.bind(*args), axes[0])

@@ -1,0 +1,103 @@
+"""A program for a CPU warns once of a jaxlib whose compiler computes wrong sums or crashes there."""
+
+import functools
+import importlib
+import inspect
+import warnings
+
+import jax
+import jaxlib.version
+import numpy as np
+import pytest
+
+import masksafe
+from masksafe._core import compiler_faults
+
+FLAG = "--xla_cpu_experimental_ynn_fusion_type="
+X = np.array([1.0, np.nan, 3.0], np.float32)
+
+
+def new_mean():
+    """A function that JAX has not traced yet."""
+    return functools.partial(masksafe.mean, where=np.array([True, False, True]))
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """A function that puts a version of jaxlib, and flags of XLA, in the place of this process's."""
+
+    def stand_in(version, flags=""):
+        monkeypatch.setattr(jaxlib.version, "__version__", version)
+        monkeypatch.setenv("XLA_FLAGS", flags)
+        importlib.reload(compiler_faults)
+
+    yield stand_in
+    monkeypatch.undo()
+    importlib.reload(compiler_faults)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: new_mean()(X),
+        lambda: jax.jit(new_mean())(X),
+        lambda: jax.jit(new_mean()).lower(X),
+        lambda: jax.jit(jax.grad(new_mean()))(X),
+        lambda: jax.jit(jax.vmap(new_mean()))(X[None]),
+        lambda: jax.jit(new_mean()).trace(X).lower(lowering_platforms=("cpu", "cuda")),
+    ],
+    ids=["without jit", "jit", "lower", "grad", "vmap", "two platforms"],
+)
+@pytest.mark.parametrize(
+    ("version", "fault"),
+    [("0.10.2", "silently computes wrong sums, and may crash"), ("0.11.0", "may crash on arrays of rank 7 and 8")],
+)
+def test_the_first_program_warns_and_no_other_one(install, version, fault, run):
+    install(version)
+    with pytest.warns(UserWarning, match=rf"jaxlib {version} {fault}.* another version .* XLA_FLAGS={FLAG} ") as found:
+        run()
+    assert [(warning.filename, warning.lineno) for warning in found] == [(__file__, inspect.getsourcelines(run)[1])]
+    run()  # a warning is an error here
+
+
+def test_a_program_for_another_platform_is_silent_and_one_for_a_cpu_still_warns(install):
+    install("0.11.0")
+    traced = jax.jit(jax.value_and_grad(new_mean())).trace(X)
+    for platform in "cuda", "tpu":
+        traced.lower(lowering_platforms=(platform,))
+    with pytest.warns(UserWarning, match="On CPUs"):
+        traced.lower(lowering_platforms=("cpu",))
+
+
+@pytest.mark.parametrize("version", ["0.10.2", "0.11.0"])
+@pytest.mark.parametrize(
+    ("flags", "warns"),
+    [(FLAG, False), (f"--a=b  {FLAG}\n--c=d", False), (f"{FLAG}-reduce", True), (f"{FLAG} {FLAG}dot", True)],
+)
+def test_the_flag_that_helps(install, version, flags, warns):
+    install(version, flags)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        jax.jit(new_mean())(X)
+    assert len(found) == warns
+
+
+def test_other_versions_have_no_trace_of_it(install):
+    def has_trace(version):
+        install(version)
+        return "told_on_cpu" in str(jax.make_jaxpr(new_mean())(X))
+
+    versions = ["0.10.1", "0.10.2", "0.11.0", "0.11.1", "0.12.0.1"]
+    assert [has_trace(version) for version in versions] == [False, True, True, False, False]
+
+
+def test_results_stay_as_they_are(install):
+    def step(x, labels):
+        return masksafe.losses.softmax_cross_entropy_with_integer_labels(x, labels, where=labels > 0).sum()
+
+    args = np.array([[1.0, 2.0], [0.0, 1.0]], np.float32), np.array([0, 1])
+    expected = jax.value_and_grad(step)(*args)
+    install("0.11.0")
+    with pytest.warns(UserWarning, match="On CPUs"):
+        found = jax.value_and_grad(step)(*args)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
