@@ -162,7 +162,9 @@ def dot_product_attention(
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
       implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, or an error that says why it cannot run.
-        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere.
+        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere. A function
+        `f(query, key, value, **keywords)` is a kernel of your own, called with those keywords of
+        `jax.nn.dot_product_attention` that the call needs. It returns the output, or a pair of it and the logsumexp.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -201,7 +203,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
+      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA;
+        and if a kernel of your own returns another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -233,7 +236,7 @@ def dot_product_attention(
     q, k, v = operands = _operands(query, key, value)
     num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
     knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
-    function = _callable.Function(implementation) if callable(implementation) else None
+    function = _callable.Function.of(implementation) if callable(implementation) else None
     static_scale, scale = _as_scale(scale, q, knows_numbers or function is not None)
     of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     arguments.check_both_or_none(_OP, "For self-attention give the same ids twice.", **of_both)

@@ -77,7 +77,8 @@ def attend(
         o = o if sinks is None else with_sinks(o, lse, sinks)
         return o.astype(dtype), lse
 
-    return along_devices(on_device, Devices(), args, jax.tree.broadcast(names, args), (by_head, by_head))
+    names = jax.tree.broadcast(names, args)
+    return along_devices(on_device, Devices(), args, names, (by_head, by_head), check_vma=plan.function is None)
 
 
 @jax.custom_jvp
@@ -136,7 +137,7 @@ def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -
     bad_queries = either(pairs.bad_queries, by_key_head(~are_good(x.q, plan.scale), x.k.shape[2]))
     pairs = pairs._replace(bad_queries=bad_queries, bad_keys=_contract.bad_keys(x.k, x.v))
     if plan.function is not None:
-        return _contract.attend(_callable.UsersKernel.of(plan.function, plan, x, pairs), _plain, plan, x, pairs)
+        return _contract.attend(_callable.UsersKernel.of(plan, x, pairs), _plain, plan, x, pairs)
     in_blocks = functools.partial(_in_blocks, plan)
     branches: dict[str, Any] = {}
     if by_cudnn is not None:

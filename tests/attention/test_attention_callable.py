@@ -22,6 +22,7 @@ from attention_cases import (
     window,
     with_gradients,
 )
+from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -378,6 +379,22 @@ def test_on_a_mesh(kernel, kind):
     assert_close(actual, expected)
 
 
+def test_a_kernel_of_pallas_on_a_mesh():
+    """`jax.shard_map` would refuse it if it looked at the types of its results."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+
+    def kernel(query, key, value, scale):
+        def add(x, y, out):
+            out[...] = x[...] + y[...]
+
+        return pallas.pallas_call(add, jax.ShapeDtypeStruct(query.shape, query.dtype), interpret=True)(query, value)
+
+    inputs = random_inputs(S=6, K=2)
+    split = [jax.device_put(x, NamedSharding(mesh, P("x"))) for x in inputs]
+    with jax.set_mesh(mesh):
+        assert_same_bits(attention(*split, implementation=kernel), inputs[0] + inputs[2])
+
+
 @pytest.mark.forms
 def test_shard_map():
     mesh = jax.make_mesh((2,), ("batch",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -403,7 +420,7 @@ def test_a_program_is_found_again():
     def calls(*kernels):
         traced.clear()
         for kernel in kernels:
-            attention(x, x, x, implementation=kernel)
+            jax.eval_shape(lambda: attention(x, x, x, implementation=kernel))
         return traced
 
     once = functools.partial(kernel, 1)
@@ -454,24 +471,28 @@ REFUSED = {
     ),
     "another shape": (
         ValueError,
-        r"whose output has shape \(2, 2, 6, 4\); expected \(2, 6, 2, 4\)",
+        r"whose output has shape \(2, 2, 6, 4\) and dtype float32; expected shape \(2, 6, 2, 4\) and dtype float32",
         dict(implementation=returns(lambda q: jnp.swapaxes(q, 1, 2))),
     ),
     "another dtype": (
         TypeError,
-        "whose output has dtype bfloat16; expected float32",
+        "whose output has shape .* and dtype bfloat16; expected shape .* and dtype float32",
         dict(implementation=returns(lambda q: q.astype(jnp.bfloat16))),
     ),
-    "no array": (TypeError, "whose output is of type NoneType", dict(implementation=returns(lambda q: None))),
-    "three results": (TypeError, "whose output is of type tuple", dict(implementation=returns(lambda q: (q, q, q)))),
+    "no array": (
+        TypeError,
+        "whose output has type NoneType; expected shape",
+        dict(implementation=returns(lambda q: None)),
+    ),
+    "three results": (TypeError, "whose output has type tuple", dict(implementation=returns(lambda q: (q, q, q)))),
     "a logsumexp of another shape": (
         ValueError,
-        r"whose logsumexp has shape \(2, 2, 6\); expected \(2, 6, 2\)",
+        r"whose logsumexp has shape \(2, 2, 6\) and dtype float32; expected shape \(2, 6, 2\) and",
         dict(implementation=returns(lambda q: (q, jnp.ones((2, 2, 6)))), return_residual=True),
     ),
     "a rounded logsumexp": (
         TypeError,
-        "whose logsumexp has dtype float16; expected float32",
+        "whose logsumexp has shape .* and dtype float16; expected shape .* and dtype float32",
         dict(implementation=returns(lambda q: (q, jnp.ones((2, 6, 2), jnp.float16))), return_residual=True),
     ),
     "no hash": (TypeError, "got the function Unhashable, which has no hash", dict(implementation=Unhashable())),
