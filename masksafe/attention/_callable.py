@@ -5,6 +5,7 @@ becomes a mask of pairs, and so does what would leave a query without a key: no 
 beyond their length are the exception, since to leave them out is all that their lengths are for.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -35,13 +36,12 @@ class Function:
 
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> "Function":
-        function = cls(fn, _parts(fn))
-        try:
-            hash(function)
-        except TypeError as error:
-            hint = "Call it in a function of your own, which you define once."
-            raise function.error(TypeError, "which has no hash", "a function", hint) from error
-        return function
+        for parts in (_parts(fn), fn):  # the parts may be arrays
+            with contextlib.suppress(TypeError):
+                hash(parts)
+                return cls(fn, parts)
+        hint = "Call it in a function of your own, which you define once."
+        raise cls(fn, None).error(TypeError, "which has no hash", "a function", hint)
 
     def takes(self, keyword: str) -> bool:
         """Whether it has a parameter of this name, or takes all."""

@@ -420,11 +420,13 @@ def test_a_program_is_found_again():
     def calls(*kernels):
         traced.clear()
         for kernel in kernels:
-            jax.eval_shape(lambda: attention(x, x, x, implementation=kernel))
+            jax.eval_shape(functools.partial(attention, implementation=kernel), x, x, x)
         return traced
 
     once = functools.partial(kernel, 1)
     assert calls(once, once, functools.partial(kernel, 1)) == [1]
+    of_array = functools.partial(kernel, np.arange(2))
+    assert len(calls(of_array, of_array)) == 1
     assert calls(*(functools.partial(kernel, size) for size in (2, True, 2.0))) == [2, True, 2.0]
     assert calls(*(lambda *args, **keywords: kernel(3, *args, **keywords) for _ in range(2))) == [3, 3]
 
@@ -515,7 +517,7 @@ def test_a_ring_is_refused():
 
 def test_a_function_that_cannot_be_asked_gets_all_keywords():
     """One that is not written in Python: its own TypeError says what it lacks."""
-    with pytest.raises(TypeError, match=r"max\(\) got an unexpected keyword argument"):
+    with pytest.raises(TypeError, match="keyword argument"):
         attention(*random_inputs(), is_causal=True, implementation=max)
 
 
