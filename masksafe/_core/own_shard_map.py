@@ -48,7 +48,9 @@ class Split:
         """How an array with these dimensions is split, none of which is there for broadcasting."""
         return PartitionSpec(*(None if name is None else self.axes(name) or None for name in names))
 
-    def map(self, fn: Callable[..., Tree], args: Pytree, names: Pytree, names_of_results: Pytree) -> Tree:
+    def map(
+        self, fn: Callable[..., Tree], args: Pytree, names: Pytree, names_of_results: Pytree, check_vma: bool = True
+    ) -> Tree:
         """`fn(*args)` on the parts of each device; arrays that are split in another way are exchanged before.
 
         Has to be called under `jax.jit`: outside JAX exchanges arrays only over the mesh of `jax.set_mesh`. The results
@@ -63,7 +65,12 @@ class Split:
 
         out_specs = jax.tree.map(self.spec_of_named, names_of_results)
         mapped = jax.shard_map(
-            fn, mesh=self.mesh, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(self.manual)
+            fn,
+            mesh=self.mesh,
+            in_specs=tuple(specs),
+            out_specs=out_specs,
+            axis_names=set(self.manual),
+            check_vma=check_vma,
         )
         return mapped(*jax.tree.map(part, args, specs))
 
@@ -137,6 +144,8 @@ def along_devices(
     names: Pytree,
     names_of_results: Pytree,
     along: tuple[str, ...] = (),
+    *,
+    check_vma: bool = True,
 ) -> Tree:
     """`fn(devices, *args)`, for an `fn` that exchanges what it has to along the dimensions `along`, if any.
 
@@ -146,4 +155,5 @@ def along_devices(
     split = split_of(args, names)
     if split is None:
         return fn(devices, *args)
-    return split.map(functools.partial(fn, Devices(split.axes(*along) or None)), args, names, names_of_results)
+    on_device = functools.partial(fn, Devices(split.axes(*along) or None))
+    return split.map(on_device, args, names, names_of_results, check_vma)

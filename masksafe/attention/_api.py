@@ -20,7 +20,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe.attention import _arguments as check
-from masksafe.attention import _cudnn
+from masksafe.attention import _callable, _cudnn
 from masksafe.attention._arguments import OP, Arrays
 from masksafe.attention._attention import attend
 from masksafe.attention._mods import trace
@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int, int] | None
-    implementation: Literal["xla", "cudnn"] | None
+    implementation: Literal["xla", "cudnn"] | Callable[..., Any] | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
     causal_offset: ArrayLike
@@ -104,7 +104,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Literal["xla", "cudnn"] | Callable[..., Any] | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -151,7 +151,9 @@ def dot_product_attention(
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
       implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, or an error that says why it cannot run.
-        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere.
+        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere. A function
+        `f(query, key, value, **keywords)` is a kernel of your own, called with those keywords of
+        `jax.nn.dot_product_attention` that the call needs. It returns the output, or a pair of it and the logsumexp.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -190,7 +192,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
+      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA;
+        and if a kernel of your own returns another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -222,7 +225,8 @@ def dot_product_attention(
     q, k, v = operands = check.operands(query, key, value)
     num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
     knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
-    static_scale, scale = check.as_scale(scale, q, knows_numbers)
+    function = _callable.Function.of(implementation) if callable(implementation) else None
+    static_scale, scale = check.as_scale(scale, q, knows_numbers or function is not None)
     of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **of_both)
     if isinstance(mask_mod, AttentionMask):
@@ -257,7 +261,9 @@ def dot_product_attention(
     ring = ring_of(axis_name, reach if is_static else None, q.shape[-3], k.shape[-3])
     sizes, rounds = platforms.choices().attention, sinks is None
     needs_lse = return_residual or arrays.sinks is not None
-    plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
+    plan = Plan(
+        static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse, function=function
+    )
     by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
     out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
     if bad_samples is not None:
@@ -266,14 +272,17 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def _choose_cudnn(implementation: str | None, plan: Plan, arrays: Arrays, return_residual: bool) -> bool | None:
+def _choose_cudnn(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> bool | None:
     """Whether cuDNN is named, or may be taken without; None if it is not taken."""
-    if implementation not in (None, "xla", "cudnn"):
-        raise ValueError(message(OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
-    if implementation == "xla":
-        return None
-    is_named = implementation == "cudnn"
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
+    if plan.function is not None:
+        _callable.check(plan, given)
+    if implementation == "xla" or plan.function is not None:
+        return None
+    if implementation not in (None, "cudnn"):
+        expected = "'xla', 'cudnn', a function or None"
+        raise ValueError(message(OP, "implementation", f"value {implementation!r}", expected))
+    is_named = implementation == "cudnn"
     reason = _cudnn.reason_against(plan, given, is_named, return_residual)
     if reason is not None and is_named:
         raise ValueError(_cudnn.refusal(reason))

@@ -22,7 +22,7 @@ from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
-from masksafe.attention import _blocks, _contract, _cudnn, _formula
+from masksafe.attention import _blocks, _callable, _contract, _cudnn, _formula
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import are_good, cleaned
 from masksafe.attention._merge import Partial, with_sinks
@@ -76,7 +76,8 @@ def attend(
         o = o if sinks is None else with_sinks(o, lse, sinks)
         return o.astype(dtype), lse
 
-    return along_devices(on_device, Devices(), args, jax.tree.broadcast(names, args), (by_head, by_head))
+    names = jax.tree.broadcast(names, args)
+    return along_devices(on_device, Devices(), args, names, (by_head, by_head), check_vma=plan.function is None)
 
 
 @jax.custom_jvp
@@ -120,6 +121,8 @@ def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
     bad_queries = either(pairs.bad_queries, by_key_head(~are_good(x.q, plan.scale), x.k.shape[2]))
     pairs = pairs._replace(bad_queries=bad_queries, bad_keys=_contract.bad_keys(x.k, x.v))
+    if plan.function is not None:
+        return _contract.attend(_callable.UsersKernel.of(plan, x, pairs), _plain, plan, x, pairs)
     in_blocks = functools.partial(_in_blocks, plan)
     branches: dict[str, Any] = {}
     if by_cudnn is not None:

@@ -15,7 +15,7 @@ from jax import lax
 from masksafe._core import platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
-from masksafe.attention._pairs import Pairs, all_unmasked, by_heads
+from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user
 from masksafe.attention._plan import Operands, Plan
 
 _MASKED = -(2.0**126)
@@ -162,10 +162,7 @@ class CuDNN:
             top = lax.stop_gradient(jnp.max(jnp.where(mask, bias, -jnp.inf), -1, keepdims=True))
             bias = jnp.clip(bias - jnp.where(jnp.abs(top) > _LARGE, top, 0), -_HUGE, _HUGE).astype(x.q.dtype)
         array = jnp.where(mask, bias, jnp.asarray(_MASKED, x.q.dtype))
-        if array.shape[1] * array.shape[2] > 1:
-            array = jnp.broadcast_to(array, (array.shape[0], key_heads, heads // key_heads, *array.shape[3:]))
-        array = array.reshape(array.shape[0], -1, *array.shape[3:])
-        return x.q, x.k, x.v, jnp.broadcast_to(array, (*array.shape[:2], num_queries, num_keys)), lengths
+        return x.q, x.k, x.v, by_user(array, key_heads, heads, num_queries, num_keys), lengths
 
     def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """Of a mask `jax.nn` has a reverse pass without the gradient of a bias, which takes as long as all the rest."""

@@ -105,6 +105,13 @@ def by_heads(x: Array | None, num_key_heads: int) -> Array | None:
     return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
 
 
+def by_user(x: Array, num_key_heads: int, *sizes: int) -> Array:
+    """`[B, K, G, T, S]` up to broadcasting to `[B, N or 1, T, S]`, the last three of which are `sizes`."""
+    heads = (1, 1) if x.shape[1] * x.shape[2] == 1 else (num_key_heads, sizes[0] // num_key_heads)
+    x = jnp.broadcast_to(x, (x.shape[0], *heads, *sizes[1:]))
+    return x.reshape(x.shape[0], -1, *sizes[1:])
+
+
 def by_key_head(x: Array, num_key_heads: int) -> Array:
     """`[..., T, N]` to `[..., K, G, T]`."""
     return jnp.moveaxis(x.reshape(*x.shape[:-1], num_key_heads, x.shape[-1] // num_key_heads), -3, -1)

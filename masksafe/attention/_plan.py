@@ -4,7 +4,7 @@ The letters are those of the papers, everywhere: queries `q`, keys `k`, values `
 the largest logit `m` and the sum of exponentials `l` of a query, and the cotangents `do`, `dlse`, `dq`, `dk`, `dv`.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from masksafe._core.platforms import AttentionSizes
 from masksafe._core.typing import Array, Arrays
@@ -36,6 +36,7 @@ class Plan(NamedTuple):
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_lse: bool = True  # whether anything depends on the logsumexp
     is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants `m` and `l`
+    function: Any = None  # the user's own kernel, a `_callable.Function`
 
 
 class Operands(NamedTuple):

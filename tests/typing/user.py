@@ -32,6 +32,7 @@ def words() -> None:
     losses.dice_loss(X, X, reduction="mean")
     losses.dice_loss(X, X, reduction="average")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     masksafe.dot_product_attention(HEADS, HEADS, HEADS, implementation="cudnn")
+    masksafe.dot_product_attention(HEADS, HEADS, HEADS, implementation=jax.nn.dot_product_attention)
     masksafe.dot_product_attention(HEADS, HEADS, HEADS, implementation="triton")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     masksafe.standardize(X, algorithm="stable")
     masksafe.standardize(X, algorithm="slow")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,165 @@
+"""The user's own kernel, as a kernel of the contract.
+
+It is called as `jax.nn.dot_product_attention` is, with the keywords that the call needs. What it has no keyword for
+becomes a mask of pairs, and so does what would leave a query without a key: no kernel has to cope with one. Queries
+beyond their length are the exception, since to leave them out is all that their lengths are for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from masksafe._core import sharding
+from masksafe._core.arguments import message
+from masksafe._core.precision import wide_dtype
+from masksafe._core.typing import Array, DType
+from masksafe._core.unfolded import any_of
+from masksafe.attention._contract import largest
+from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user, static_reach
+from masksafe.attention._plan import Operands, Plan
+
+_LENGTHS = {"query_seq_lengths": "query_lengths", "key_value_seq_lengths": "key_lengths"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """The user's function. Two `functools.partial` of equal parts are equal, so that JAX finds their program again."""
+
+    fn: Callable[..., Any] = dataclasses.field(compare=False)
+    parts: Any
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any]) -> "Function":
+        for parts in (_parts(fn), fn):  # the parts may be arrays
+            with contextlib.suppress(TypeError):
+                hash(parts)
+                return cls(fn, parts)
+        hint = "Call it in a function of your own, which you define once."
+        raise cls(fn, None).error(TypeError, "which has no hash", "a function", hint)
+
+    def takes(self, keyword: str) -> bool:
+        """Whether it has a parameter of this name, or takes all."""
+        try:
+            parameters = inspect.signature(self.fn).parameters
+        except ValueError:  # it is not written in Python
+            return True
+        kinds = {p.name: p.kind for p in parameters.values() if p.kind is not p.POSITIONAL_ONLY}
+        return keyword in kinds or inspect.Parameter.VAR_KEYWORD in kinds.values()
+
+    def error(self, kind: Callable[[str], Exception], found: str, expected: str, hint: str = "") -> Exception:
+        """The error of a call with this function."""
+        fn = self.fn.func if isinstance(self.fn, functools.partial) else self.fn
+        found = f"the function {getattr(fn, '__name__', type(fn).__name__)}, {found}"
+        return kind(message("dot_product_attention", "implementation", found, expected, hint))
+
+
+def _parts(fn: Any) -> Any:
+    if not isinstance(fn, functools.partial):
+        return fn
+    values = *fn.args, *fn.keywords.values()
+    return _parts(fn.func), values, tuple(fn.keywords), tuple(map(type, values))  # types, for 1 is equal to True
+
+
+def check(plan: Plan, given: dict[str, Any]) -> None:
+    """Refuses what no function gets: `given` are all arrays and functions that the user gave, by their names."""
+    reasons = {
+        "sinks": "sinks" in given,
+        "score_mod": "score_mod" in given,
+        "dropout": "dropout_key" in given,
+        "logit_soft_cap": plan.soft_cap is not None,
+        "axis_name": plan.ring is not None,
+        "an array as scale": "scale" in given,
+        "symbolic sizes": any(map(sharding.has_symbolic_size, (given["q"], given["k"], given["v"]))),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        hint = f"A function of yours is not called with {reason}."
+        raise plan.function.error(ValueError, f"beside {reason}", "'xla' or None", hint)
+
+
+@dataclasses.dataclass(frozen=True)
+class UsersKernel:
+    """The kernel, for the masks that it knows by itself."""
+
+    merges_batches: ClassVar[bool] = False  # `jax.vmap` treats it as any function
+
+    fn: Function
+    static: tuple[tuple[str, Any], ...]  # the keywords
+    lengths: tuple[str, ...]  # those that are lengths
+
+    @classmethod
+    def of(cls, plan: Plan, x: Operands, pairs: Pairs) -> "UsersKernel":
+        fn: Function = plan.function
+        left, right = static_reach(plan, pairs) or (None, -1)
+        static: dict[str, Any] = {"scale": plan.scale}
+        if right == 0 and fn.takes("is_causal"):
+            static["is_causal"] = True
+        # To the left of its window a late query may have no key at all.
+        sees_any = left is not None and min(left, right) >= 0 and x.q.shape[1] - left <= x.k.shape[1]
+        if sees_any and fn.takes("local_window_size"):
+            static["local_window_size"] = left, right
+        lengths = [name for name, field in _LENGTHS.items() if getattr(pairs, field) is not None and fn.takes(name)]
+        lengths = [name for name in lengths if name == "query_seq_lengths" or "local_window_size" not in static]
+        return cls(fn, tuple(static.items()), tuple(lengths))
+
+    def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
+        """Queries, keys and values, and the arrays among the keywords."""
+        (batch, num_queries, heads, _), (_, num_keys, key_heads, _) = x.q.shape, x.k.shape
+        static, sizes, arrays = dict(self.static), (num_queries, num_keys), {}
+        for name in self.lengths:
+            size = sizes[name != "query_seq_lengths"]
+            arrays[name] = jnp.broadcast_to(jnp.clip(getattr(pairs, _LENGTHS[name]), 1, size), (batch,))
+        pairs = pairs._replace(bias=by_heads(x.bias, key_heads))
+        if x.bias is not None:
+            # What is masked for all that share an element is gone; what is huge must not outweigh what masks.
+            unmasked = all_unmasked(plan, pairs, *sizes)
+            assert unmasked is not None
+            seen = any_of(
+                by_user(unmasked, key_heads, heads, *sizes), [n for n in (0, 1) if x.bias.shape[n] == 1], keepdims=True
+            )
+            limit = min(largest(wide_dtype(x.bias.dtype), 1) ** 2, float(jnp.finfo(x.bias.dtype).max))
+            arrays["bias"] = jnp.clip(jnp.where(seen & jnp.isfinite(x.bias), x.bias, 0), -limit, limit)
+        known = ("query_lengths", *(_LENGTHS[name] for name in self.lengths))
+        if "local_window_size" in static or ("is_causal" in static and plan.reach == (None, 0)):
+            plan = plan._replace(reach=None)
+        mask = all_unmasked(plan, pairs._replace(**dict.fromkeys(known)), *sizes)
+        if mask is not None:
+            mask = mask if sees_any is None else mask | ~sees_any[..., None]
+            arrays["mask"] = by_user(mask, key_heads, heads, *sizes)
+        return x[:3], arrays
+
+    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        return self.run(plan, prepared)
+
+    def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
+        """The output `[B, T, N, width]` and the logsumexp `[B, T, N]`, zeros if it is not needed."""
+        (q, k, v), arrays = prepared
+        keywords = dict(self.static) | arrays
+        for name in (name for name in keywords if not self.fn.takes(name)):
+            hint = "What it has no other keyword for reaches it as mask." if name == "mask" else ""
+            raise self.fn.error(TypeError, f"which takes no keyword {name}", f"one that takes {name}", hint)
+        results = self.fn.fn(q, k, v, **keywords)
+        o, lse = results if isinstance(results, tuple | list) and len(results) == 2 else (results, None)
+        wide = wide_dtype(q.dtype)
+        self._check("output", o, (*q.shape[:3], v.shape[3]), q.dtype, wide)
+        if not plan.needs_lse:
+            lse = jnp.zeros_like(o[..., 0], wide)
+        elif lse is None:
+            found, expected = "which returns no logsumexp", "one that returns (output, logsumexp)"
+            raise self.fn.error(ValueError, found, expected, "return_residual=True needs it.")
+        else:
+            self._check("logsumexp", lse, q.shape[:3], wide)
+        is_manual = jax.sharding.get_abstract_mesh().manual_axes  # there a kernel's results need not vary by themselves
+        return sharding.vary_with((o, lse), prepared) if is_manual else (o, lse)
+
+    def _check(self, what: str, x: Any, shape: tuple[int, ...], *dtypes: DType) -> None:
+        is_array = isinstance(x, jax.Array)
+        if not (is_array and x.shape == shape and x.dtype in dtypes):
+            kind = ValueError if is_array and x.shape != shape else TypeError
+            found = f"shape {x.shape} and dtype {x.dtype}" if is_array else f"type {type(x).__name__}"
+            raise self.fn.error(kind, f"whose {what} has {found}", f"shape {shape} and dtype {dtypes[0]}")
