@@ -54,7 +54,7 @@ def publish_others(docs: Path) -> None:
     publish([meshes.BENCHMARK, ring_attention.BENCHMARK], docs)
     if csv_of("sweep", docs).exists():
         fill_pages(docs, {"sweep": sweep.section(docs)})
-    for target in (compiled.TARGET_OF_PAGE, compiled.TARGET_OF_SIZES):
+    for target in (*compiled.TARGETS_OF_PAGE, compiled.TARGET_OF_SIZES):
         if compiled.csv_of(target, docs).exists():
             compiled.publish(target, docs)
 

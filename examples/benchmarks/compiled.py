@@ -2,8 +2,9 @@
 
     python examples/benchmarks/compiled.py [--target h100] [--only NAME] [--quick] [--plot-only]
 
-It needs what compiles for the target, but no GPU: pip install ".[examples,gpu-compile]", or libtpu for a TPU. Nothing
-is run, so the figures are the same on any machine; `programs.py` says how they are counted.
+It needs what compiles for the target, but no GPU or TPU: pip install ".[examples,gpu-compile]", or
+".[examples,tpu-compile]" for `--target v5e`. Nothing is run, so the figures are the same on any machine; `programs.py`
+says how they are counted.
 
 With `--target cpu`, for which nothing has to be installed, it counts how large the programs are, and how long they take
 to compile; `operations.py` says how.
@@ -62,7 +63,7 @@ import masksafe
 DTYPES = ("float32", "bfloat16")
 NO_SIZE = 2**16  # bytes: what is smaller is not worth a ratio
 PEERS = ("optax", "flax", "jax.nn", "JAX", segments.PEER)  # torch and tokamax have compilers of their own
-TARGET_OF_PAGE = "h100"
+TARGETS_OF_PAGE = {"h100": "compiled", "v5e": "compiled for a TPU"}  # and the places of their tables
 TARGET_OF_SIZES = "cpu"
 # How often loops run whose length depends on values. cuDNN's results need no repair; with 40 % of 4096 tokens the first
 # block is enough, which is outside of the loop.
@@ -86,6 +87,7 @@ class Compiled:
     target: str
     date: str
     versions: str
+    cycles: int = 0  # the estimate of a TPU's compiler
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,10 @@ class Pair:
     @property
     def bytes_ratio(self) -> float:
         return self.row.bytes_moved / self.peer.bytes_moved
+
+    @property
+    def cycles_ratio(self) -> float:
+        return self.row.cycles / self.peer.cycles
 
     @property
     def temporaries(self) -> str:
@@ -344,6 +350,7 @@ def rows_of(benchmark: str, case: Case, target: str, passes: Sequence[str] = PAS
                 target=target,
                 date=datetime.date.today().isoformat(),
                 versions=versions(),
+                cycles=program.cycles,
             )
 
 
@@ -370,29 +377,45 @@ def _mib(n: float) -> str:
 
 
 HEADER = ["op", "against", "what", "bytes: mean ratio", "the worst", "of", "launches", "temporaries, MiB"]
-WORST = HEADER.index("the worst")
+CYCLES = ["cycles: mean ratio", "the worst"]  # in place of the launches
+
+
+def header_of(found: Sequence[Pair]) -> list[str]:
+    return [*HEADER[:-2], *CYCLES, HEADER[-1]] if _has_cycles(found) else HEADER
+
+
+def _has_cycles(found: Sequence[Pair]) -> bool:
+    return any(pair.peer.cycles for pair in found)
 
 
 def lines_of_ops(found: Sequence[Pair]) -> list[list[str]]:
-    """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and the rest of the worst."""
+    """A line for each op and pass, the largest mean first: mean and worst ratio of bytes, and the rest of the worst.
+
+    Cycles have ratios of their own.
+    """
     groups = grouped(found, lambda pair: (pair.row.work, pair.peer.candidate, pair.row.what))
     means = {key: statistics.geometric_mean(p.bytes_ratio for p in group) for key, group in groups.items()}
     lines = []
     for key in sorted(groups, key=means.__getitem__, reverse=True):
         worst = max(groups[key], key=lambda pair: pair.bytes_ratio)
         case = f"{worst.row.mask}, {worst.row.dtype}" if worst.row.mask != "none" else worst.row.dtype
-        launches = f"{worst.row.launches} / {worst.peer.launches}"
-        lines.append([*key, ratio_text(means[key]), ratio_text(worst.bytes_ratio), case, launches, worst.temporaries])
+        further = [f"{worst.row.launches} / {worst.peer.launches}"]
+        if _has_cycles(found):
+            cycles = [pair.cycles_ratio for pair in groups[key]]
+            further = [ratio_text(statistics.geometric_mean(cycles)), ratio_text(max(cycles))]
+        lines.append([*key, ratio_text(means[key]), ratio_text(worst.bytes_ratio), case, *further, worst.temporaries])
     return lines
 
 
 def summary(rows: Sequence[Compiled]) -> str:
     found = pairs(rows)
     above = sum(pair.bytes_ratio > 1.1 for pair in found)
-    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's. These are of:"
-    lines = [line for line in lines_of_ops(found) if line[WORST].startswith("**")]
+    text = f"Of {len(found)} programs {above} move more than 1.1 times the bytes of the other library's"
+    if _has_cycles(found):
+        text += f", and {sum(pair.cycles_ratio > 1.1 for pair in found)} take more than 1.1 times the cycles"
+    lines = [line for line in lines_of_ops(found) if any(cell.startswith("**") for cell in line)]
     link = f"[All figures as CSV](../benchmarks/compiled/{rows[0].target}.csv)"
-    return "\n\n".join([text, as_markdown(HEADER, lines), link])
+    return "\n\n".join([f"{text}. These are of:", as_markdown(header_of(found), lines), link])
 
 
 def all_cases(found: Sequence[Pair]) -> Table:
@@ -409,7 +432,7 @@ def all_cases(found: Sequence[Pair]) -> Table:
 
 
 def short(found: Sequence[Pair]) -> Table:
-    table = Table(*HEADER)
+    table = Table(*header_of(found))
     for line in lines_of_ops(found):
         table.add_row(*(cell.replace("**", "") for cell in line))
     return table
@@ -420,16 +443,17 @@ def csv_of(target: str, docs: Path) -> Path:
 
 
 def publish(target: str, docs: Path) -> None:
-    """The picture, and for the target of the page its table, from the CSV."""
+    """The picture, and for a target of the page its table, from the CSV."""
     if target == TARGET_OF_SIZES:
         sizes = read_csv(csv_of(target, docs), Size)
         return fill_pages(docs, {"operations": summary_of_sizes(sizes)})
     rows = read_csv(csv_of(target, docs), Compiled)
     picture = Path("_static") / "benchmarks" / f"compiled_{target}.png"
     draw_programs(pairs(rows), docs / picture)
-    if target == TARGET_OF_PAGE:
+    if target in TARGETS_OF_PAGE:
         image = f"![Ratios of bytes moved on a {target}](../{picture})"
-        fill_pages(docs, {"compiled": "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])})
+        text = "\n\n".join([f"Compiled {environment(rows)}.", image, summary(rows)])
+        fill_pages(docs, {TARGETS_OF_PAGE[target]: text})
 
 
 # The command line
@@ -437,7 +461,7 @@ def publish(target: str, docs: Path) -> None:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=TARGETS, default=TARGET_OF_PAGE, help="default: %(default)s")
+    parser.add_argument("--target", choices=TARGETS, default="h100", help="default: %(default)s")
     parser.add_argument("--only", action="append", help="a benchmark or an op; may be given again; default: all")
     parser.add_argument("--quick", action="store_true", help="one gradient of each op; writes nothing")
     parser.add_argument("--plot-only", action="store_true", help="compile nothing: picture and page from the CSV")

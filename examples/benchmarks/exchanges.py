@@ -6,7 +6,7 @@
 
 Every op is compiled for a mesh of one axis, over which its arrays are split. A device has as many tokens, classes or
 features with 8 devices as with 256, so that the table tells what grows with their number. It needs what compiles for
-the target (`pip install ".[gpu-compile]"`, `pip install libtpu`); with `JAX_PLATFORMS=cpu` JAX looks for no device.
+the target (`pip install ".[gpu-compile]"` or `".[tpu-compile]"`); with `JAX_PLATFORMS=cpu` JAX looks for no device.
 """
 
 import argparse

@@ -36,6 +36,7 @@ class Kernel:
     type: str
     bytes_moved: float
     times: int = 1
+    cycles: int = 0  # the estimate of a TPU's compiler
 
 
 def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS, branch: str = "dearest") -> list[Kernel]:
@@ -55,6 +56,10 @@ def kernels(text: str, unknown_trips: int = UNKNOWN_TRIPS, branch: str = "deares
 
 def bytes_of(found: Sequence[Kernel]) -> float:
     return sum(kernel.bytes_moved * kernel.times for kernel in found)
+
+
+def cycles_of(found: Sequence[Kernel]) -> int:
+    return sum(kernel.cycles * kernel.times for kernel in found)
 
 
 def launches_of(found: Sequence[Kernel]) -> int:
@@ -105,6 +110,11 @@ class Instruction:
         return {
             name: re.findall(r"%([\w.\-]+)", many or one) for name, many, one in re.findall(pattern, self.attributes)
         }
+
+    @property
+    def cycles(self) -> int:
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else 0
 
 
 class Computation(dict[str, Instruction]):
@@ -207,7 +217,8 @@ class _Walk:
                 yield from self.of((called.get("calls") or called["to_apply"])[0], times)
             else:
                 moved = _bytes_of_kernel(self.computations, computation, instruction)
-                yield Kernel(f"{name}/{instruction.name}", op, _result_of(computation, instruction), moved, times)
+                result, cycles = _result_of(computation, instruction), instruction.cycles
+                yield Kernel(f"{name}/{instruction.name}", op, result, moved, times, cycles)
 
     def of_loop(self, name: str, loop: Instruction, times: int) -> Iterator[Kernel]:
         (body,), (condition,) = loop.called["body"], loop.called["condition"]

@@ -1,9 +1,10 @@
 """What XLA makes of a function for a device that need not be there: bytes moved, kernels launched, temporary memory.
 
 XLA compiles for an NVIDIA GPU on a machine without one, given the device's facts (`devices/*.txtpb`) and JAX's CUDA
-plugin (`pip install ".[gpu-compile]"`). The optimised program says how many kernels it launches and which arrays
-each of them reads and writes. Caches are not modelled, so the bytes are an upper estimate: good for the ratio of two
-programs for the same work, not for times.
+plugin (`pip install ".[gpu-compile]"`), and for a TPU with `pip install ".[tpu-compile]"`. The optimised program says
+how many kernels it launches and which arrays each of them reads and writes, and for a TPU the compiler's estimate of
+their cycles. Caches are not modelled, so the bytes are an upper estimate: good for the ratio of two programs for the
+same work, not for times.
 """
 
 import functools
@@ -50,7 +51,7 @@ TARGETS = {
         Target("h100", *_CUDA),
         Target("h200", *_CUDA),
         Target("a100", *_CUDA),
-        Target("v5e", "tpu", "libtpu", "pip install libtpu"),
+        Target("v5e", "tpu", "libtpu", 'pip install ".[tpu-compile]"'),
         Target("cpu", "cpu", None, ""),
     )
 }
@@ -62,6 +63,8 @@ def devices(target: str, number: int = 1) -> tuple[Any, ...]:
     if target == "cpu":
         return tuple(jax.devices("cpu")[:number])
     if target == "v5e":
+        os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # or libtpu asks a server that tells TPUs what they are
+        os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # or a second process that loads it aborts
         shape = next(s for s in ("2x2", "2x4", "4x4", "8x8", "16x16") if math.prod(map(int, s.split("x"))) >= number)
         topology = topologies.get_topology_desc(f"v5e:{shape}", platform="tpu")
     else:
@@ -145,6 +148,11 @@ class Program:
     @property
     def bytes_moved(self) -> float:
         return hlo.bytes_of(self._kernels)
+
+    @property
+    def cycles(self) -> int:
+        """What the compiler for a TPU takes all kernels for, but those of Pallas; 0 on another platform."""
+        return hlo.cycles_of(self._kernels)
 
     @property
     def launches(self) -> int:

@@ -178,7 +178,7 @@ def moments(rows: Rows, x: Array, weighting: Weighting, *, about_zero: bool = Fa
     deviations = wide - centre
     # In groups XLA for GPUs would write the deviations, which both sums and a norm need, to memory: one has its own.
     is_shared = rows.groups is None or weighting != (None, None)
-    own = deviations if is_shared else wide - platforms.unfused_elsewhere(centre)
+    own = deviations if is_shared else wide - platforms.unfused_on_gpu(centre)
     # A product, since XLA's compilers write a selection that two sums share to memory. By the weight first: a square
     # may overflow, and that times 0 is NaN.
     own, terms = (weighted(d, where if weights is None else weights) for d in (own, deviations))

@@ -172,9 +172,9 @@ def unfused_on_cpu(results: Tree) -> Tree:
     return on_cpu_or_elsewhere(unfused, lambda results: results, results)
 
 
-def unfused_elsewhere(results: Tree) -> Tree:
-    """`unfused` in a program for any other platform."""
-    return on_cpu_or_elsewhere(lambda results: results, unfused, results)
+def unfused_on_gpu(results: Tree) -> Tree:
+    """`unfused` in a program for a GPU, that is for neither a CPU nor a TPU."""
+    return by_platform(unfused, results, **dict.fromkeys(("cpu", "tpu"), lambda results: results))
 
 
 def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callable[..., Tree]) -> Tree:

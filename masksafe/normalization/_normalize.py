@@ -103,8 +103,9 @@ def _forward(norm: Norm, inputs: NormInputs, of_rows: Moments | None) -> tuple[A
 
 def _reverse(norm: Norm, residuals: tuple[NormInputs, Moments], d_y: Array) -> tuple[NormInputs, None]:
     inputs, of_rows = residuals
-    # For GPUs XLA would compute them again in each kernel, and write products with the deviations to memory.
-    of_rows = platforms.unfused_elsewhere(of_rows)
+    # For GPUs XLA would compute them again in each kernel, and write products with the deviations to memory. For TPUs
+    # it computes result and gradient in one kernel, which has the deviations in common if the moments are.
+    of_rows = platforms.unfused_on_gpu(of_rows)
     parameters = inputs.scale, inputs.bias
     leading = norm.rows.leading(d_y.ndim)
     if any(p is not None and math.prod(p.shape[:leading]) != 1 for p in parameters):

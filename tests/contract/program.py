@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from definitions import BEND
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from table import OPS, Op
 from tiers import KINDS, optimised_jit
 
@@ -158,6 +159,24 @@ def value_and_gradients(key: str, where: Any, args: Any, cotangents: Any, **opti
     of_floats, floats = function_of_floats(OPS[key], where, args, **options)
     outputs, pull_back = jax.vjp(of_floats, *floats)
     return outputs, pull_back(cotangents)
+
+
+OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
+
+
+def may_be_split(op: Op) -> bool:
+    return len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT
+
+
+def split_rows(key: str, mesh: Mesh) -> tuple[Any, Any, Any]:
+    """How the axis "rows" of a mesh splits mask, arguments and cotangents of an op."""
+    op = OPS[key]
+
+    def split(is_split: bool) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec(*["rows"][:is_split]))
+
+    cotangents = tuple(split(c.shape[:1] == op.where.shape[:1]) for c in cotangents_of(key))
+    return split(True), tuple(split(kind in ("row", "of row", "label")) for kind in op.kinds), cotangents
 
 
 @functools.cache

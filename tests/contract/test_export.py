@@ -1,4 +1,4 @@
-"""Every op, with its gradients, is exported with symbolic sizes for a CPU and a GPU, whatever platform runs here."""
+"""Every op, with its gradients, is exported with symbolic sizes for CPU, GPU and TPU, whatever platform runs here."""
 
 import functools
 
@@ -6,6 +6,8 @@ import jax
 import pytest
 from program import assert_close, cotangents_of, each_op, run, value_and_gradients
 from table import OPS, SEGMENTS_OF_ROWS
+
+PLATFORMS = "cpu", "cuda", "tpu"
 
 
 def exported(key):
@@ -18,7 +20,7 @@ def exported(key):
 
     args = OPS[key].where, OPS[key].args, cotangents_of(key)
     step = jax.jit(functools.partial(value_and_gradients, key))
-    return jax.export.export(step, platforms=["cpu", "cuda"])(*jax.tree.map(symbolic, args)), args
+    return jax.export.export(step, platforms=PLATFORMS)(*jax.tree.map(symbolic, args)), args
 
 
 def size_of(key, axis, n):
@@ -35,5 +37,5 @@ def test_export_with_symbolic_sizes_asks_for_no_platform_and_gives_the_same(key,
         for name in ("default_backend", "devices", "local_devices"):
             patches.setattr(jax, name, lambda *_, **__: pytest.fail("what an op does is decided when it is lowered"))
         program, args = exported(key)
-    assert program.platforms == ("cpu", "cuda")
+    assert program.platforms == PLATFORMS
     assert_close(jax.export.deserialize(program.serialize()).call(*args), run(key)[:2])

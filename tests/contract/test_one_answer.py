@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 from program import (
     KINDS,
     PLANS,
@@ -16,8 +16,10 @@ from program import (
     distinct_plans,
     each_op,
     function_of_floats,
+    may_be_split,
     polluted,
     run,
+    split_rows,
     value_and_gradients,
 )
 from table import OPS
@@ -98,13 +100,6 @@ def test_along_another_axis(key):
     assert_close((tuple(out.T for out in outputs), gradients), run(key)[:2])
 
 
-OTHERWISE_SPLIT = "dot_product_attention", "merge_attention"  # by tests of their own
-
-
-def may_be_split(op):
-    return len(op.where) % 2 == 0 and op.name not in OTHERWISE_SPLIT
-
-
 SPLIT_BY_DEFAULT = "softmax_cross_entropy_with_integer_labels", "layer_norm", "segment_softmax"
 SPLIT_BY_DEFAULT += "linear_softmax_cross_entropy", "info_nce_loss"
 
@@ -122,11 +117,8 @@ def test_split_over_devices_of_an_explicit_mesh(key):
 
 def assert_split(key, kind):
     op, mesh = OPS[key], jax.make_mesh((2,), ("rows",), axis_types=(kind,))
-    spec = lambda kind, a: PartitionSpec(*["rows"][: kind in ("row", "of row", "label")])  # noqa: E731
-    put = lambda kind, a: jax.device_put(a, NamedSharding(mesh, spec(kind, a)))  # noqa: E731
-    cotangents = tuple(put("row" if c.shape[:1] == op.where.shape[:1] else "whole", c) for c in cotangents_of(key))
     with jax.set_mesh(mesh):
-        args = put("row", op.where), tuple(map(put, op.kinds, op.args)), cotangents
+        args = jax.device_put((op.where, op.args, cotangents_of(key)), split_rows(key, mesh))
         program = jax.jit(functools.partial(value_and_gradients, key)).lower(*args).compile()
         assert_close(program(*args), run(key)[:2])
     if op.has_rows:

@@ -94,6 +94,15 @@ def test_ops_are_in_the_order_of_their_mean_ratios(rows):
     assert third[3:6] == ["**1.17**", "**1.17**", "rows, float32"]
 
 
+def test_cycles_stand_in_place_of_launches(rows):
+    rows = [dataclasses.replace(row, cycles=row.temporary_bytes + 100) for row in rows]
+    found = compiled.pairs(rows)
+    worst = f"**{(100 + 2**20) / 100:.0f}**"
+    assert all(line[6:] == [worst, worst, "1.00 / 0"] for line in compiled.lines_of_ops(found))
+    assert compiled.header_of(found)[6:] == [*compiled.CYCLES, compiled.HEADER[-1]]
+    assert "3 move more than 1.1 times the bytes of the other library's, and 4 take more than" in compiled.summary(rows)
+
+
 def test_page_and_picture_are_made_from_the_csv(rows, tmp_path):
     page = tmp_path / "performance" / "gpu.md"
     page.parent.mkdir()

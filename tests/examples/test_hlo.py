@@ -252,6 +252,12 @@ def test_arrays_on_the_chip_of_a_tpu_are_free():
     assert cost(text) == (KIB + KIB, 2)
 
 
+def test_cycles_are_those_that_the_compiler_of_a_tpu_estimates_for_each_turn_of_a_loop():
+    estimate = 'backend_config={"window_config":{"estimated_cycles":"30"}}'
+    text = loop(KNOWN, DEPENDS).replace("negate(%v)", f"negate(%v), {estimate}")
+    assert hlo.cycles_of(hlo.kernels(text)) == 7 * 30
+
+
 def test_exchanges_between_devices():
     text = program(
         """

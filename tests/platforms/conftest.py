@@ -1,14 +1,27 @@
-"""Programs for a GPU that is not there."""
+"""Programs for a GPU and a TPU that are not there."""
 
 import pytest
 from programs import TARGETS
 
-H100 = TARGETS["h100"]
+
+def installed(name):
+    """The name of a target; without the plugin that compiles for it, the test is skipped."""
+    target = TARGETS[name]
+    if not target.is_installed:
+        pytest.skip(f"{target.module} is not installed: {target.install}")
+    return name
 
 
 @pytest.fixture
 def h100():
-    """The name of the target; without the plugin that compiles for it, the test is skipped."""
-    if not H100.is_installed:
-        pytest.skip(f"{H100.module} is not installed: {H100.install}")
-    return H100.name
+    return installed("h100")
+
+
+@pytest.fixture
+def v5e():
+    return installed("v5e")
+
+
+@pytest.fixture(params=["h100", "v5e"])
+def target(request):
+    return installed(request.param)

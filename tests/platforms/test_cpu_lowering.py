@@ -15,6 +15,11 @@ def lowered(case: Case, platform: str) -> str:
 
 
 @pytest.mark.parametrize("work", ["one-hot", pytest.param("layer norm", marks=pytest.mark.forms)])
-def test_a_cpu_gets_blocks_for_its_caches_and_a_gpu_one_pass(work):
+def test_a_cpu_gets_blocks_for_its_caches_and_a_gpu_and_a_tpu_one_pass(work):
     assert "while" in lowered(CASES[work], "cpu")
-    assert "while" not in lowered(CASES[work], "cuda")
+    assert "while" not in lowered(CASES[work], "cuda") + lowered(CASES[work], "tpu")
+
+
+def test_only_on_a_gpu_moments_are_computed_apart_from_a_gradient():
+    barriers = {name: lowered(CASES["layer norm"], name).count("optimization_barrier") for name in ("cuda", "tpu")}
+    assert barriers["cuda"] > barriers["tpu"]

@@ -1,4 +1,4 @@
-"""Ops on arrays split over eight H100s exchange what the mathematics needs, and gather nothing.
+"""Ops on arrays split over eight H100s, or four TPUs, exchange what the mathematics needs, and gather nothing.
 
 Every program is compiled for an automatic mesh, whose arguments say how they are split, and for explicit axes.
 """
@@ -20,6 +20,7 @@ from programs import compile_for, devices
 import masksafe
 from masksafe import losses
 
+NUMBERS = {"h100": 8, "v5e": 4}  # of devices
 TOKENS, CLASSES, WIDTH = 8192, 32768, 1024
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 BY_ROW, ROWS, COLUMNS = P("d"), P("d", None), P(None, "d")
@@ -113,30 +114,40 @@ SPLITS = [
 ]
 
 
-def compiled_for_eight(kind, fn, args):
-    mesh = Mesh(np.array(devices("h100", 8)), ("d",), axis_types=(kind,))
+def mesh_of(target, kind):
+    return Mesh(np.array(devices(target, NUMBERS[target])), ("d",), axis_types=(kind,))
+
+
+def compiled_for_many(target, kind, fn, args):
+    mesh = mesh_of(target, kind)
     shapes = [jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, split)) for shape, dtype, split in args]
     if kind == AUTO:
-        return compile_for("h100", fn, *shapes)
+        return compile_for(target, fn, *shapes)
     with jax.set_mesh(mesh):
-        return compile_for("h100", fn, *shapes)
+        return compile_for(target, fn, *shapes)
 
 
-def named(split, kind):
-    return pytest.param(split, kind, id=f"{split.name}, {kind.name}".replace(", ", "-").replace(" ", "_"))
+def named(target, split, kind):
+    """Parameters; to save time a TPU has a second kind of mesh, and attention, with `-m forms` alone."""
+    is_form = target == "v5e" and (kind == EXPLICIT or split.name.startswith("attention"))
+    name = f"{target}, {split.name}, {kind.name}".replace(", ", "-").replace(" ", "_")
+    return pytest.param(target, split, kind, id=name, marks=[pytest.mark.forms] * is_form)
 
 
-@pytest.mark.parametrize(("split", "kind"), [named(split, kind) for split in SPLITS for kind in (AUTO, EXPLICIT)])
-def test_only_what_is_needed_is_exchanged(h100, split, kind):
-    program = compiled_for_eight(kind, *split.step())
+@pytest.mark.parametrize(
+    ("target", "split", "kind"),
+    [named(target, split, kind) for target in NUMBERS for split in SPLITS for kind in (AUTO, EXPLICIT)],
+    indirect=["target"],
+)
+def test_only_what_is_needed_is_exchanged(target, split, kind):
+    program = compiled_for_many(target, kind, *split.step())
     jax.clear_caches()
     assert set(program.collectives) <= {"all-reduce"}, program.exchanges
     assert program.collectives.get("all-reduce", 0) <= split.all_reduces, program.exchanges
 
 
-def in_shard_map(fn, args, out):
+def in_shard_map(mesh, fn, args, out):
     """The function inside `jax.shard_map`, whose axis it is told."""
-    mesh = Mesh(np.array(devices("h100", 8)), ("d",), axis_types=(AUTO,))
     specs = tuple(split for _, _, split in args)
     return jax.shard_map(functools.partial(fn, axis_name="d"), mesh=mesh, in_specs=specs, out_specs=out)
 
@@ -164,7 +175,8 @@ def sum_of_losses(logits, labels, axis_name):
         ),
     ],
 )
-def test_in_shard_map_only_what_is_needed_is_exchanged(h100, fn, args, out, all_reduces):
-    program = compiled_for_eight(AUTO, jax.jit(in_shard_map(fn, args, out)), args)
+def test_in_shard_map_only_what_is_needed_is_exchanged(target, fn, args, out, all_reduces):
+    split = in_shard_map(mesh_of(target, AUTO), fn, args, out)
+    program = compiled_for_many(target, AUTO, jax.jit(split), args)
     assert set(program.collectives) <= {"all-reduce"}, program.exchanges
     assert program.collectives["all-reduce"] <= all_reduces, program.exchanges
