@@ -168,39 +168,45 @@ LENGTHS = dict(key_value_seq_lengths=np.array([5, 0]), query_seq_lengths=np.arra
 TAKEN = {
     "a window and lengths": (
         dict(local_window_size=(2, 1), **LENGTHS),
+        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
         dict(local_window_size=(2, 1), query_seq_lengths=(2,), mask=(2, 1, 6, 7)),
-        "**keywords",
     ),
     "causal, lengths": (
         dict(is_causal=True, **LENGTHS),
+        lambda found: lambda query, key, value, **keywords: found(query, **keywords),
         dict(is_causal=True, key_value_seq_lengths=(2,), query_seq_lengths=(2,)),
-        "**keywords",
     ),
-    "by a mask": (dict(is_causal=True, **LENGTHS), dict(mask=(2, 1, 6, 7)), "mask"),
+    "by a mask": (
+        dict(is_causal=True, **LENGTHS),
+        lambda found: lambda query, key, value, scale, mask: found(query, scale=scale, mask=mask),
+        dict(mask=(2, 1, 6, 7)),
+    ),
     "a window by a mask": (
         dict(is_causal=True, local_window_size=3),
+        lambda found: (
+            lambda query, key, value, scale, is_causal, mask: found(query, scale=scale, is_causal=is_causal, mask=mask)
+        ),
         dict(is_causal=True, mask=(1, 1, 6, 7)),
-        "is_causal, mask",
     ),
-    "without the lengths of queries": (dict(query_seq_lengths=np.array([6, 0])), {}, ""),
+    "without the lengths of queries": (
+        dict(query_seq_lengths=np.array([6, 0])),
+        lambda found: lambda query, key, value, scale: found(query, scale=scale),
+        {},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_a_kernel_has_no_keyword_for_is_a_mask(name):
-    arguments, expected, keywords = TAKEN[name]
-    space, found = {}, []
-    exec(f"def kernel(query, key, value, *, scale, {keywords}): return run(query, **locals())", dict(run=None), space)
-    kernel = space["kernel"]
+    arguments, kernel, expected = TAKEN[name]
+    calls = []
 
-    def run(query, /, keywords=None, **others):
-        others = {name: x for name, x in (others | (keywords or {})).items() if name not in INPUTS}
-        found.append({name: getattr(x, "shape", x) for name, x in others.items()})
+    def found(query, **keywords):
+        calls.append({name: getattr(x, "shape", x) for name, x in keywords.items()})
         return query
 
-    kernel.__globals__["run"] = run
-    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel))
-    assert found == [dict(scale=SCALE) | expected]
+    jax.eval_shape(lambda: attention(*random_inputs(), **arguments, implementation=kernel(found)))
+    assert calls == [dict(scale=SCALE) | expected]
 
 
 # By a kernel and by the form in blocks, with a mask of pairs and a bias: two programs for many tests.
