@@ -23,8 +23,12 @@ def test_every_row(v5e, key):
     assert program.cycles > 0
 
 
+# Whether an element is masked or has a weight of 0 is no question of devices.
+SPLIT = [key for key, op in OPS.items() if may_be_split(op) and not key.endswith(" of 0")]
+
+
 @pytest.mark.parametrize("kind", few_of((AxisType.Auto, AxisType.Explicit), AxisType.Auto))
-@pytest.mark.parametrize("key", [key for key, op in OPS.items() if may_be_split(op)])
+@pytest.mark.parametrize("key", SPLIT)
 def test_every_row_on_a_mesh(v5e, key, kind):
     op = OPS[key]
     mesh = Mesh(np.array(devices(v5e, 4)).reshape(2, 2), ("rows", "others"), axis_types=(kind, kind))
