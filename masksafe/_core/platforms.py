@@ -104,9 +104,10 @@ class LinearSizes(NamedTuple):
 class Choices(NamedTuple):
     """What is chosen by platform; part of what a program is compiled for."""
 
-    form: Literal["cpu", "elsewhere", "cuda"] | None = None  # on every platform; None: each has its own
+    form: Literal["cpu", "elsewhere", "cuda", "tpu"] | None = None  # on every platform; None: each has its own
     attention: AttentionSizes = AttentionSizes()
     linear: LinearSizes = LinearSizes()
+    interprets: Pytree = False  # kernels of Pallas; or `pltpu.InterpretParams`
 
     # Rows of an array: 1 MiB of float32, about the size of a core's second-level cache. Between 2**17 and 2**20 the
     # time of the cross-entropy hardly changes; smaller blocks add overhead, larger ones do not fit into the cache.
@@ -188,6 +189,50 @@ def by_platform(default: Callable[..., Tree], *args: Pytree, **branches: Callabl
 def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tree], *args: Pytree) -> Tree:
     """`on_cpu(*args)` if the program is lowered for a CPU, `elsewhere(*args)` for any other platform."""
     return by_platform(elsewhere, *args, cpu=on_cpu)
+
+
+def on_one_device(
+    kernel: Callable[..., Tree], otherwise: Callable[..., Tree], likes: Tree, *args: Pytree
+) -> Tree:
+    """`kernel(*args)` in a program for one device, or for each device by itself, as all of `jax.shard_map` is.
+
+    Where the compiler splits arrays over devices it takes no kernel, and it is `otherwise(*args)`. How many devices
+    there are is known when the program is lowered: then one of the two is traced. The results have the types of `likes`.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    like_leaves, tree_of_results = jax.tree.flatten(likes)
+
+    def flat(fn: Callable[..., Tree]) -> Callable[..., list[Array]]:
+        return lambda *arrays: jax.tree.leaves(fn(*jax.tree.unflatten(tree, arrays[: len(leaves)])))
+
+    results = _on_one_device.bind(
+        *leaves,
+        *like_leaves,
+        kernel=flat(kernel),
+        otherwise=flat(otherwise),
+        number=len(like_leaves),
+        precision=jax.config.jax_default_matmul_precision,
+    )
+    return jax.tree.unflatten(tree_of_results, results)
+
+
+def _lower_on_one_device(
+    ctx: Pytree, *operands: Pytree, kernel: Pytree, otherwise: Pytree, number: int, precision: Pytree
+) -> Pytree:
+    context = ctx.module_context.axis_context
+    if isinstance(context, mlir.SPMDAxisContext):
+        is_one = set(context.mesh.axis_names) == context.manual_axes | set(context.mesh.manual_axes)
+    else:
+        is_one = getattr(context, "num_devices", 1) == 1
+    with jax.default_matmul_precision(precision):  # that of the call, as if it had been traced there
+        return mlir.lower_fun(kernel if is_one else otherwise)(ctx, *operands)
+
+
+_on_one_device = Primitive("on_one_device")
+_on_one_device.multiple_results = True
+_on_one_device.def_abstract_eval(lambda *avals, number, **_: list(avals[-number:]))
+_on_one_device.def_impl(lambda *args, kernel, **_: kernel(*args))
+mlir.register_lowering(_on_one_device, _lower_on_one_device)
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

@@ -26,7 +26,7 @@ from masksafe.attention._attention import attend
 from masksafe.attention._dropout import draw_words
 from masksafe.attention._mods import Mod, trace
 from masksafe.attention._pairs import Pairs
-from masksafe.attention._plan import Operands, Plan, Reach
+from masksafe.attention._plan import Kernels, Operands, Plan, Reach
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, as_window, check_samples
 
@@ -48,7 +48,7 @@ class _Options(TypedDict, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int, int] | None
-    implementation: Literal["xla", "cudnn"] | None
+    implementation: Literal["xla", "cudnn", "splash"] | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
     causal_offset: ArrayLike
@@ -115,7 +115,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | None = None,
+    implementation: Literal["xla", "cudnn", "splash"] | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -161,8 +161,9 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, or an error that says why it cannot run.
-        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere.
+      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, and "splash" JAX's splash attention, or an
+        error that says why it cannot run. None takes cuDNN's kernel in programs for CUDA and splash attention in those
+        for a TPU, where they can run, and the form in blocks elsewhere.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -201,7 +202,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA.
+      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for another platform
+        than CUDA or a TPU, and for "splash" if the compiler splits its arrays over devices.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -232,7 +234,7 @@ def dot_product_attention(
     axis_name, window = sharding.as_axis_name(_OP, axis_name), _as_window(local_window_size)
     q, k, v = operands = _operands(query, key, value)
     num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
-    knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
+    knows_numbers = axis_name is not None or implementation == "splash" or arguments.is_staged(q, k, v)
     static_scale, scale = _as_scale(scale, q, knows_numbers)
     of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     arguments.check_both_or_none(_OP, "For self-attention give the same ids twice.", **of_both)
@@ -274,8 +276,8 @@ def dot_product_attention(
     sizes, rounds = platforms.choices().attention, sinks is None
     needs_lse = return_residual or arrays.sinks is not None
     plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
-    by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
-    out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
+    kernels = _choose_kernels(implementation, plan, arrays, return_residual)
+    out, lse = _attend(plan, axis_name, kernels, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
         lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
@@ -307,18 +309,21 @@ class _Arrays(NamedTuple):
     mask_mod: Mod | None
 
 
-def _choose_cudnn(implementation: str | None, plan: Plan, arrays: _Arrays, return_residual: bool) -> bool | None:
-    """Whether cuDNN is named, or may be taken without; None if it is not taken."""
-    if implementation not in (None, "xla", "cudnn"):
-        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", "'xla', 'cudnn' or None"))
+def _choose_kernels(implementation: str | None, plan: Plan, arrays: _Arrays, return_residual: bool) -> Kernels:
+    """Which kernels are named, or may be taken without."""
+    if implementation not in (None, "xla", "cudnn", "splash"):
+        expected = "'xla', 'cudnn', 'splash' or None"
+        raise ValueError(message(_OP, "implementation", f"value {implementation!r}", expected))
     if implementation == "xla":
-        return None
+        return Kernels()
+    if implementation == "splash":
+        return Kernels(splash=True)
     is_named = implementation == "cudnn"
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     reason = _cudnn.reason_against(plan, given, is_named, return_residual)
     if reason is not None and is_named:
         raise ValueError(_cudnn.refusal(reason))
-    return is_named if reason is None else None
+    return Kernels(cudnn=is_named if reason is None else None, splash=None if is_named else False)
 
 
 # The program of a call: the arrays at their full rank, and which pairs count.
@@ -326,7 +331,7 @@ def _choose_cudnn(implementation: str | None, plan: Plan, arrays: _Arrays, retur
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _attend(
-    plan: Plan, axis_name: AxisName, by_cudnn: bool | None, is_checkified: bool, arrays: _Arrays
+    plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: _Arrays
 ) -> tuple[Array, Array]:
     """The output and the logsumexp: one program for an eager call.
 
@@ -342,7 +347,7 @@ def _attend(
     q = sharding.Devices(axis_name).varying(q)
     pairs = _pairs_of(axis_name, arrays._replace(q=q, k=k, offset=offset))
     pairs = pairs._replace(query_lengths=lengths[0], key_lengths=lengths[1], allowed=mask)
-    return attend(plan, by_cudnn, Operands(q, k, v, bias), pairs, arrays.scale, arrays.sinks)
+    return attend(plan, kernels, Operands(q, k, v, bias), pairs, arrays.scale, arrays.sinks)
 
 
 def _pairs_of(axis_name: AxisName, arrays: _Arrays) -> Pairs:

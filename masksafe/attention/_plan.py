@@ -46,3 +46,10 @@ class Operands(NamedTuple):
     v: Array  # [B, S, K, width]
     bias: Array | None = None  # [B, N, T, S], or 1 where it broadcasts
     captured: Arrays = ()  # by `score_mod`
+
+
+class Kernels(NamedTuple):
+    """Of each kernel of another library: True if it is the one that the user has named, None if it is not taken."""
+
+    cudnn: bool | None = None
+    splash: bool | None = None
