@@ -24,7 +24,7 @@ from masksafe.attention import _callable, _cudnn
 from masksafe.attention._arguments import OP, Arrays
 from masksafe.attention._attention import attend
 from masksafe.attention._mods import trace
-from masksafe.attention._plan import Plan
+from masksafe.attention._plan import Kernels, Plan
 from masksafe.attention._ring import ring_of
 from masksafe.attention_masks import AttentionMask, check_samples
 
@@ -37,7 +37,7 @@ class _Options(TypedDict, total=False):
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
     local_window_size: int | tuple[int, int] | None
-    implementation: Literal["xla", "cudnn"] | Callable[..., Any] | None
+    implementation: Literal["xla", "cudnn", "splash"] | Callable[..., Any] | None
     query_segment_ids: ArrayLike | None
     key_value_segment_ids: ArrayLike | None
     causal_offset: ArrayLike
@@ -104,7 +104,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
-    implementation: Literal["xla", "cudnn"] | Callable[..., Any] | None = None,
+    implementation: Literal["xla", "cudnn", "splash"] | Callable[..., Any] | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -150,10 +150,11 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, or an error that says why it cannot run.
-        None takes cuDNN's kernel in programs for CUDA where it can run, and the form in blocks elsewhere. A function
-        `f(query, key, value, **keywords)` is a kernel of your own, called with those keywords of
-        `jax.nn.dot_product_attention` that the call needs. It returns the output, or a pair of it and the logsumexp.
+      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, and "splash" JAX's splash attention, or an
+        error that says why it cannot run. None takes cuDNN's kernel in programs for CUDA and splash attention in those
+        for a TPU, where they can run, and the form in blocks elsewhere. A function `f(query, key, value, **keywords)`
+        is a kernel of your own, called with those keywords of `jax.nn.dot_product_attention` that the call needs. It
+        returns the output, or a pair of it and the logsumexp.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -192,8 +193,9 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" cannot run: at once, or where the program is lowered for another platform than CUDA;
-        and if a kernel of your own returns another shape.
+      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for another platform
+        than CUDA or a TPU, and for "splash" if the compiler splits its arrays over devices; and if a kernel of your own
+        returns another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
@@ -224,9 +226,9 @@ def dot_product_attention(
     axis_name, window = sharding.as_axis_name(OP, axis_name), check.window_of(local_window_size)
     q, k, v = operands = check.operands(query, key, value)
     num_queries, num_keys = (x.shape[-3] * sharding.Devices(axis_name).size for x in (q, k))
-    knows_numbers = axis_name is not None or arguments.is_staged(q, k, v)
-    function = _callable.Function.of(implementation) if callable(implementation) else None
-    static_scale, scale = check.as_scale(scale, q, knows_numbers or function is not None)
+    is_named = implementation == "splash" or callable(implementation)
+    knows_numbers = axis_name is not None or is_named or arguments.is_staged(q, k, v)
+    static_scale, scale = check.as_scale(scale, q, knows_numbers)
     of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
     arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **of_both)
     if isinstance(mask_mod, AttentionMask):
@@ -261,41 +263,44 @@ def dot_product_attention(
     ring = ring_of(axis_name, reach if is_static else None, q.shape[-3], k.shape[-3])
     sizes, rounds = platforms.choices().attention, sinks is None
     needs_lse = return_residual or arrays.sinks is not None
-    plan = Plan(
-        static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse, function=function
+    plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
+    plan = plan._replace(
+        shares_segments=query_segment_ids is key_value_segment_ids is not None,
+        function=_callable.Function.of(implementation) if callable(implementation) else None,
     )
-    by_cudnn = _choose_cudnn(implementation, plan, arrays, return_residual)
-    out, lse = _attend(plan, axis_name, by_cudnn, is_checkified(), arrays)
+    kernels = _choose_kernels(implementation, plan, arrays, return_residual)
+    out, lse = _attend(plan, axis_name, kernels, is_checkified(), arrays)
     if bad_samples is not None:
         out = nan_where_bad(out, bad_samples[..., None, None, None])
         lse = None if lse is None else nan_where_bad(lse, bad_samples[..., None, None])
     return (out, lse) if return_residual else out
 
 
-def _choose_cudnn(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> bool | None:
-    """Whether cuDNN is named, or may be taken without; None if it is not taken."""
+def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> Kernels:
+    """Which kernels of other libraries are named, or may be taken without."""
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     if plan.function is not None:
         _callable.check(plan, given)
-    if implementation == "xla" or plan.function is not None:
-        return None
-    if implementation not in (None, "cudnn"):
-        expected = "'xla', 'cudnn', a function or None"
+        return Kernels()
+    if implementation not in (None, "xla", "cudnn", "splash"):
+        expected = "'xla', 'cudnn', 'splash', a function or None"
         raise ValueError(message(OP, "implementation", f"value {implementation!r}", expected))
+    if implementation in ("xla", "splash"):
+        return Kernels(splash=True if implementation == "splash" else None)
     is_named = implementation == "cudnn"
     reason = _cudnn.reason_against(plan, given, is_named, return_residual)
     if reason is not None and is_named:
         raise ValueError(_cudnn.refusal(reason))
-    return is_named if reason is None else None
+    return Kernels(cudnn=is_named if reason is None else None, splash=None if is_named else False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _attend(
-    plan: Plan, axis_name: AxisName, by_cudnn: bool | None, is_checkified: bool, arrays: Arrays
+    plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: Arrays
 ) -> tuple[Array, Array]:
     """The output and the logsumexp: one program for an eager call.
 
     What checkify traces is another program, which is not found in place of this.
     """
     x, pairs = check.whole(axis_name, arrays)
-    return attend(plan, by_cudnn, x, pairs, arrays.scale, arrays.sinks)
+    return attend(plan, kernels, x, pairs, arrays.scale, arrays.sinks)

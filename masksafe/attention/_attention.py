@@ -22,30 +22,28 @@ from masksafe._core.own_shard_map import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
-from masksafe.attention import _blocks, _callable, _contract, _cudnn, _formula
+from masksafe.attention import _blocks, _callable, _contract, _cudnn, _formula, _splash
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import are_good, cleaned
 from masksafe.attention._merge import Partial, with_sinks
 from masksafe.attention._pairs import AXES, Pairs, by_heads, by_key_head
-from masksafe.attention._plan import Operands, Plan
+from masksafe.attention._plan import Kernels, Operands, Plan
 from masksafe.attention._ring import run_forward, run_reverse
 
-_NOT_FOR_CUDA = "the program is lowered for another platform than CUDA"
+_ELSEWHERE = "the program is lowered for another platform than "
 
 # Devices and batch.
 
 
 def attend(
     plan: Plan,
-    by_cudnn: bool | None,
+    kernels: Kernels,
     x: Operands,
     pairs: Pairs,
     scale: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Output and logsumexp for arrays with any batch dimensions; those over pairs are `[*batch, N, T, S]`.
-
-    `by_cudnn` says whether cuDNN is named, or may be taken without; None if it is not taken.
 
     On a mesh whose explicit axes split batch or heads, each device solves the problems of its own. Queries and keys are
     whole, as are arrays that a mod closes over.
@@ -72,7 +70,7 @@ def attend(
             pairs = pairs._replace(bad_queries=by_key_head(~are_good(x.q), num_key_heads))
             wide = wide_dtype(dtype)
             x = x._replace(q=_product(cleaned(x.q.astype(wide)), scale.astype(wide)))
-        o, lse = _attend_flattened(plan, by_cudnn, x, pairs)
+        o, lse = _attend_flattened(plan, kernels, x, pairs)
         o = o if sinks is None else with_sinks(o, lse, sinks)
         return o.astype(dtype), lse
 
@@ -92,7 +90,7 @@ def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Arra
     return q * scale, finite_or_zero(dq) * scale + 0 * dq + finite_or_zero(q) * d_scale
 
 
-def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def _attend_flattened(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """For one batch dimension in place of any number."""
     q, k, v = x[:3]
     batch = q.shape[:-3]
@@ -113,31 +111,42 @@ def _attend_flattened(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pai
     score_mod, mask_mod = pairs.score_mod, pairs.mask_mod  # whose arrays have no batch dimensions
     x, pairs = jax.tree.map(flatten, (x, pairs._replace(score_mod=None, mask_mod=None)))
     x = x._replace(captured=() if score_mod is None else score_mod.captured)
-    o, lse = _by_platform(plan, by_cudnn, x, pairs._replace(score_mod=score_mod, mask_mod=mask_mod))
+    o, lse = _by_platform(plan, kernels, x, pairs._replace(score_mod=score_mod, mask_mod=mask_mod))
     return o.reshape(*batch, *o.shape[1:]), lse.reshape(*batch, *lse.shape[1:])
 
 
-def _by_platform(plan: Plan, by_cudnn: bool | None, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+def _by_platform(plan: Plan, kernels: Kernels, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
     """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, wide, except an output that is rounded."""
+    reason = None if kernels.splash is None else _splash.reason_against(plan, x, pairs, is_named=kernels.splash)
+    if kernels.splash and reason is not None:
+        raise ValueError(_splash.refusal(reason))
     bad_queries = either(pairs.bad_queries, by_key_head(~are_good(x.q, plan.scale), x.k.shape[2]))
     pairs = pairs._replace(bad_queries=bad_queries, bad_keys=_contract.bad_keys(x.k, x.v))
     if plan.function is not None:
         return _contract.attend(_callable.UsersKernel.of(plan, x, pairs), _plain, plan, x, pairs)
     in_blocks = functools.partial(_in_blocks, plan)
     branches: dict[str, Any] = {}
-    if by_cudnn is not None:
+    if kernels.cudnn is not None:
         kernel = _cudnn.CuDNN.of(plan, x, pairs)
         branches["cuda"] = functools.partial(_contract.attend, kernel, _plain, plan)
+    if kernels.splash is not None and reason is None:
+        forward = _not_on_devices if kernels.splash else _forward
+        branches["tpu"] = functools.partial(_splash.attend, _splash.Blocks(forward, _reverse, _plain), plan)
     if (formula := _formula.with_weights_kept(plan, x, pairs)) is not None:
         branches["cpu"] = functools.partial(_contract.attend, formula, _plain, plan)
-    if by_cudnn:  # by name
+    if kernels.cudnn or kernels.splash:  # by name
+        refusal = _splash.refusal(_ELSEWHERE + "a TPU") if kernels.splash else _cudnn.refusal(_ELSEWHERE + "CUDA")
 
         def refused(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-            q = platforms.refused_when_lowered(_cudnn.refusal(_NOT_FOR_CUDA), x.q)
-            return in_blocks(x._replace(q=q), pairs)
+            return in_blocks(x._replace(q=platforms.refused_when_lowered(refusal, x.q)), pairs)
 
-        return platforms.by_platform(refused, x, pairs, cuda=branches["cuda"])
+        named = "tpu" if kernels.splash else "cuda"
+        return platforms.by_platform(refused, x, pairs, **{named: branches[named]})
     return platforms.by_platform(in_blocks, x, pairs, **branches)
+
+
+def _not_on_devices(*_: Any) -> Any:
+    raise ValueError(_splash.refusal("the compiler splits the arrays over devices"))
 
 
 # In blocks: the op and its derivatives.

@@ -274,25 +274,24 @@ def _traced(fn: Callable[..., _T]) -> Callable[..., _T]:
 
 def _over_vmap(kernel: Kernel) -> Callable[[Callable[..., _T]], Callable[..., _T]]:
     """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both if the kernel wants that."""
+    return over_merged_batch if kernel.merges_batches else lambda fn: fn
 
-    def decorate(fn: Callable[..., _T]) -> Callable[..., _T]:
-        if not kernel.merges_batches:
-            return fn
-        op = custom_vmap(fn)
 
-        @op.def_vmap
-        def over_batch(number: int, is_batched: Any, *args: Any) -> Any:
-            flags = jax.tree.leaves(tuple(is_batched))
-            batch = max(x.shape[1 if flag else 0] for x, flag in zip(jax.tree.leaves(args), flags, strict=True))
+def over_merged_batch(fn: Callable[..., _T]) -> Callable[..., _T]:
+    """A function of arrays `[B, ...]`, under `jax.vmap` of one batch of both."""
+    op = custom_vmap(fn)
 
-            def merged(x: Array, flag: bool) -> Array:
-                x = x if flag else x[None]
-                return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
+    @op.def_vmap
+    def over_batch(number: int, is_batched: Any, *args: Any) -> Any:
+        flags = jax.tree.leaves(tuple(is_batched))
+        batch = max(x.shape[1 if flag else 0] for x, flag in zip(jax.tree.leaves(args), flags, strict=True))
 
-            results = op(*jax.tree.map(merged, args, tuple(is_batched)))
-            results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
-            return results, jax.tree.map(lambda _: True, results)
+        def merged(x: Array, flag: bool) -> Array:
+            x = x if flag else x[None]
+            return jnp.broadcast_to(x, (number, batch, *x.shape[2:])).reshape(number * batch, *x.shape[2:])
 
-        return op
+        results = op(*jax.tree.map(merged, args, tuple(is_batched)))
+        results = jax.tree.map(lambda x: x.reshape(number, batch, *x.shape[1:]), results)
+        return results, jax.tree.map(lambda _: True, results)
 
-    return decorate
+    return op

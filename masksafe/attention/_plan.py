@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     on_accelerator: bool = False
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_lse: bool = True  # whether anything depends on the logsumexp
+    shares_segments: bool = False  # whether queries and keys have one array of segments
     is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants `m` and `l`
     function: Any = None  # the user's own kernel, a `_callable.Function`
 
@@ -47,3 +48,10 @@ class Operands(NamedTuple):
     v: Array  # [B, S, K, width]
     bias: Array | None = None  # [B, N, T, S], or 1 where it broadcasts
     captured: Arrays = ()  # by `score_mod`
+
+
+class Kernels(NamedTuple):
+    """Of each kernel of another library: True if it is the one that the user has named, None if it is not taken."""
+
+    cudnn: bool | None = None
+    splash: bool | None = None

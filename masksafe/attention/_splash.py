@@ -1,0 +1,281 @@
+r"""Splash attention, the kernel for TPUs that ships with JAX, under the contract.
+
+Its kernels *select* a number in place of masked logits. So they mark what is bad by themselves: NaN in place of a bad
+query or key shows in the queries that see it and in no other. A query that sees no key has an average as its output and
+that number as its logsumexp, which tells.
+
+The reverse pass gets clean operands, for its products contract over masked pairs. It computes the weights anew, as
+:math:`e^{x - \lambda}`: with :math:`\lambda = \infty` a query takes no part, and with one below all logits, but above
+the number that masks, its unmasked pairs alone have infinite weights, whose products with 0 are NaN.
+
+JAX's own rule for the kernels has no gradient of the logsumexp. So their functions are called here, which are private.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from masksafe._core import platforms
+from masksafe._core.arguments import message
+from masksafe._core.derivatives import rule_of_kernels
+from masksafe._core.sharding import has_symbolic_size
+from masksafe._core.typing import Array
+from masksafe.attention import _contract
+from masksafe.attention._contract import are_good, cleaned, is_good
+from masksafe.attention._merge import Partial
+from masksafe.attention._pairs import Pairs, sees_any
+from masksafe.attention._plan import Operands, Plan
+
+_PATH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
+_OF_REVERSE = "q k v segment_ids sinks logsumexp do di bq bkv {}is_mqa mask_info mask_value attn_logits_soft_cap {}"
+_OF_REVERSE += "q_layout k_layout v_layout mask_function interpret"
+_PARAMETERS = {
+    "forward": "fwd_mask_info q k v segment_ids sinks mask_value is_mqa block_sizes residual_checkpoint_name "
+    "save_residuals mask_function attn_logits_soft_cap interpret",
+    "bwd_dkv": _OF_REVERSE.format("bkv_compute ", "use_fused_bwd_kernel "),
+    "bwd_dq": _OF_REVERSE.format("", ""),
+}
+
+_MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # in place of a masked logit; others are at least -2**124
+_BELOW_ALL = -1e38
+_FEWEST_QUERIES = 128  # fewer would be padded, and keys and values copied for them
+_NO_QUERY, _NO_KEY = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).min + 1
+
+
+def refusal(reason: str) -> str:
+    """The error of a call that names splash attention."""
+    hint = f"For splash attention, {reason}."
+    return message("dot_product_attention", "implementation", "value 'splash'", "'xla' or None", hint)
+
+
+def reason_against(plan: Plan, x: Operands, pairs: Pairs, *, is_named: bool) -> str | None:
+    """Why splash attention cannot compute this on a TPU, or None."""
+    (num_queries, num_keys), (left, right) = _sizes(x), plan.reach or (None, 0)
+    segments = [s for s in (pairs.query_segments, pairs.key_segments) if s is not None]
+    reasons = {
+        f"the dtype is {x.k.dtype}, not bfloat16 or float32": x.k.dtype not in (jnp.bfloat16, jnp.float32),
+        "it has no axis_name": plan.ring is not None,
+        "it has no array over pairs as mask": pairs.allowed is not None,
+        "it has no bias": x.bias is not None,
+        "it has no score_mod": pairs.score_mod is not None,
+        "it has no mask_mod": pairs.mask_mod is not None,
+        "it has no dropout": pairs.words is not None,
+        "its output is rounded before sinks could count": not plan.rounds,
+        "the scale is not a number": pairs.bad_queries is not None,
+        "there are positions, or an offset that is not a number": pairs.query_positions is not None
+        or pairs.key_positions is not None,
+        "a size is symbolic": any(map(has_symbolic_size, x[:3])),
+        "segment ids have more than 32 bits": any(s.dtype.itemsize > 4 for s in segments),
+    }
+    found = next((reason for reason, holds in reasons.items() if holds), None)
+    if found is None and num_queries < _FEWEST_QUERIES:
+        found = f"there are {num_queries} queries, fewer than {_FEWEST_QUERIES}"
+    elif found is None and not (-num_queries < right and (left is None or -num_keys < left)):
+        found = "no query sees a key"
+    return found or ("this version of JAX has other kernels" if is_named and not has_functions() else None)
+
+
+@functools.cache
+def has_functions() -> bool:
+    """Whether this JAX has the kernels' functions with the parameters that are passed here."""
+    try:
+        found = {name: " ".join(inspect.signature(_function(name)).parameters) for name in _PARAMETERS}
+    except (ImportError, AttributeError):
+        return False
+    return found == _PARAMETERS
+
+
+def _kernels() -> Any:
+    return importlib.import_module(_PATH + "kernel")  # when a program is lowered for a TPU: it takes half a second
+
+
+def _function(name: str) -> Any:
+    return getattr(_kernels(), f"_splash_attention_{name}")
+
+
+class Blocks(NamedTuple):
+    """The form in blocks, for several devices over which the compiler splits arrays, and for all other derivatives."""
+
+    forward: Callable[..., Any]
+    reverse: Callable[..., Any]
+    plain: Callable[..., Any]
+
+
+class Config(NamedTuple):
+    """The static parameters."""
+
+    plan: Plan
+    blocks: Blocks
+    interprets: Any
+
+
+def attend(blocks: Blocks, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    """The output `[B, T, N, width of v]` and the logsumexp `[B, T, N]`, which is 0 if it is not needed."""
+    return _attend(Config(plan, blocks, platforms.choices().interprets), x, pairs)
+
+
+def _by_kernels(kernels: Callable[..., Any], in_blocks: Callable[..., Any], likes: Callable[..., Any]) -> Any:
+    """The function of arrays `[B, ...]` that takes kernels where they can run, with results of the types of `likes`."""
+
+    def run(*args: Any) -> Any:
+        return kernels(*args) if has_functions() else in_blocks(*args)
+
+    return _contract.over_merged_batch(lambda *args: platforms.on_one_device(run, in_blocks, likes(*args), *args))
+
+
+def _attend_to(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    def in_blocks(x: Operands, pairs: Pairs) -> Any:
+        return config.blocks.forward(config.plan, x, pairs)[0]
+
+    def likes(x: Operands, _: Pairs) -> Any:
+        lse = jnp.zeros_like(x.q[..., 0], jnp.float32)
+        return jnp.broadcast_to(lse[..., None].astype(x.q.dtype), (*lse.shape, x.v.shape[-1])), lse
+
+    return _by_kernels(functools.partial(_run, config, needs_lse), in_blocks, likes)(x, pairs)
+
+
+def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    results = _attend_to(config, True, x, pairs)
+    return results, results
+
+
+def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    plan, (num_queries, num_keys) = config.plan, _sizes(x)
+    left, right = plan.reach or (None, 0)
+    sees_itself = plan.shares_segments and num_queries == num_keys and right >= 0 and (left is None or left >= 0)
+    masks = pairs.query_lengths, pairs.key_lengths, None if sees_itself else pairs.query_segments
+    reach_alone = pairs._replace(query_segments=None, key_segments=None)
+    may_be_empty = any(a is not None for a in masks) or sees_any(plan, reach_alone, num_queries, num_keys) is not None
+    return _attend_to(config, plan.needs_lse or may_be_empty, x, pairs)
+
+
+def _reverse(config: Config, args: tuple[Operands, Pairs], results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
+    def in_blocks(x: Operands, pairs: Pairs, results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
+        o, lse = results[0], results[1][..., None]
+        return config.blocks.reverse(config.plan, (x, pairs), Partial(o, lse, jnp.ones_like(lse)), d)[0]
+
+    run = _by_kernels(functools.partial(_pull_back, config), in_blocks, lambda x, *_: x)
+    return run(*args, results, d), jax.tree.map(lambda _: None, args[1])
+
+
+def _plain(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    return config.blocks.plain(config.plan, x, pairs)
+
+
+def _in_plain_reverse(_: Config, args: tuple[Operands, Pairs], results: tuple[Array, Array], d: Any) -> Any:
+    return _contract.in_plain_reverse(args, d, jnp.isnan(results[1]), results[1] == -jnp.inf)
+
+
+_attend = rule_of_kernels(_forward, _reverse, lambda _, args, *__: args, _value, _plain, _in_plain_reverse)
+
+
+# On one device. Arrays of the kernels are [B, heads, time, width], and time is a multiple of a block.
+
+
+def _sizes(x: Operands) -> tuple[int, int]:
+    return x.q.shape[1], x.k.shape[1]
+
+
+def _block(length: int) -> int:
+    """The size of a block, of which one at the end is filled up: large ones are faster, if they are not too empty."""
+    return next((size for size in (512, 256) if -length % size <= length // 8), 128)
+
+
+def _heads_first(x: Array, fill: float = 0) -> Array:
+    """`[B, time, heads, ...]` as the kernels take it."""
+    padding = [(0, 0)] * x.ndim
+    padding[2] = 0, -x.shape[1] % _block(x.shape[1])
+    return jnp.pad(jnp.swapaxes(x, 1, 2), padding, constant_values=fill)
+
+
+def _time_first(x: Array, length: int) -> Array:
+    return jnp.swapaxes(x[:, :, :length], 1, 2)
+
+
+@functools.cache
+def _mask(reach: Any, sizes: tuple[int, int], in_reverse: bool) -> Any:
+    """The blocks that a static mask leaves, which takes seconds for long sequences, and its function of a pair."""
+    masks, infos = (importlib.import_module(_PATH + name) for name in ("mask", "mask_info"))
+    blocks = tuple(map(_block, sizes))
+    shape = tuple(size + -size % block for size, block in zip(sizes, blocks, strict=True))
+    mask = masks.MultiHeadMask([masks.FullMask(shape) if reach is None else masks.LocalMask(shape, reach, 0)])
+    return (infos.process_mask_dkv if in_reverse else infos.process_mask)(mask, blocks)
+
+
+def _segments(pairs: Pairs, x: Operands) -> Any:
+    """Segments for the kernels, in which nothing sees a key that is masked by a length or fills up a block."""
+    given = pairs.query_lengths, pairs.key_lengths, pairs.query_segments
+    if all(a is None for a in given) and x.k.shape[1] % _block(x.k.shape[1]) == 0:
+        return None
+
+    def of(length: int, segments: Array | None, lengths: Array | None, none: int) -> Array:
+        ids = jnp.zeros((1, length), jnp.int32) if segments is None else segments.astype(jnp.int32)
+        ids = jnp.maximum(ids, _NO_KEY + 1)
+        if lengths is not None:
+            ids = jnp.where(jnp.arange(length) < lengths[:, None], ids, none)
+        ids = jnp.pad(ids, ((0, 0), (0, -length % _block(length))), constant_values=none)
+        return jnp.broadcast_to(ids, (x.q.shape[0], ids.shape[1]))
+
+    num_queries, num_keys = _sizes(x)
+    queries = of(num_queries, pairs.query_segments, pairs.query_lengths, _NO_QUERY)
+    return _kernels().SegmentIds(queries, of(num_keys, pairs.key_segments, pairs.key_lengths, _NO_KEY))
+
+
+def _scaled(q: Array, plan: Plan, bad: float) -> Array:
+    return jnp.where(is_good(q, plan.scale), q.astype(jnp.float32) * plan.scale, bad).astype(q.dtype)
+
+
+def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    sizes, q = _sizes(x), _scaled(x.q, config.plan, jnp.nan)
+    # Any NaN in a key shows. Element by element, k and v are read once.
+    has_good_value = is_good(x.v) if x.v.shape == x.k.shape else are_good(x.v)[..., None]
+    k = jnp.where(is_good(x.k) & has_good_value, x.k, jnp.nan)
+    mask_info, mask_function = _mask(config.plan.reach, sizes, False)
+    blocks, options = _kernels().BlockSizes(*map(_block, sizes)), (config.plan.soft_cap, config.interprets)
+    rest = None, _MASKED, False, blocks, None, needs_lse, mask_function, *options
+    run: Any = jax.vmap(lambda *args: _function("forward")(mask_info, *args, *rest))
+    results = run(*map(_heads_first, (q, k, cleaned(x.v))), _segments(pairs, x))
+    if not needs_lse:
+        o = _time_first(results, sizes[0])
+        return o, jnp.zeros(o.shape[:-1], jnp.float32)
+    o, (lse,) = results
+    is_empty = lse < _BELOW_ALL
+    o, lse = jnp.where(is_empty[..., None], 0, o), jnp.where(is_empty, -jnp.inf, lse)
+    return _time_first(o, sizes[0]), _time_first(lse, sizes[0])
+
+
+def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]) -> Operands:
+    plan, sizes, (o, lse), (do, dlse) = config.plan, _sizes(x), results, d
+    wanted = _contract.are_wanted(do, dlse)[..., 0] & (lse != -jnp.inf)
+    used = wanted & ~jnp.isnan(lse) & _contract.are_cotangents_good(do, dlse)
+    do, dlse = jnp.where(used[..., None], do, 0), jnp.where(used, dlse, 0)
+    delta = jnp.sum(jnp.where(used[..., None], o, 0).astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
+    lse = jnp.where(used, lse, jnp.where(wanted, _BELOW_ALL, jnp.inf))
+    bq, bkv = map(_block, sizes)
+    options = dict.fromkeys(("q_layout", "k_layout", "v_layout"), _kernels().QKVLayout.HEAD_DIM_MINOR)
+    options |= {"bq": bq, "bkv": bkv, "is_mqa": False, "mask_value": _MASKED}
+    options |= {"attn_logits_soft_cap": plan.soft_cap, "interpret": config.interprets}
+
+    def pull_back(name: str, in_reverse: bool, args: Any, **own: Any) -> Any:
+        mask_info, mask_function = _mask(plan.reach, sizes, in_reverse)
+        args = *args[:4], None, *args[4:]  # no sinks
+        return _function(name)(*args, mask_info=mask_info, mask_function=mask_function, **options, **own)
+
+    def both(*args: Any) -> tuple[Array, Array, Array]:
+        _, dk, dv = pull_back("bwd_dkv", True, args, bkv_compute=bkv, use_fused_bwd_kernel=False)
+        return pull_back("bwd_dq", False, args), dk, dv
+
+    # Else XLA would scale queries for both passes at once, and keep those of the second one.
+    q = _scaled(lax.optimization_barrier(x.q), plan, 0)
+    operands = map(_heads_first, (q, cleaned(x.k), cleaned(x.v)))
+    rows = _heads_first(lse, jnp.inf), _heads_first(do), _heads_first(delta)
+    over_batch: Any = jax.vmap(both)
+    dq, dk, dv = over_batch(*operands, _segments(pairs, x), *rows)
+    dq = (_time_first(dq, sizes[0]).astype(jnp.float32) * plan.scale).astype(x.q.dtype)
+    return x._replace(q=dq, k=_time_first(dk, sizes[1]), v=_time_first(dv, sizes[1]))
