@@ -7,6 +7,7 @@ of the process.
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
 
 import jax
@@ -191,13 +192,11 @@ def on_cpu_or_elsewhere(on_cpu: Callable[..., Tree], elsewhere: Callable[..., Tr
     return by_platform(elsewhere, *args, cpu=on_cpu)
 
 
-def on_one_device(
-    kernel: Callable[..., Tree], otherwise: Callable[..., Tree], likes: Tree, *args: Pytree
-) -> Tree:
-    """`kernel(*args)` in a program for one device, or for each device by itself, as all of `jax.shard_map` is.
+def on_one_device(kernel: Callable[..., Tree], otherwise: Callable[..., Tree], likes: Tree, *args: Pytree) -> Tree:
+    """`kernel(*args)` in a program for one TPU, or for each by itself, as all of `jax.shard_map` is.
 
-    Where the compiler splits arrays over devices it takes no kernel, and it is `otherwise(*args)`. How many devices
-    there are is known when the program is lowered: then one of the two is traced. The results have the types of `likes`.
+    The compiler has no kernel where it splits arrays over devices: there it is `otherwise(*args)`. How many devices
+    there are is known when the program is lowered: then one of the two is traced. The results are typed as `likes`.
     """
     leaves, tree = jax.tree.flatten(args)
     like_leaves, tree_of_results = jax.tree.flatten(likes)
@@ -205,27 +204,38 @@ def on_one_device(
     def flat(fn: Callable[..., Tree]) -> Callable[..., list[Array]]:
         return lambda *arrays: jax.tree.leaves(fn(*jax.tree.unflatten(tree, arrays[: len(leaves)])))
 
-    results = _on_one_device.bind(
-        *leaves,
-        *like_leaves,
-        kernel=flat(kernel),
-        otherwise=flat(otherwise),
-        number=len(like_leaves),
-        precision=jax.config.jax_default_matmul_precision,
-    )
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    static = {"number": len(like_leaves), "interprets": bool(choices().interprets), "precision": precision}
+    fns = {"kernel": flat(kernel), "otherwise": flat(otherwise)}
+    results = _on_one_device.bind(*leaves, *like_leaves, **fns, **static)
     return jax.tree.unflatten(tree_of_results, results)
 
 
 def _lower_on_one_device(
-    ctx: Pytree, *operands: Pytree, kernel: Pytree, otherwise: Pytree, number: int, precision: Pytree
+    ctx: Pytree, *operands: Pytree, kernel: Pytree, otherwise: Pytree, interprets: bool, precision: Pytree, **_: Pytree
 ) -> Pytree:
     context = ctx.module_context.axis_context
     if isinstance(context, mlir.SPMDAxisContext):
         is_one = set(context.mesh.axis_names) == context.manual_axes | set(context.mesh.manual_axes)
     else:
         is_one = getattr(context, "num_devices", 1) == 1
-    with jax.default_matmul_precision(precision):  # that of the call, as if it had been traced there
-        return mlir.lower_fun(kernel if is_one else otherwise)(ctx, *operands)
+    if not (interprets and is_one):
+        return mlir.lower_fun(otherwise)(ctx, *operands)
+
+    def traced() -> Pytree:
+        with jax.default_matmul_precision(precision), jax.enable_x64(False):  # kernels have indices of 32 bits
+            return jax.make_jaxpr(kernel)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in ctx.avals_in))
+
+    # In a thread of its own: in `jax.shard_map` a kernel would have to say over which axes its results vary.
+    with ThreadPoolExecutor(1) as pool:
+        program = pool.submit(traced).result()
+    if ctx.platforms is not None:  # some of those of the module
+        ctx = ctx.replace(module_context=ctx.module_context.replace(platforms=ctx.platforms))
+    return mlir.core_call_lowering(ctx, *operands, name="kernel", call_jaxpr=program)
+
+
+def _lower_on_one_tpu(ctx: Pytree, *operands: Pytree, interprets: bool, **params: Pytree) -> Pytree:
+    return _lower_on_one_device(ctx, *operands, interprets=True, **params)
 
 
 _on_one_device = Primitive("on_one_device")
@@ -233,6 +243,7 @@ _on_one_device.multiple_results = True
 _on_one_device.def_abstract_eval(lambda *avals, number, **_: list(avals[-number:]))
 _on_one_device.def_impl(lambda *args, kernel, **_: kernel(*args))
 mlir.register_lowering(_on_one_device, _lower_on_one_device)
+mlir.register_lowering(_on_one_device, _lower_on_one_tpu, platform="tpu")
 
 
 def refused_when_lowered(text: str, x: Array) -> Array:

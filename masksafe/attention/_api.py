@@ -276,6 +276,7 @@ def dot_product_attention(
     sizes, rounds = platforms.choices().attention, sinks is None
     needs_lse = return_residual or arrays.sinks is not None
     plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
+    plan = plan._replace(shares_segments=query_segment_ids is key_value_segment_ids is not None)
     kernels = _choose_kernels(implementation, plan, arrays, return_residual)
     out, lse = _attend(plan, axis_name, kernels, is_checkified(), arrays)
     if bad_samples is not None:

@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     on_accelerator: bool = False
     is_plain: bool = False  # whether JAX differentiates the program: then no loop has a length that depends on values
     needs_lse: bool = True  # whether anything depends on the logsumexp
+    shares_segments: bool = False  # whether queries and keys have one array of segments
     is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants `m` and `l`
 
 

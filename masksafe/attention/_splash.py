@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from masksafe._core import platforms
 from masksafe._core.arguments import message
@@ -32,13 +33,13 @@ from masksafe.attention._pairs import Pairs, sees_any
 from masksafe.attention._plan import Operands, Plan
 
 _PATH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
-_OF_ALL = "mask_value is_mqa mask_function attn_logits_soft_cap interpret "
-_OF_REVERSE = _OF_ALL + "q k v segment_ids sinks logsumexp do di bq bkv mask_info q_layout k_layout v_layout "
+_OF_REVERSE = "q k v segment_ids sinks logsumexp do di bq bkv {}is_mqa mask_info mask_value attn_logits_soft_cap {}"
+_OF_REVERSE += "q_layout k_layout v_layout mask_function interpret"
 _PARAMETERS = {
-    "_splash_attention_forward": _OF_ALL
-    + "fwd_mask_info q k v segment_ids sinks block_sizes residual_checkpoint_name save_residuals",
-    "_splash_attention_bwd_dkv": _OF_REVERSE + "bkv_compute use_fused_bwd_kernel",
-    "_splash_attention_bwd_dq": _OF_REVERSE,
+    "forward": "fwd_mask_info q k v segment_ids sinks mask_value is_mqa block_sizes residual_checkpoint_name "
+    "save_residuals mask_function attn_logits_soft_cap interpret",
+    "bwd_dkv": _OF_REVERSE.format("bkv_compute ", "use_fused_bwd_kernel "),
+    "bwd_dq": _OF_REVERSE.format("", ""),
 }
 
 _MASKED = -0.7 * float(jnp.finfo(jnp.float32).max)  # in place of a masked logit; others are at least -2**124
@@ -55,6 +56,7 @@ def refusal(reason: str) -> str:
 
 def reason_against(plan: Plan, x: Operands, pairs: Pairs, *, is_named: bool) -> str | None:
     """Why splash attention cannot compute this on a TPU, or None."""
+    (num_queries, num_keys), (left, right) = _sizes(x), plan.reach or (None, 0)
     segments = [s for s in (pairs.query_segments, pairs.key_segments) if s is not None]
     reasons = {
         f"the dtype is {x.k.dtype}, not bfloat16 or float32": x.k.dtype not in (jnp.bfloat16, jnp.float32),
@@ -72,8 +74,10 @@ def reason_against(plan: Plan, x: Operands, pairs: Pairs, *, is_named: bool) -> 
         "segment ids have more than 32 bits": any(s.dtype.itemsize > 4 for s in segments),
     }
     found = next((reason for reason, holds in reasons.items() if holds), None)
-    if found is None and x.q.shape[1] < _FEWEST_QUERIES:
-        found = f"there are {x.q.shape[1]} queries, fewer than {_FEWEST_QUERIES}"
+    if found is None and num_queries < _FEWEST_QUERIES:
+        found = f"there are {num_queries} queries, fewer than {_FEWEST_QUERIES}"
+    elif found is None and not (-num_queries < right and (left is None or -num_keys < left)):
+        found = "no query sees a key"
     return found or ("this version of JAX has other kernels" if is_named and not has_functions() else None)
 
 
@@ -81,14 +85,18 @@ def reason_against(plan: Plan, x: Operands, pairs: Pairs, *, is_named: bool) -> 
 def has_functions() -> bool:
     """Whether this JAX has the kernels' functions with the parameters that are passed here."""
     try:
-        found = {name: inspect.signature(getattr(_kernels(), name)).parameters for name in _PARAMETERS}
+        found = {name: " ".join(inspect.signature(_function(name)).parameters) for name in _PARAMETERS}
     except (ImportError, AttributeError):
         return False
-    return all(set(found[name]) == set(names.split()) for name, names in _PARAMETERS.items())
+    return found == _PARAMETERS
 
 
 def _kernels() -> Any:
     return importlib.import_module(_PATH + "kernel")  # when a program is lowered for a TPU: it takes half a second
+
+
+def _function(name: str) -> Any:
+    return getattr(_kernels(), f"_splash_attention_{name}")
 
 
 class Blocks(NamedTuple):
@@ -112,47 +120,47 @@ def attend(blocks: Blocks, plan: Plan, x: Operands, pairs: Pairs) -> tuple[Array
     return _attend(Config(plan, blocks, platforms.choices().interprets), x, pairs)
 
 
-def _attend_to(config: Config, x: Operands, pairs: Pairs, *, needs_lse: bool) -> tuple[Array, Array]:
-    def in_blocks(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-        o, lse = config.blocks.forward(config.plan, x, pairs)[0]
-        return o, lse
+def _by_kernels(kernels: Callable[..., Any], in_blocks: Callable[..., Any], likes: Callable[..., Any]) -> Any:
+    """The function of arrays `[B, ...]` that takes kernels where they can run, with results of the types of `likes`."""
 
-    def kernel(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-        return _run(config, needs_lse, x, pairs) if has_functions() else in_blocks(x, pairs)
+    def run(*args: Any) -> Any:
+        return kernels(*args) if has_functions() else in_blocks(*args)
 
-    @_contract.over_merged_batch
-    def run(x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    return _contract.over_merged_batch(lambda *args: platforms.on_one_device(run, in_blocks, likes(*args), *args))
+
+
+def _attend_to(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
+    def in_blocks(x: Operands, pairs: Pairs) -> Any:
+        return config.blocks.forward(config.plan, x, pairs)[0]
+
+    def likes(x: Operands, _: Pairs) -> Any:
         lse = jnp.zeros_like(x.q[..., 0], jnp.float32)
-        o = jnp.broadcast_to(lse[..., None].astype(x.q.dtype), (*lse.shape, x.v.shape[-1]))
-        return platforms.on_one_device(kernel, in_blocks, (o, lse), x, pairs)
+        return jnp.broadcast_to(lse[..., None].astype(x.q.dtype), (*lse.shape, x.v.shape[-1])), lse
 
-    return run(x, pairs)
+    return _by_kernels(functools.partial(_run, config, needs_lse), in_blocks, likes)(x, pairs)
 
 
 def _forward(config: Config, x: Operands, pairs: Pairs) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    results = _attend_to(config, x, pairs, needs_lse=True)
+    results = _attend_to(config, True, x, pairs)
     return results, results
 
 
 def _value(config: Config, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    arrays = pairs.query_lengths, pairs.key_lengths, pairs.query_segments
-    may_be_empty = any(a is not None for a in arrays) or sees_any(config.plan, pairs, *_sizes(x)) is not None
-    return _attend_to(config, x, pairs, needs_lse=config.plan.needs_lse or may_be_empty)
+    plan, (num_queries, num_keys) = config.plan, _sizes(x)
+    left, right = plan.reach or (None, 0)
+    sees_itself = plan.shares_segments and num_queries == num_keys and right >= 0 and (left is None or left >= 0)
+    masks = pairs.query_lengths, pairs.key_lengths, None if sees_itself else pairs.query_segments
+    reach_alone = pairs._replace(query_segments=None, key_segments=None)
+    may_be_empty = any(a is not None for a in masks) or sees_any(plan, reach_alone, num_queries, num_keys) is not None
+    return _attend_to(config, plan.needs_lse or may_be_empty, x, pairs)
 
 
 def _reverse(config: Config, args: tuple[Operands, Pairs], results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
     def in_blocks(x: Operands, pairs: Pairs, results: tuple[Array, Array], d: tuple[Array, Array]) -> Any:
-        o, lse = results
-        partial = Partial(o, lse[..., None], jnp.ones_like(lse[..., None]))
-        return config.blocks.reverse(config.plan, (x, pairs), partial, d)[0]
+        o, lse = results[0], results[1][..., None]
+        return config.blocks.reverse(config.plan, (x, pairs), Partial(o, lse, jnp.ones_like(lse)), d)[0]
 
-    def kernel(x: Operands, *others: Any) -> Any:
-        return _pull_back(config, x, *others) if has_functions() else in_blocks(x, *others)
-
-    @_contract.over_merged_batch
-    def run(x: Operands, *others: Any) -> Any:
-        return platforms.on_one_device(kernel, in_blocks, x, x, *others)
-
+    run = _by_kernels(functools.partial(_pull_back, config), in_blocks, lambda x, *_: x)
     return run(*args, results, d), jax.tree.map(lambda _: None, args[1])
 
 
@@ -224,28 +232,15 @@ def _scaled(q: Array, plan: Plan, bad: float) -> Array:
 
 
 def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Array, Array]:
-    plan, sizes = config.plan, _sizes(x)
-    mask_info, mask_function = _mask(plan.reach, sizes, False)
-    run = functools.partial(
-        _kernels()._splash_attention_forward,
-        mask_info,
-        sinks=None,
-        mask_value=_MASKED,
-        is_mqa=False,
-        block_sizes=_kernels().BlockSizes(*map(_block, sizes)),
-        residual_checkpoint_name=None,
-        save_residuals=needs_lse,
-        mask_function=mask_function,
-        attn_logits_soft_cap=plan.soft_cap,
-        interpret=config.interprets,
-    )
-    q = _scaled(x.q, plan, jnp.nan)
+    sizes, q = _sizes(x), _scaled(x.q, config.plan, jnp.nan)
     # Any NaN in a key shows. Element by element, k and v are read once.
     has_good_value = is_good(x.v) if x.v.shape == x.k.shape else are_good(x.v)[..., None]
     k = jnp.where(is_good(x.k) & has_good_value, x.k, jnp.nan)
-    results = jax.vmap(lambda *args: run(*args[:3], segment_ids=args[3]))(
-        *map(_heads_first, (q, k, cleaned(x.v))), _segments(pairs, x)
-    )
+    mask_info, mask_function = _mask(config.plan.reach, sizes, False)
+    blocks, options = _kernels().BlockSizes(*map(_block, sizes)), (config.plan.soft_cap, config.interprets)
+    rest = None, _MASKED, False, blocks, None, needs_lse, mask_function, *options
+    run: Any = jax.vmap(lambda *args: _function("forward")(mask_info, *args, *rest))
+    results = run(*map(_heads_first, (q, k, cleaned(x.v))), _segments(pairs, x))
     if not needs_lse:
         o = _time_first(results, sizes[0])
         return o, jnp.zeros(o.shape[:-1], jnp.float32)
@@ -256,45 +251,31 @@ def _run(config: Config, needs_lse: bool, x: Operands, pairs: Pairs) -> tuple[Ar
 
 
 def _pull_back(config: Config, x: Operands, pairs: Pairs, results: Any, d: tuple[Array, Array]) -> Operands:
-    plan, (num_queries, num_keys), (o, lse), (do, dlse) = config.plan, _sizes(x), results, d
+    plan, sizes, (o, lse), (do, dlse) = config.plan, _sizes(x), results, d
     wanted = _contract.are_wanted(do, dlse)[..., 0] & (lse != -jnp.inf)
     used = wanted & ~jnp.isnan(lse) & _contract.are_cotangents_good(do, dlse)
     do, dlse = jnp.where(used[..., None], do, 0), jnp.where(used, dlse, 0)
     delta = jnp.sum(jnp.where(used[..., None], o, 0).astype(jnp.float32) * do.astype(jnp.float32), -1) - dlse
     lse = jnp.where(used, lse, jnp.where(wanted, _BELOW_ALL, jnp.inf))
+    bq, bkv = map(_block, sizes)
+    options = dict.fromkeys(("q_layout", "k_layout", "v_layout"), _kernels().QKVLayout.HEAD_DIM_MINOR)
+    options |= {"bq": bq, "bkv": bkv, "is_mqa": False, "mask_value": _MASKED}
+    options |= {"attn_logits_soft_cap": plan.soft_cap, "interpret": config.interprets}
 
-    kernels, (bq, bkv) = _kernels(), (_block(num_queries), _block(num_keys))
-    layout = kernels.QKVLayout.HEAD_DIM_MINOR
+    def pull_back(name: str, in_reverse: bool, args: Any, **own: Any) -> Any:
+        mask_info, mask_function = _mask(plan.reach, sizes, in_reverse)
+        args = *args[:4], None, *args[4:]  # no sinks
+        return _function(name)(*args, mask_info=mask_info, mask_function=mask_function, **options, **own)
 
-    def pull_back(q: Array, k: Array, v: Array, segment_ids: Any, lse: Array, do: Array, delta: Array) -> Any:
-        args = q, k, v, segment_ids, None, lse, do, delta
-        found = []
-        for name, in_reverse, options in (
-            ("dkv", True, {"bkv_compute": bkv, "use_fused_bwd_kernel": False}),
-            ("dq", False, {}),
-        ):
-            mask_info, mask_function = _mask(plan.reach, (num_queries, num_keys), in_reverse)
-            found.append(
-                getattr(kernels, f"_splash_attention_bwd_{name}")(
-                    *args,
-                    bq=bq,
-                    bkv=bkv,
-                    is_mqa=False,
-                    mask_info=mask_info,
-                    mask_value=_MASKED,
-                    attn_logits_soft_cap=plan.soft_cap,
-                    q_layout=layout,
-                    k_layout=layout,
-                    v_layout=layout,
-                    mask_function=mask_function,
-                    interpret=config.interprets,
-                    **options,
-                )
-            )
-        return found[1], *found[0][1:]
+    def both(*args: Any) -> tuple[Array, Array, Array]:
+        _, dk, dv = pull_back("bwd_dkv", True, args, bkv_compute=bkv, use_fused_bwd_kernel=False)
+        return pull_back("bwd_dq", False, args), dk, dv
 
-    operands = map(_heads_first, (_scaled(x.q, plan, 0), cleaned(x.k), cleaned(x.v)))
-    cotangents = _heads_first(lse, jnp.inf), _heads_first(do), _heads_first(delta)
-    dq, dk, dv = jax.vmap(pull_back)(*operands, _segments(pairs, x), *cotangents)
-    dq = (_time_first(dq, num_queries).astype(jnp.float32) * plan.scale).astype(x.q.dtype)
-    return x._replace(q=dq, k=_time_first(dk, num_keys), v=_time_first(dv, num_keys))
+    # Else XLA would scale queries for both passes at once, and keep those of the second one.
+    q = _scaled(lax.optimization_barrier(x.q), plan, 0)
+    operands = map(_heads_first, (q, cleaned(x.k), cleaned(x.v)))
+    rows = _heads_first(lse, jnp.inf), _heads_first(do), _heads_first(delta)
+    over_batch: Any = jax.vmap(both)
+    dq, dk, dv = over_batch(*operands, _segments(pairs, x), *rows)
+    dq = (_time_first(dq, sizes[0]).astype(jnp.float32) * plan.scale).astype(x.q.dtype)
+    return x._replace(q=dq, k=_time_first(dk, sizes[1]), v=_time_first(dv, sizes[1]))

@@ -1,0 +1,463 @@
+"""Splash attention under the contract, and where it is taken.
+
+Its kernels are interpreted on a CPU, which shows numbers; `tests/platforms/test_splash_for_tpu.py` compiles them for a
+TPU. No test runs them on one.
+"""
+
+import functools
+import itertools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_cases import (
+    assert_close,
+    assert_same_bits,
+    attention,
+    below,
+    causal,
+    exact,
+    normals,
+    random_inputs,
+    replaced,
+    window,
+    with_gradients,
+)
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiers import few_of
+
+import masksafe
+from masksafe._core import platforms
+from masksafe.attention import _splash
+from masksafe.attention._pairs import Pairs
+from masksafe.attention._plan import Operands, Plan
+
+T, S = 256, 384  # one block of queries, three of keys
+SIZES = dict(B=2, T=T, S=S, N=2, K=1, H=16)
+LENGTHS = dict(query_seq_lengths=np.array([200, 256]), key_value_seq_lengths=np.array([130, 0]))
+IN_LENGTHS = below([200, 256], T)[:, None, :, None] & below([130, 0], S)[:, None, None]
+IDS = (
+    np.stack([np.arange(T) // 60, np.arange(T) // 100 + 5]),
+    np.stack([np.arange(S) // 100, np.arange(S) // 90]),  # of the second sample few are in both
+)
+SEGMENTS = dict(query_segment_ids=IDS[0], key_value_segment_ids=IDS[1])
+SAME_SEGMENT = IDS[0][:, None, :, None] == IDS[1][:, None, None]
+CASES = {
+    "plain": ({}, True),
+    "causal": (dict(is_causal=True), causal(T, S)),
+    "window": (dict(local_window_size=(20, 150)), window(T, S, 20, 150)),
+    "causal window": (dict(is_causal=True, local_window_size=30), window(T, S, 30, 0)),
+    "offset": (dict(is_causal=True, causal_offset=S - T), causal(T, S, S - T)),
+    "queries before all keys": (dict(is_causal=True, causal_offset=-100), causal(T, S, -100)),
+    "lengths": (LENGTHS, IN_LENGTHS),
+    "key lengths": (dict(key_value_seq_lengths=np.array([0, 300])), below([0, 300], S)[:, None, None]),
+    "segments": (SEGMENTS, SAME_SEGMENT),
+    "all": (
+        dict(local_window_size=(90, 60), causal_offset=40, **LENGTHS, **SEGMENTS),
+        window(T, S, 50, 100) & IN_LENGTHS & SAME_SEGMENT,
+    ),
+}
+PAIRS_OF_ALL = dict(
+    zip(
+        ("query_lengths", "key_lengths", "query_segments", "key_segments"),
+        map(jnp.asarray, (*LENGTHS.values(), *IDS)),
+        strict=True,
+    )
+)
+CASES = {name: (arguments, np.broadcast_to(live, (2, 2, T, S))) for name, (arguments, live) in CASES.items()}
+GARBAGE = [np.nan, np.inf, -np.inf, 1e38, -3e38]
+INPUTS = "query", "key", "value"
+D_OUT, D_LSE = normals(2, T, 2, 16, seed=6), normals(2, T, 2, seed=7)
+splash = functools.partial(attention, implementation="splash")
+
+
+@pytest.fixture(autouse=True)
+def for_tpu():
+    """Programs seem to be lowered for a TPU, whose kernels are interpreted."""
+    with platforms.chosen(form="tpu", interprets=True):
+        yield
+
+
+def inputs_of(dtype=np.float32, **sizes):
+    return random_inputs(**(SIZES | sizes), dtype=dtype)
+
+
+@functools.cache
+def program(name, **options):
+    """The program of a case for inputs and cotangents of the output and the logsumexp: one for many tests."""
+    return with_gradients(functools.partial(splash, return_residual=True, **CASES[name][0], **options))
+
+
+@functools.cache
+def clean_results(name):
+    return program(name)(inputs_of(), cotangents_of(CASES[name][1]))
+
+
+def cotangents_of(live, dtype=np.float32):
+    """Those of empty queries are garbage as well."""
+    is_empty = ~live.any(3).transpose(0, 2, 1)
+    return np.where(is_empty[..., None], np.nan, D_OUT).astype(dtype), np.where(is_empty, np.inf, D_LSE)
+
+
+def hidden_by(live):
+    """Which elements of the query, the key and the value are masked."""
+    return (
+        ~live.any(3).transpose(0, 2, 1)[..., None],
+        *2 * (~live.any((1, 2))[:, :, None, None],),
+    )
+
+
+def poisoned(inputs, live, garbage):
+    return tuple(
+        np.where(hidden, np.asarray(garbage, x.dtype), x) for x, hidden in zip(inputs, hidden_by(live), strict=True)
+    )
+
+
+def assert_right(results, inputs, live, tolerance=2e-5, **options):
+    (out, lse), gradients = results
+    d_out, d_lse = (np.nan_to_num(d, nan=0, posinf=0) for d in cotangents_of(live))
+    (expected, expected_lse), of_all = exact(*inputs, live, d_out=d_out, d_lse=d_lse, **options)
+    actual = jax.tree.map(lambda x: np.asarray(x, np.float64), ((out, lse), gradients))
+    assert_close(actual, ((expected, expected_lse), tuple(of_all[name] for name in INPUTS)), tolerance)
+    is_empty = hidden_by(live)
+    for x, hidden in zip((out, *gradients), (is_empty[0], *is_empty), strict=True):
+        assert (np.where(hidden, x, 0) == 0).all()
+    assert (np.asarray(lse)[is_empty[0][..., 0]] == -np.inf).all()
+
+
+@pytest.mark.parametrize("name", few_of(CASES, "causal", "all"))
+def test_values_and_gradients(name):
+    """Empty queries are 0 and have logsumexp -inf, gradients of what is masked are 0, and garbage changes no bit."""
+    inputs, live = inputs_of(), CASES[name][1]
+    assert_right(clean_results(name), inputs, live)
+    for garbage in GARBAGE:
+        assert_same_bits(program(name)(poisoned(inputs, live, garbage), cotangents_of(live)), clean_results(name))
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16(name):
+    inputs, live = inputs_of(jnp.bfloat16), CASES[name][1]
+    clean = program(name)(inputs, cotangents_of(live, jnp.bfloat16))
+    assert clean[0][0].dtype == jnp.bfloat16
+    assert_right(clean, inputs, live, 4e-2)
+    for garbage in GARBAGE:
+        dirty = program(name)(poisoned(inputs, live, garbage), cotangents_of(live, jnp.bfloat16))
+        assert_same_bits(dirty, clean)
+
+
+FORMS = {
+    "soft cap": (dict(logit_soft_cap=1.5, is_causal=True), {}, causal(T, S), dict(soft_cap=1.5)),
+    "scale": (dict(scale=0.7), {}, True, dict(scale=0.7)),
+    "sizes that are no multiples": (dict(is_causal=True), dict(T=200, S=333), causal(200, 333), {}),
+    "two key heads": (dict(is_causal=True), dict(N=4, K=2), causal(T, S), {}),
+    "as many key heads": (dict(is_causal=True), dict(K=2), causal(T, S), {}),
+    "another width of values": ({}, dict(width=24), True, {}),
+}
+
+
+@pytest.mark.parametrize("name", few_of(FORMS, "sizes that are no multiples"))
+def test_forms(name):
+    arguments, sizes, live, options = FORMS[name]
+    inputs = inputs_of(**sizes)
+    fn = with_gradients(functools.partial(splash, return_residual=True, **arguments))
+    shape = (*inputs[0].shape[:3], inputs[2].shape[3])
+    d_out, d_lse = normals(*shape, seed=6), normals(*shape[:3], seed=7)
+    expected, of_all = exact(*inputs, live, d_out=d_out, d_lse=d_lse, **options)
+    assert_close(fn(inputs, (d_out, d_lse)), (expected, tuple(of_all[n] for n in INPUTS)))
+
+
+@pytest.mark.parametrize("name", few_of(["causal", "key lengths", "packed", "packed, before"], "key lengths", "packed"))
+def test_values_alone(name):
+    """Without a gradient, and without the logsumexp if no query may be empty, as in one array of segments."""
+    arguments, live = CASES.get(name, (None, None))
+    inputs = inputs_of() if arguments else inputs_of(S=T)
+    if not arguments:
+        offset = -70 if "before" in name else 0
+        arguments = dict(query_segment_ids=IDS[0], key_value_segment_ids=IDS[0], is_causal=True, causal_offset=offset)
+        live = causal(T, T, offset) & (IDS[0][:, None, :, None] == IDS[0][:, None, None])
+    out = jax.jit(lambda *x: splash(*x, **arguments))(*inputs)
+    assert_close(out, exact(*inputs, live)[0])
+    assert (np.asarray(out)[~live.any(3).transpose(0, 2, 1).repeat(3 - live.shape[1], 2)] == 0).all()
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("name", ["causal", "all"])
+def test_in_memory_of_nan(name, monkeypatch):
+    """Uninitialised memory is NaN, and reads out of bounds and races are errors.
+
+    This interpreter has no place within an op, and takes a kernel for one sample.
+    """
+
+    def one_by_one(fn):
+        def run(*args):
+            results = [fn(*jax.tree.map(operator.itemgetter(n), args)) for n in range(2)]
+            return jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+        return run
+
+    monkeypatch.setattr(jax, "vmap", one_by_one)
+    reach, pairs = {"causal": ((None, 0), Pairs()), "all": ((50, 100), Pairs(**PAIRS_OF_ALL))}[name]
+    plan = Plan(0.25, None, 0.0, reach, platforms.choices().attention)
+    config = _splash.Config(plan, None, pltpu.InterpretParams(detect_races=True))
+    x = Operands(*map(jnp.asarray, inputs_of()))
+    results = jax.jit(functools.partial(_splash._run, config, True))(x, pairs)
+    dx = jax.jit(functools.partial(_splash._pull_back, config))(x, pairs, results, cotangents_of(CASES[name][1]))
+    assert_close((results, dx[:3]), clean_results(name))
+
+
+# Nothing is hidden.
+
+BAD = [(0, 0, 150, 1, 3), (1, 0, 70, 0, 5), (2, 0, 20, 0, 2), (2, 0, 120, 0, 0)]
+
+
+@pytest.mark.parametrize("name", few_of(["causal", "all"], "causal"))
+def test_bad_elements_show_where_they_are_seen(name):
+    inputs, live = inputs_of(), CASES[name][1]
+    xla = with_gradients(functools.partial(attention, return_residual=True, implementation="xla", **CASES[name][0]))
+    shown = set()
+    for bad, (operand, *index) in itertools.product([np.nan, np.inf, -1e30], BAD):
+        changed = list(inputs)
+        changed[operand] = replaced(inputs[operand], tuple(index), bad)
+        found = program(name)(tuple(changed), cotangents_of(live))
+        with platforms.chosen(form="cpu"):
+            expected = xla(tuple(changed), cotangents_of(live))
+        jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.isnan(a), np.isnan(e)), found, expected)
+        sees = np.isnan(found[0][1])
+        shown.add(bool(sees.any()))
+        assert_same_bits(np.asarray(found[0][0])[~sees], np.asarray(clean_results(name)[0][0])[~sees])
+        finite = [jax.tree.map(lambda x: np.where(np.isnan(x), 0, x), tree) for tree in (found, expected)]
+        assert_close(*finite)
+    assert True in shown
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_bad_cotangents_show_in_what_their_query_sees(bad):
+    live = CASES["causal"][1]
+    for d in ((replaced(D_OUT, (0, 150, 1, 3), bad), D_LSE), (D_OUT, replaced(D_LSE, (0, 150, 1), bad))):
+        if d[0] is D_OUT and bad == 1e30:
+            continue  # a finite number of one query's logsumexp
+        _, (dq, dk, dv) = program("causal")(inputs_of(), d)
+        of_query = np.zeros((2, T, 2), bool)
+        of_query[0, 150, 1] = True
+        np.testing.assert_array_equal(np.isnan(dq).all(-1), of_query)
+        for x in (dk, dv):
+            np.testing.assert_array_equal(np.isnan(x).all(-1)[..., 0], [live[0, 1, 150], np.zeros(S, bool)])
+
+
+def test_bad_queries_without_a_cotangent_take_no_part():
+    live = CASES["causal"][1]
+    d = replaced(D_OUT, (0, slice(100, None)), 0), replaced(D_LSE, (0, slice(100, None)), 0)
+    query, *others = inputs_of()
+    bad = replaced(query, (0, slice(100, None)), np.nan)
+    assert_same_bits(program("causal")((bad, *others), d)[1], program("causal")((query, *others), d)[1])
+    assert live[0, 0, 100].any()
+
+
+def test_huge_finite_numbers():
+    """Up to the limit they count, and if masked their products never do."""
+    query, key, value = inputs_of()
+    limit = 2.0**60  # for a width of 16
+    for factor, is_bad in ((1, False), (2, True)):
+        huge = replaced(np.abs(key), (0, 200), limit * factor)
+        (out, lse), gradients = program("causal")((np.abs(query), huge, value), (D_OUT, D_LSE))
+        assert np.isnan(out[0, 200:]).all() == is_bad
+        assert np.isfinite(out[0, :200]).all()
+        assert np.isfinite(lse[0, 200:]).all() != is_bad
+        assert np.isnan(gradients[0][0, 200:]).any() == is_bad
+
+
+# Derivatives and transformations.
+
+
+def loss(fn, *inputs):
+    return jnp.sum(jnp.sin(fn(*inputs)))
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("name", ["causal", "all"])
+def test_other_derivatives(name):
+    arguments, live = CASES[name]
+    inputs, along = inputs_of(), inputs_of(seed=3)
+
+    def derivatives(implementation, inputs, along):
+        fn = functools.partial(attention, implementation=implementation, **arguments)
+        slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
+        with masksafe.forward_mode():
+            _, forward = jax.jvp(fn, inputs, along)
+        return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
+
+    by_splash, by_xla = (jax.jit(functools.partial(derivatives, name)) for name in ("splash", "xla"))
+    clean = by_splash(inputs, along)
+    assert_close(clean, by_xla(inputs, along), 1e-4)
+    assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)
+    with pytest.raises(TypeError, match="forward_mode"):
+        jax.jvp(functools.partial(splash, **arguments), inputs, along)
+
+
+def value_and_gradients(fn, d_out, *inputs):
+    out, reverse = jax.vjp(fn, *inputs)
+    return out, reverse(d_out)
+
+
+@pytest.mark.forms
+def test_vmap():
+    """With lengths of each, and over an axis that some arrays lack."""
+    query, key, value = inputs_of()
+    lengths, many = np.array([[0, 300], [384, 5]]), np.stack([query, -query], 1)
+
+    def run(query, lengths, d_out):
+        fn = functools.partial(splash, is_causal=True, key_value_seq_lengths=lengths)
+        return value_and_gradients(fn, d_out, query, key, value)
+
+    together = jax.jit(jax.vmap(run, (1, 0, None)))(many, lengths, D_OUT)
+    for n in range(2):
+        alone = jax.jit(run)(many[:, n], lengths[n], D_OUT)
+        assert_close([x[n] for x in jax.tree.leaves(together)], jax.tree.leaves(alone))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+
+
+@pytest.mark.forms
+@pytest.mark.parametrize("where", ["explicit", "automatic", "shard_map"])
+def test_meshes(where):
+    """Explicit axes that split batch or heads, and `jax.shard_map`: the kernel. Automatic ones: the form in blocks."""
+    inputs = inputs_of(K=2)
+    kind = AxisType.Explicit if where == "explicit" else AxisType.Auto
+    mesh, spec = mesh_of(kind), PartitionSpec("x", None, "y")
+    fn = functools.partial(attention, is_causal=True)
+    expected = jax.jit(functools.partial(value_and_gradients, fn))(D_OUT, *inputs)
+    run = functools.partial(value_and_gradients, fn)
+    if where == "shard_map":
+        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+    split = jax.device_put((D_OUT, *inputs), NamedSharding(mesh, spec))
+    assert_close(jax.jit(run)(*split), expected)
+
+
+@pytest.mark.forms
+def test_scan_and_remat():
+    inputs = inputs_of()
+    run = functools.partial(value_and_gradients, functools.partial(splash, is_causal=True), D_OUT)
+    again = functools.partial(value_and_gradients, jax.checkpoint(functools.partial(splash, is_causal=True)), D_OUT)
+    expected = jax.jit(run)(*inputs)
+    assert_same_bits(jax.jit(again)(*inputs), expected)
+    scanned = jax.jit(lambda *args: jax.lax.scan(lambda _, x: ((), run(*x)), (), args)[1])(*(x[None] for x in inputs))
+    assert_same_bits([x[0] for x in jax.tree.leaves(scanned)], jax.tree.leaves(expected))
+
+
+# Where it is taken.
+
+X = jax.ShapeDtypeStruct((4, T, 4, 16), np.float32)
+PAIRS = np.ones((T, T), bool)
+REFUSED = {
+    "float16": (dict(dtype=jnp.float16), {}, "the dtype is float16, not bfloat16 or float32"),
+    "a mask of pairs": ({}, dict(mask=PAIRS), "it has no array over pairs as mask"),
+    "a bias": ({}, dict(bias=np.zeros((1, T))), "it has no bias"),
+    "a mod of logits": ({}, dict(score_mod=lambda x, *_: 2 * x), "it has no score_mod"),
+    "a mod of masks": ({}, dict(mask_mod=lambda b, h, q, k: q >= k), "it has no mask_mod"),
+    "dropout": ({}, dict(dropout_rate=0.1, dropout_key=jax.random.key(0)), "it has no dropout"),
+    "sinks": ({}, dict(sinks=np.zeros(4, np.float32)), "its output is rounded before sinks could count"),
+    "an array as the scale": ({}, dict(scale=np.ones(1, np.float32)), "the scale is not a number"),
+    "positions": ({}, dict(is_causal=True, query_positions=np.arange(T)), "there are positions"),
+    "an array of offsets": ({}, dict(is_causal=True, causal_offset=np.arange(4)), "an offset that is not a number"),
+    "few queries": (dict(shape=(4, 127, 4, 16)), {}, "there are 127 queries, fewer than 128"),
+    "no pair": ({}, dict(is_causal=True, causal_offset=-T), "no query sees a key"),
+}
+
+
+def lowered(fn, *args, platform="tpu"):
+    return jax.jit(lambda *args: fn(*args)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.fixture
+def for_users():
+    """The choice of a user's program."""
+    with platforms.chosen(form=None, interprets=False):
+        yield
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name, for_users):
+    """Asked for by name it is an error with the reason, else another form; so in a jax with other functions."""
+    types, arguments, reason = REFUSED[name]
+    x = jax.ShapeDtypeStruct(types.get("shape", X.shape), types.get("dtype", X.dtype))
+    with pytest.raises(ValueError, match=f"implementation: got value 'splash'.*For splash attention, .*{reason}"):
+        jax.eval_shape(functools.partial(splash, **arguments), x, x, x)
+    assert "tpu_custom_call" not in lowered(functools.partial(attention, **arguments), x, x, x)
+
+
+def test_float64_and_symbolic_sizes_are_refused(for_users):
+    with jax.enable_x64(True), pytest.raises(ValueError, match="the dtype is float64"):
+        splash(*3 * (np.ones((1, T, 1, 8)),))
+    (size,) = jax.export.symbolic_shape("b")
+    x = jax.ShapeDtypeStruct((size, T, 1, 8), np.float32)
+    with pytest.raises(ValueError, match="a size is symbolic"):
+        jax.export.export(jax.jit(splash), platforms=["tpu"])(x, x, x)
+    assert "tpu_custom_call" not in jax.export.export(jax.jit(attention), platforms=["tpu"])(x, x, x).mlir_module()
+
+
+def gradients(*inputs, **arguments):
+    return jax.grad(lambda *x: attention(*x, **arguments).sum(), (0, 1, 2))(*inputs)
+
+
+def test_programs_for_a_tpu(for_users):
+    """The kernel forward, and one for dq, one for dk and dv; none on another platform, none over automatic meshes."""
+    assert lowered(attention, X, X, X).count("tpu_custom_call") == 1
+    assert lowered(gradients, X, X, X).count("tpu_custom_call") == 3
+    assert "tpu_custom_call" not in lowered(functools.partial(attention, implementation="xla"), X, X, X)
+    assert "tpu_custom_call" not in lowered(gradients, X, X, X, platform="cpu")
+    several = jax.export.export(jax.jit(attention), platforms=["cpu", "cuda", "tpu"])(X, X, X)
+    assert several.mlir_module().count("tpu_custom_call") == 1
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh, spec = mesh_of(kind), PartitionSpec("x", None, "y")
+        x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, spec))
+        of_devices = 3 if kind == AxisType.Explicit else 0
+        assert lowered(gradients, x, x, x).count("tpu_custom_call") == of_devices
+        split = jax.shard_map(gradients, mesh=mesh, in_specs=spec, out_specs=spec)
+        assert lowered(split, x, x, x).count("tpu_custom_call") == 3
+    # How arrays of automatic meshes are split need not be known while tracing, nor all axes of `jax.shard_map`.
+    spread = jax.jit(attention, in_shardings=NamedSharding(mesh_of(AxisType.Auto), PartitionSpec("x")))
+    assert "tpu_custom_call" not in spread.trace(X, X, X).lower(lowering_platforms=("tpu",)).as_text()
+    half = PartitionSpec("x")
+    some = jax.shard_map(gradients, mesh=mesh_of(AxisType.Auto), in_specs=half, out_specs=half, axis_names={"x"})
+    assert "tpu_custom_call" not in lowered(some, X, X, X)
+
+
+def test_named_where_it_cannot_run(for_users):
+    with pytest.raises(ValueError, match="lowered for another platform than a TPU"):
+        jax.jit(splash).lower(X, X, X)
+    x = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh_of(AxisType.Auto), PartitionSpec("x")))
+    with pytest.raises(ValueError, match="the compiler splits the arrays over devices"):
+        lowered(splash, x, x, x)
+
+
+def test_numbers_of_an_eager_call_are_static(for_users):
+    """Else they would be arrays, which are refused."""
+    x = jnp.zeros((1, T, 1, 8))
+    with pytest.raises(ValueError, match="another platform than a TPU"):
+        splash(x, x, x, scale=0.3, is_causal=True, causal_offset=3)
+
+
+def test_private_functions(for_users, monkeypatch):
+    """Those of splash have the parameters that are passed. A jax with others has the form in blocks."""
+    x = jax.ShapeDtypeStruct((3, *X.shape[1:]), X.dtype)  # JAX keeps what it has lowered for X
+    assert _splash.has_functions()
+    monkeypatch.setattr(_splash, "_PARAMETERS", _splash._PARAMETERS | {"bwd_dq": "q k v"})
+    _splash.has_functions.cache_clear()
+    try:
+        assert "tpu_custom_call" not in lowered(gradients, x, x, x)
+        with pytest.raises(ValueError, match="this version of JAX has other kernels"):
+            jax.eval_shape(splash, x, x, x)
+    finally:
+        monkeypatch.undo()
+        _splash.has_functions.cache_clear()
+
+
+def test_with_64_bits(for_users):
+    with jax.enable_x64(True):
+        assert lowered(gradients, X, X, X).count("tpu_custom_call") == 3
