@@ -153,8 +153,10 @@ def of_losses() -> Iterator[Case]:
 
 def prepare_attention(implementation: str, mask: str, dtype: str, sizes: tuple[int, int, int]) -> Work:
     work = attention.prepare(mask, dtype, sizes)
+    of_peer = "xla" if implementation == "splash" else implementation  # jax.nn has nothing else on a TPU
     functions = {
-        name: functools.partial(work.functions[name], implementation=implementation) for name in ("masksafe", "jax.nn")
+        name: functools.partial(work.functions[name], implementation=of_name)
+        for name, of_name in (("masksafe", implementation), ("jax.nn", of_peer))
     }
     return dataclasses.replace(work, functions=functions)
 
@@ -239,6 +241,7 @@ def benchmarks() -> dict[str, list[Case]]:
     linear = lambda _, *rest: prepare_linear(*rest)  # noqa: E731
     attend = lambda _, *rest: prepare_attention("xla", *rest)  # noqa: E731
     cudnn = lambda _, *rest: prepare_attention("cudnn", *rest)  # noqa: E731
+    splash = lambda _, *rest: prepare_attention("splash", *rest)  # noqa: E731
     long = (2, 4096, 4096)
     found = {
         "cross_entropy": list(
@@ -264,6 +267,8 @@ def benchmarks() -> dict[str, list[Case]]:
     if "nvidia-cudnn-cu12" in installed():
         cases = in_dtypes(("attention by cuDNN",), ("none", "causal", "half padding"), long, cudnn)
         found["attention"] += [case for case in cases if case.dtype == "bfloat16"]
+    if "libtpu" in installed():
+        found["attention"] += in_dtypes(("attention by splash",), attention.ALL, long, splash)
     return found
 
 
