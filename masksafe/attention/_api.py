@@ -161,8 +161,8 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, "splash" JAX's splash attention, or an error
-        that says why it cannot run. None takes them in programs for CUDA or a TPU where they can run, else the blocks.
+      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, "splash" JAX's splash attention, or an
+        error that says why it cannot run. None takes them in programs for CUDA or a TPU where they can run.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
