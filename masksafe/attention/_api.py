@@ -150,11 +150,10 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, and "splash" JAX's splash attention, or an
-        error that says why it cannot run. None takes cuDNN's kernel in programs for CUDA and splash attention in those
-        for a TPU, where they can run, and the form in blocks elsewhere. A function `f(query, key, value, **keywords)`
-        is a kernel of your own, called with those keywords of `jax.nn.dot_product_attention` that the call needs. It
-        returns the output, or a pair of it and the logsumexp.
+      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, "splash" JAX's splash attention, or an
+        error that says why it cannot run. None takes them in programs for CUDA or a TPU where they can run. A function
+        `f(query, key, value, **keywords)` is a kernel of your own, called with those keywords of
+        `jax.nn.dot_product_attention` that the call needs. It returns the output, or a pair of it and the logsumexp.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -193,9 +192,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for another platform
-        than CUDA or a TPU, and for "splash" if the compiler splits its arrays over devices; and if a kernel of your own
-        returns another shape.
+      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for other devices; and
+        if a kernel of your own returns another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
