@@ -192,8 +192,8 @@ def dot_product_attention(
 
     Raises:
       TypeError: also if an argument that a program is made for, such as `is_causal`, is traced.
-      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for other devices; and
-        if a kernel of your own returns another shape.
+      ValueError: also if "cudnn" or "splash" cannot run: at once, or where the program is lowered for other devices;
+        and if a kernel of your own returns another shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe
