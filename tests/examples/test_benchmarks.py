@@ -273,6 +273,7 @@ def test_the_summary_of_the_oldest_jax_stands_below_the_table(rows, older):
 def test_every_table_has_one_place():
     names = {benchmark.name for benchmark in importlib.import_module("all").BENCHMARKS}
     names |= {"meshes", "ring_attention", "sweep", "compiled", "operations", "exchanges", *PLACES} - {"powers"}
+    names.add("compiled for a TPU")
     texts = [path.read_text() for path in (pages.DOCS / pages.PAGES).glob("*.md")]
     assert sorted(name for text in texts for name in pages.PLACE.findall(text)) == sorted(names)
 
