@@ -133,12 +133,12 @@ AIMS = [
 # computes only what uses it once inside the matrix product.
 ABOVE = {
     ("apply_where", "elements"): 1.34,
-    ("attention", "none"): 1.22,
+    ("attention", "none"): 1.29,
     ("batch norm", "none"): 1.34,
     ("batch norm", "rows"): 1.43,
     ("group norm", "none"): 1.71,
     ("group norm", "rows"): 2.99,
-    ("attention", "8 segments"): 1.22,
+    ("attention", "8 segments"): 1.29,
     ("ctc_loss", "none"): 1.16,
     ("ctc_loss", "masked"): 1.26,
     ("ctc_loss_with_forward_probs", "none"): 1.27,
