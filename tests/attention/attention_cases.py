@@ -200,3 +200,19 @@ def over_all_pairs(cases):
 
 
 CASES, POSITIONS_AND_MODS = over_all_pairs(CASES), over_all_pairs(POSITIONS_AND_MODS)
+
+
+# Other derivatives than those of a reverse pass.
+
+
+def loss(fn, *inputs):
+    return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
+
+
+def other_derivatives(arguments, implementation, inputs, along):
+    """Forward mode, forward over reverse, and reverse over reverse."""
+    fn = functools.partial(attention, implementation=implementation, **arguments)
+    slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
+    with masksafe.forward_mode():
+        _, forward = jax.jvp(fn, inputs, along)
+    return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)

@@ -16,6 +16,7 @@ from attention_cases import (
     attention,
     exact,
     normals,
+    other_derivatives,
     over_all_pairs,
     random_inputs,
     replaced,
@@ -25,8 +26,6 @@ from attention_cases import (
 from jax.experimental import pallas
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import masksafe
 
 forms = functools.partial(pytest.param, marks=pytest.mark.forms)
 CASES = {
@@ -313,10 +312,6 @@ def test_the_logsumexp_and_its_gradient():
         assert_same_bits(run(poisoned(inputs, live, garbage), cotangents), clean)
 
 
-def loss(fn, *inputs):
-    return jnp.sum(jnp.sin(fn(*inputs)))
-
-
 DERIVATIVES = "plain", "causal, dead rows", "key lengths", "pairs"
 
 
@@ -325,14 +320,7 @@ def test_other_derivatives(kernel, name):
     arguments, live = CASES[name]
     inputs, along = random_inputs(), random_inputs(seed=3)
 
-    def derivatives(implementation, inputs, along):
-        fn = functools.partial(attention, implementation=implementation, **arguments)
-        slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
-        with masksafe.forward_mode():
-            _, forward = jax.jvp(fn, inputs, along)
-        return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
-
-    own, xla = (jax.jit(functools.partial(derivatives, i)) for i in (KERNELS[kernel], "xla"))
+    own, xla = (jax.jit(functools.partial(other_derivatives, arguments, i)) for i in (KERNELS[kernel], "xla"))
     clean = own(inputs, along)
     assert_close(clean, xla(inputs, along), 1e-4)
     assert_same_bits(own(poisoned(inputs, live, np.nan), along), clean)

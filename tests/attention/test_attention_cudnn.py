@@ -22,7 +22,9 @@ from attention_cases import (
     below,
     causal,
     exact,
+    loss,
     normals,
+    other_derivatives,
     random_inputs,
     replaced,
     window,
@@ -306,24 +308,13 @@ def test_padded_queries_that_the_loss_masks_have_no_second_derivative():
 # Derivatives and transformations.
 
 
-def loss(fn, *inputs):
-    return jnp.sum(jnp.sin(fn(*inputs).astype(jnp.float32)))
-
-
 @pytest.mark.forms
 @pytest.mark.parametrize("name", ["plain", "causal, lengths", "mask of pairs"])
 def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
 
-    def derivatives(implementation, inputs, along):
-        fn = functools.partial(attention, implementation=implementation, **arguments)
-        slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
-        with masksafe.forward_mode():
-            _, forward = jax.jvp(fn, inputs, along)
-        return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
-
-    cudnn, xla = (jax.jit(functools.partial(derivatives, name)) for name in ("cudnn", "xla"))
+    cudnn, xla = (jax.jit(functools.partial(other_derivatives, arguments, name)) for name in ("cudnn", "xla"))
     clean = cudnn(inputs, along)
     assert_close(clean, xla(inputs, along), 5e-2)
     assert_same_bits(cudnn(poisoned(inputs, live, np.nan), along)[1:], clean[1:])

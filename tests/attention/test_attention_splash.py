@@ -20,6 +20,7 @@ from attention_cases import (
     causal,
     exact,
     normals,
+    other_derivatives,
     random_inputs,
     replaced,
     window,
@@ -29,7 +30,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tiers import few_of
 
-import masksafe
 from masksafe._core import platforms
 from masksafe.attention import _splash
 from masksafe.attention._pairs import Pairs
@@ -273,24 +273,13 @@ def test_huge_finite_numbers():
 # Derivatives and transformations.
 
 
-def loss(fn, *inputs):
-    return jnp.sum(jnp.sin(fn(*inputs)))
-
-
 @pytest.mark.forms
 @pytest.mark.parametrize("name", ["causal", "all"])
 def test_other_derivatives(name):
     arguments, live = CASES[name]
     inputs, along = inputs_of(), inputs_of(seed=3)
 
-    def derivatives(implementation, inputs, along):
-        fn = functools.partial(attention, implementation=implementation, **arguments)
-        slope = jax.grad(functools.partial(loss, fn), (0, 1, 2))
-        with masksafe.forward_mode():
-            _, forward = jax.jvp(fn, inputs, along)
-        return forward, jax.jvp(slope, inputs, along)[1], jax.vjp(slope, *inputs)[1](along)
-
-    by_splash, by_xla = (jax.jit(functools.partial(derivatives, name)) for name in ("splash", "xla"))
+    by_splash, by_xla = (jax.jit(functools.partial(other_derivatives, arguments, name)) for name in ("splash", "xla"))
     clean = by_splash(inputs, along)
     assert_close(clean, by_xla(inputs, along), 1e-4)
     assert_same_bits(by_splash(poisoned(inputs, live, np.nan), along), clean)
