@@ -258,8 +258,9 @@ def dot_product_attention(
     ring = ring_of(axis_name, reach if is_static else None, q.shape[-3], k.shape[-3])
     sizes, rounds = platforms.choices().attention, sinks is None
     needs_lse = return_residual or arrays.sinks is not None
-    plan = Plan(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring, needs_lse=needs_lse)
-    plan = plan._replace(
+    plan = Plan(
+        *(static_scale, soft_cap, dropout_rate, reach, sizes, rounds, ring),
+        needs_lse=needs_lse,
         shares_segments=query_segment_ids is key_value_segment_ids is not None,
         function=_callable.Function.of(implementation) if callable(implementation) else None,
     )

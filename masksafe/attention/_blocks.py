@@ -34,7 +34,7 @@ from masksafe._core.tiles import (
     whole,
     with_part,
 )
-from masksafe._core.typing import Array, Arrays
+from masksafe._core.typing import Array
 from masksafe.attention import _block
 from masksafe.attention._block import Gradients, Rows
 from masksafe.attention._contract import bad_keys, cleaned
@@ -217,22 +217,18 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
     """The wide output `[B, T, N, width of v]`, with `m` and `l` `[B, T, N, 1]`; a query that sees no key has `l` 1."""
     width, bits = x.v.shape[-1], (as_bits(x.k), as_bits(x.v))
 
-    def packed(results: Partial) -> Arrays:
-        # On a CPU one array, since loops then write one. An accelerator would move it once more.
-        return tuple(results) if plan.on_accelerator else (jnp.concatenate(results, -1),)
-
-    def solve(_: None, places: Places) -> tuple[None, Arrays]:
+    def solve(_: None, places: Places) -> tuple[None, Partial]:
         q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
         whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
         results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
         return None, results[0] if len(results) == 1 else jax.tree.map(lambda *r: jnp.concatenate(r, 3), *results)
 
-    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Arrays:
+    def of_part(q: Array, whole_keys: tuple[Array, ...], places: Places, queries: Tile, keys: Tile) -> Partial:
         query_tiles, key_tiles = _tiles(schedule, queries, keys)
         table = _table(plan, pairs.at(places), query_tiles, key_tiles)
         has_all_keys = key_tiles.number == 1
 
-        def of_tile(i: Any) -> Arrays:
+        def of_tile(i: Any) -> Partial:
             at = places | {"t": _tile(query_tiles, i, queries)}
             q_i = take(q, 3, at["t"])
 
@@ -247,17 +243,15 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
                 return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
 
             if has_all_keys:
-                return packed(block(0))
+                return block(0)
             row, nothing = None if table is None else element(table, i), Partial.nothing(q_i[..., :1], width)
             state = for_tiles(row, key_tiles.number, lambda j, state: state.plus(block(j)), nothing)
-            return packed(state.divided())
+            return state.divided()
 
         # JAX differentiates the plain form: checkpoint, so that it recomputes each tile instead of storing it.
         return query_tiles.join_map(jax.checkpoint(of_tile) if plan.is_plain else of_tile)
 
     _, results = _by_problem(schedule, x, solve, None)
-    if not plan.on_accelerator:
-        results = results[0][..., :-2], results[0][..., -2:-1], results[0][..., -1:]
     return Partial(*map(queries_by_user, results))
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from masksafe._core.arguments import message
 from masksafe._core.precision import wide_dtype
 from masksafe._core.typing import Array, DType
 from masksafe._core.unfolded import any_of
-from masksafe.attention._contract import largest
+from masksafe.attention._contract import Kernel, largest
 from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user, static_reach
 from masksafe.attention._plan import Operands, Plan
 
@@ -77,16 +77,14 @@ def check(plan: Plan, given: dict[str, Any]) -> None:
         "an array as scale": "scale" in given,
         "symbolic sizes": any(map(sharding.has_symbolic_size, (given["q"], given["k"], given["v"]))),
     }
-    for reason in (reason for reason, holds in reasons.items() if holds):
+    if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
         hint = f"A function of yours is not called with {reason}."
         raise plan.function.error(ValueError, f"beside {reason}", "'xla' or None", hint)
 
 
 @dataclasses.dataclass(frozen=True)
-class UsersKernel:
+class UsersKernel(Kernel):
     """The kernel, for the masks that it knows by itself."""
-
-    merges_batches: ClassVar[bool] = False  # `jax.vmap` treats it as any function
 
     fn: Function
     static: tuple[tuple[str, Any], ...]  # the keywords
@@ -132,9 +130,6 @@ class UsersKernel:
             mask = mask if sees_any is None else mask | ~sees_any[..., None]
             arrays["mask"] = by_user(mask, key_heads, heads, *sizes)
         return x[:3], arrays
-
-    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
-        return self.run(plan, prepared)
 
     def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """The output `[B, T, N, width]` and the logsumexp `[B, T, N]`, zeros if it is not needed."""

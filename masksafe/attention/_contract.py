@@ -88,7 +88,7 @@ def are_wanted(do: Array, dlse: Array) -> Array:
 class Kernel(Protocol):
     """What computes attention of clean arrays, in which every query sees a key."""
 
-    merges_batches: ClassVar[bool]  # whether `jax.vmap` is to make one batch of both dimensions
+    merges_batches: ClassVar[bool] = False  # whether `jax.vmap` is to make one batch of both dimensions
 
     def prepare(self, plan: Plan, x: Operands, pairs: Pairs, sees_any: Any) -> Any:
         """Its arguments, all `[B, ...]`; a query that sees no key, where `sees_any` is False, is to see some."""
@@ -98,6 +98,7 @@ class Kernel(Protocol):
 
     def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """The same, whose pull-back may leave out what needs no gradient, if it takes the same arrays."""
+        return self.run(plan, prepared)
 
 
 class Config(NamedTuple):

@@ -15,6 +15,7 @@ from jax import lax
 from masksafe._core import platforms, sharding
 from masksafe._core.arguments import message
 from masksafe._core.typing import Array
+from masksafe.attention._contract import Kernel
 from masksafe.attention._pairs import Pairs, all_unmasked, by_heads, by_user
 from masksafe.attention._plan import Operands, Plan
 
@@ -120,7 +121,7 @@ def _refusal_of_jax(width: int, dtype: Any) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class CuDNN:
+class CuDNN(Kernel):
     """The kernel, for the masks that it knows by itself."""
 
     merges_batches: ClassVar[bool] = True

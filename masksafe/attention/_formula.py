@@ -11,7 +11,7 @@ where a reverse pass in blocks follows, which wants the largest logits and the s
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, take
 from masksafe._core.typing import Array
 from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
+from masksafe.attention._contract import Kernel
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
 from masksafe.attention._plan import Operands, Plan, Reach
 
@@ -61,10 +62,8 @@ def _is_served(plan: Plan, x: Operands, pairs: Pairs) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Formula:
+class Formula(Kernel):
     """The kernel for a static reach."""
-
-    merges_batches: ClassVar[bool] = False
 
     reach: Reach | None
 
@@ -85,9 +84,6 @@ class Formula:
             mask = mask if sees_any is None else mask | ~sees_any[..., None]
             limit = jnp.where(mask, wide.dtype.type(jnp.inf), wide.dtype.type(-jnp.inf))
         return queries_by_problem(q, k.shape[2]), jnp.moveaxis(k, 1, 3), keys_by_problem(v), bias, limit
-
-    def run_for_reverse(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
-        return self.run(plan, prepared)
 
     def run(self, plan: Plan, prepared: Any) -> tuple[Array, Array]:
         """The output `[B, T, N, width]`, wide, and the logsumexp `[B, T, N]`."""
