@@ -113,7 +113,7 @@ def test_without_jit_and_without_a_mesh_that_is_set():
 
 
 @pytest.mark.forms
-@pytest.mark.parametrize("name", ["structure", "pairs", "mods"])
+@pytest.mark.parametrize("name", ["structure", "mods"])
 def test_every_other_derivative(name):
     arguments, floats = MASKS[name]
 

@@ -58,7 +58,7 @@ def test_the_program_of_accelerators(key):
 
 
 @pytest.mark.forms
-@each_op()
+@each_op(lambda op: op.tier == "default")
 def test_every_form_of_a_program(key):
     garbage = polluted(key, OPS[key].where)
     expected = run(key)
