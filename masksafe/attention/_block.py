@@ -88,13 +88,17 @@ def logits(plan: Plan, q: Array, k: Array, block: Block, trace: Array | None = N
     In the plain form, which has no NaN of its own, they have the tangent of the trace.
     """
     captured = () if block.score_mod is None else block.score_mod.captured
-    x = _adjusted(plan, dot_keys(q, k) * plan.scale, block, block.bias, captured)
+    x = _adjusted(plan, times(dot_keys(q, k), plan.scales(q)[1]), block, block.bias, captured)
     if trace is None:
         return _masked(x, block)
     x = x if block.bias is None and block.score_mod is None else jnp.where(x < jnp.inf, x, 0)
     trace = trace.astype(x.dtype)
     x = x + (trace if block.shows is None else jnp.where(block.shows, trace, 0))
     return x if block.mask is None else jnp.where(block.mask, x, -jnp.inf)
+
+
+def times(x: Array, factor: float) -> Array:
+    return x if factor == 1 else x * factor
 
 
 def trace_of(x: Array) -> Array:
@@ -149,19 +153,20 @@ class Gradients(NamedTuple):
 
 def pull_back(plan: Plan, q: Array, rows: Rows, k: Array, v: Array, block: Block, *, transposes: bool) -> Gradients:
     """The reverse of `attend`. The cotangents of keys and values may be transposed: else a large block has to be."""
-    p, pull_back_adjustments = _weights(plan, dots := dot_keys(q, k), rows, block)
+    of_queries, of_logits = plan.scales(q)
+    p, pull_back_adjustments = _weights(times(dots := dot_keys(q, k), of_logits), plan, rows, block)
     weights = p
     if plan.on_accelerator:
         # The weights for the product with `do` are another kernel than those in the cotangents of the logits, which is
         # kept from reading the first.
-        p, pull_back_adjustments = _weights(plan, lax.optimization_barrier(dots), rows, block)
+        p, pull_back_adjustments = _weights(times(lax.optimization_barrier(dots), of_logits), plan, rows, block)
     dp = _selected(drop(plan, block, dot_keys(rows.do, v)), block)  # the product with a masked value may be huge
     dx = _selected(_slopes(rows, p, dp), block)
     ds, d_biased, d_captured = pull_back_adjustments(dx)
-    ds = ds * plan.scale
+    ds = times(ds, of_logits)
     weights = drop(plan, block, weights)
     dk, dv = (dot_queries(b, a) if transposes else dot_queries(a, b) for a, b in ((ds, q), (weights, rows.do)))
-    return Gradients(dot_values(ds, k), dk, dv, d_biased, d_captured)
+    return Gradients(times(dot_values(ds, k), of_queries), dk, dv, d_biased, d_captured)
 
 
 def _selected(x: Array, block: Block) -> Array:
@@ -171,9 +176,9 @@ def _selected(x: Array, block: Block) -> Array:
 PullBack = Callable[[Array], tuple[Array, Array | None, Arrays]]
 
 
-def _weights(plan: Plan, dots: Array, rows: Rows, block: Block) -> tuple[Array, PullBack]:
-    """The weights without dropout, 0 at masked pairs, and the rule of what lies between the products and the logits."""
-    x, pull_back_adjustments = _adjusted_with_rule(plan, dots * plan.scale, block)
+def _weights(x: Array, plan: Plan, rows: Rows, block: Block) -> tuple[Array, PullBack]:
+    """The weights without dropout, 0 at masked pairs, and the rule of what lies between scaled products and logits."""
+    x, pull_back_adjustments = _adjusted_with_rule(plan, x, block)
     if not (block.bias is None and block.score_mod is None):
         x = jnp.where(x < jnp.inf, x, 0)  # a NaN or infinity is of a query that is bad, or without a cotangent
     x = _masked(x, block)

@@ -157,6 +157,10 @@ def _queries_at(plan: Plan, x: Array, places: Places, num_key_heads: int) -> Arr
     return queries_by_problem(own if plan.on_accelerator else widened(own), heads.size)
 
 
+def _scaled(plan: Plan, q: Array) -> Array:
+    return _block.times(cleaned(q, plan.scale), plan.scales(q)[0])
+
+
 def _keys_at(plan: Plan, x: Array, places: Places) -> Array:
     own = _part_of_keys(x, places)
     return keys_by_problem(cleaned(own if plan.on_accelerator else widened(own)))
@@ -218,7 +222,7 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
     width, bits = x.v.shape[-1], (as_bits(x.k), as_bits(x.v))
 
     def solve(_: None, places: Places) -> tuple[None, Partial]:
-        q = cleaned(_queries_at(plan, x.q, places, x.k.shape[2]), plan.scale)
+        q = _scaled(plan, _queries_at(plan, x.q, places, x.k.shape[2]))
         whole_keys = () if schedule.cuts_keys else tuple(_keys_at(plan, a, places) for a in (x.k, x.v))
         results = [of_part(q, whole_keys, places, *tiles) for tiles in schedule.parts]
         return None, results[0] if len(results) == 1 else jax.tree.map(lambda *r: jnp.concatenate(r, 3), *results)
@@ -264,7 +268,7 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
 
     def solve(sums: Any, places: Places) -> tuple[Any, tuple[Array, Array, Array]]:
         q, do, numbers_here = (_queries_at(plan, a, places, num_key_heads) for a in (x.q, rows.do, numbers))
-        q = cleaned(q, plan.scale)
+        q = _scaled(plan, q)
         k, v = (_keys_at(plan, a, places) for a in (x.k, x.v))
 
         def block(state: Gradients, t: Tile, s: Tile) -> Gradients:

@@ -24,6 +24,7 @@ from masksafe._core.sharding import may_loop
 from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, take
 from masksafe._core.typing import Array
+from masksafe.attention._block import times
 from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 from masksafe.attention._contract import Kernel
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
@@ -73,8 +74,7 @@ class Formula(Kernel):
         if not (q.dtype == jnp.bfloat16 and k.shape[1] >= plan.sizes.fewest_keys_of_bfloat16):
             q, k, v = map(widened, (q, k, v))
         wide = jnp.finfo(wide_dtype(q.dtype))
-        if q.dtype.itemsize >= 4:  # else the scale would round them
-            q = q * plan.scale
+        q = times(q, plan.scales(q)[0])
         bias, limit = pairs.bias, None
         if bias is not None:
             bias = jnp.where(jnp.isfinite(bias), bias, 0).astype(wide.dtype)
@@ -90,7 +90,6 @@ class Formula(Kernel):
         queries, keys, values, bias, limit = prepared
         batch, num_key_heads, group, num_queries, _ = queries.shape
         lowest = float(jnp.finfo(wide_dtype(queries.dtype)).min)
-        scale = 1.0 if queries.dtype.itemsize >= 4 else plan.scale
         # All queries, or fewer if a static mask hides keys from a tile.
         rows = batch * num_key_heads * group
         least = max(plan.sizes.fewest_queries_of_kernels, -(-plan.sizes.fewest_rows_of_one_kernel // rows))
@@ -99,7 +98,7 @@ class Formula(Kernel):
 
         def logits(tile: Tile, seen: Tile, queries: Array, keys: Array) -> Array:
             x = _dot(take(queries, 3, tile), take(keys, 3, seen))
-            x = soft_capped(x if scale == 1 else x * scale, plan.soft_cap)
+            x = soft_capped(times(x, plan.scales(queries)[1]), plan.soft_cap)
             if bias is not None:
                 x = jnp.maximum(x + cut(bias, OVER_PAIRS, {"t": tile, "s": seen}), lowest)  # -inf is masked
             return x if limit is None else _limited(x, cut(limit, OVER_PAIRS, {"t": tile, "s": seen}))

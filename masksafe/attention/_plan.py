@@ -39,6 +39,13 @@ class Plan(NamedTuple):
     is_differentiated: bool = True  # whether a reverse pass follows: in blocks it wants `m` and `l`
     function: Any = None  # the user's own kernel, a `_callable.Function`
 
+    def scales(self, q: Array) -> tuple[float, float]:
+        """The factors of the queries and of the logits: the scale is that of the queries, unless it would round them.
+
+        The logits are the larger array.
+        """
+        return (self.scale, 1.0) if q.dtype.itemsize >= 4 else (1.0, self.scale)
+
 
 class Operands(NamedTuple):
     """The arrays that have gradients, in the user's layout except for one batch dimension; or their gradients."""
