@@ -535,8 +535,8 @@ def test_checkify_and_debug_nans_give_no_false_alarm_and_find_a_bad_label(loss, 
     logits = jnp.where(live, LOGITS, NAN)
     labels = jnp.where(live, TARGETS, NAN) if loss is soft else jnp.where(live.any(-1), live.argmax(-1), -100)
     step = functools.partial(sum_and_gradient, loss, where=where)
-    # Without the switch, integer labels have masked rows computed, and their results dropped.
-    with masksafe.forward_mode() if loss is not soft and where is ROWS else contextlib.nullcontext():
+    # Without the switch, masked rows are computed, and their results dropped.
+    with masksafe.forward_mode() if where is ROWS else contextlib.nullcontext():
         jax.jit(checkify.checkify(step, errors=checkify.all_checks))(logits, labels)[0].throw()
     if loss is with_entropy and where is CLASSES:
         with jax.debug_nans(True):

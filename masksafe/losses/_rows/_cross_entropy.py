@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from masksafe._core import platforms, sharding, unfolded
-from masksafe._core.exponentials import finite_largest, over
+from masksafe._core.exponentials import Exponentials, finite_largest, over
 from masksafe._core.labels import as_classes, class_index, is_class, nan_unless
 from masksafe._core.masks import selected
 from masksafe._core.precision import widened
@@ -327,7 +327,7 @@ class CrossEntropy(Formula):
         return self.outputs(sums, data, classes.number)
 
 
-def is_sound(sums: "LabelSums | TargetSums") -> Array:
+def is_sound(sums: "LabelSums | TargetSums | Exponentials") -> Array:
     """False for a row that contains a NaN or +inf, or only -inf: it has no probabilities."""
     # Comparisons, since XLA's compiler for GPUs cannot fuse `isfinite` with a reduction.
     return (sums.total > 0) & (sums.total < jnp.inf)
@@ -394,24 +394,35 @@ def target_loss(sums: TargetSums, epsilon: Array | None) -> Array:
     return loss if epsilon is None else loss + epsilon * (sums.weight - sums.caught)
 
 
-def target_loss_at_once(x: Array, t: Array, epsilon: Array | None) -> Array:
-    """The loss of each row `[..., 1]` as one sum in the library of XLA's CPU compiler, which does not select.
-
-    Its maxima lose a NaN, but a NaN among the logits is in the total of their exponentials as well.
-    """
-    most = float(jnp.finfo(x.dtype).max)
-    z = x - finite_largest(x)
+def textbook_target_loss(x: Array, t: Array, epsilon: Array | None) -> Array:
+    """The loss of each row `[..., 1]`, right where it is finite: a class without logit and target makes it NaN."""
+    z = x - _finite_largest_in_kernel(x)
     exps = jnp.exp(z)
-    total = jnp.sum(exps, -1, keepdims=True)  # 1 or more, but 0 of nothing but -inf
-    divisor = total + float(jnp.finfo(x.dtype).tiny)
-    log_p = jnp.maximum(z, -0.9 * most) - jnp.log(divisor)
-    # These are 0, or so large that the product with a target, but not with 0, is infinite: for a class whose logit is
-    # -inf, and for a row without probabilities, which has both and is NaN.
-    absent, nothing = jnp.maximum(x - jnp.maximum(x, -most), -0.95 * most), jnp.maximum(1 - total, 0) * most
-    terms = t * log_p + t * absent * most + t * nothing * most
+    total = jnp.sum(exps, -1, keepdims=True)
+    terms = t * (jnp.log(total) - z)
     if epsilon is not None:
-        terms -= epsilon * (t * (1 - exps / divisor))
-    return -jnp.sum(terms, -1, keepdims=True)
+        terms += epsilon * (t * (1 - exps / total))
+    return jnp.sum(terms, -1, keepdims=True)
+
+
+def textbook_logit_slopes(x: Array, t: Array, epsilon: Array | None) -> Array:
+    """The derivatives of the loss by the logits; NaN in a row that is not sound, without a selection."""
+    wide = jnp.finfo(x.dtype)
+    exps = jnp.exp(x - _finite_largest_in_kernel(x))
+    total, weight = (jnp.sum(a, -1, keepdims=True) for a in (exps, t))
+    p = exps / (total + float(wide.tiny))  # the total is 1 or more, but 0 of nothing but -inf
+    slopes = weight * p - t
+    if epsilon is not None:
+        slopes += epsilon * (p * (jnp.sum(t * p, -1, keepdims=True) - t))
+    # 1 or less; infinite in a row without probabilities, if one of its classes has a target. 0 times that is NaN.
+    missing = jnp.exp(jnp.sum(t * jnp.minimum(-jnp.log(total), float(wide.max) / 2**10), -1, keepdims=True))
+    return slopes + 0 * missing
+
+
+def _finite_largest_in_kernel(x: Array) -> Array:
+    """`finite_largest`, of which XLA would make a clamp, which the library does not have."""
+    most = float(jnp.finfo(x.dtype).max)
+    return jnp.minimum(jnp.max(jnp.maximum(x, -most), -1, keepdims=True), most)
 
 
 def target_slopes(

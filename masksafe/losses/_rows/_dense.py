@@ -4,28 +4,33 @@ The arguments are in the user's layout, which avoids copies among the residuals.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from masksafe._core import platforms, row_blocks, sharding, unfolded
+from masksafe._core import platforms, row_blocks, sharding, tiles, unfolded
 from masksafe._core.derivatives import computed_once, rule_of_kernels
+from masksafe._core.exponentials import Exponentials
 from masksafe._core.masks import both, masks_rows, selected
 from masksafe._core.precision import widened
-from masksafe._core.typing import Array, Arrays, Axes, Pytree
+from masksafe._core.typing import Array, Arrays, Axes, Pytree, Tree
 from masksafe.losses._labelled import Labelled
 from masksafe.losses._layout import from_rows
 from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
     LabelSums,
     LogitPart,
+    TargetSums,
     is_sound,
     logit_part,
     target_loss,
-    target_loss_at_once,
     target_slopes,
     target_sums,
+    textbook_logit_slopes,
+    textbook_target_loss,
 )
 from masksafe.losses._rows._formula import Classes
 
@@ -127,43 +132,100 @@ label_outputs = rule_of_kernels(
 # The loss of targets.
 
 
-def _target_forward(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Arrays, Kept]:
+def _target_forward(
+    axes: Axes, inputs: Labelled, epsilon: Array | None, *, fewest: int | None = None
+) -> tuple[Arrays, Kept]:
+    args = inputs, None if epsilon is None else epsilon[..., None]
+    by_rows = functools.partial(_target_by_rows, axes)
+
+    def in_one_kernel(inputs: Labelled, epsilon: Array | None) -> tuple[Array, Kept]:
+        x, t, where = inputs.rows(axes)
+        loss = selected(textbook_target_loss(widened(x), widened(t), epsilon), where)
+        again = lambda: by_rows(*platforms.unfused((inputs, epsilon)))  # noqa: E731
+        return tiles.once_if(unfolded.any_of(~jnp.isfinite(loss)), lambda _: again()[0], loss), again()[1]
+
+    loss, kept = _by_kernels(axes, fewest, in_one_kernel, by_rows, *args)
+    return (loss.squeeze(-1),), kept
+
+
+def _target_by_rows(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Array, Kept]:
     x, t, where = inputs.rows(axes)
-    epsilon = None if epsilon is None else epsilon[..., None]
     sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
     sums = sums._replace(total=selected(sums.total, live, 1))
-    return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
+    return selected(target_loss(sums, epsilon), live), (sums, live)
+
+
+def _target_plain(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
+    return (_target_by_rows(axes, inputs, None if epsilon is None else epsilon[..., None])[0].squeeze(-1),)
 
 
 def _target_value(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
-    def at_once(inputs: Labelled, epsilon: Array | None) -> Arrays:
-        x, t, where = inputs.rows(axes)
-        loss = target_loss_at_once(x, t, None if epsilon is None else epsilon[..., None])
-        return (selected(loss, _live_rows(x, where)).squeeze(-1),)
+    return _target_forward(axes, inputs, epsilon, fewest=platforms.choices().fewest_elements_of_kernels)[0]
 
-    x, t, where = inputs.rows(axes)
-    by_rows = lambda *args: _target_forward(axes, *args)[0]  # noqa: E731
-    is_kernel = _are_kernels(where, x, t, longest=platforms.choices().longest_row_of_kernels)
-    if not (is_kernel and sharding.may_loop(inputs) and x.size >= platforms.choices().fewest_elements_of_kernels):
-        return by_rows(inputs, epsilon)
-    return platforms.on_cpu_or_elsewhere(at_once, by_rows, inputs, epsilon)
+
+def _by_kernels(
+    axes: Axes, fewest: int | None, in_one_kernel: Callable[..., Tree], by_rows: Callable[..., Tree], *args: Pytree
+) -> Tree:
+    """The second function of the arguments, or the first one on a CPU, by default where rows would be in blocks.
+
+    XLA's library makes one kernel of the textbook's formula, but does not select. So what it computes is looked at, and
+    repaired in a loop of at most one turn. Before a reverse pass of fewer elements, XLA keeps the exponentials.
+    """
+    (x, t, where), choices = args[0].rows(axes), platforms.choices()
+    is_served = choices.has_kernel_library and sharding.may_loop(args) and masks_rows(where, (-1,))
+    is_served &= not any(map(sharding.has_symbolic_size, (x, t))) and widened(x).dtype == widened(t).dtype
+    is_served = is_served and x.size >= (fewest or choices.most_elements_in_one_pass + 1)
+    if not is_served or 2 * x.shape[-1] > choices.longest_row_of_kernels:
+        return by_rows(*args)
+    return platforms.on_cpu_or_elsewhere(in_one_kernel, by_rows, *args)
 
 
 def _target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
     (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
-    x, t, where = inputs.rows(axes)
     of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
-    # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
-    of_classes = None if live is None and masks_rows(where, (-1,)) else where
-    slopes, costs = target_slopes(x, t, of_classes, of_rows, sums)
-    d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
-    d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
-    d_labels, d_epsilon = from_rows(axes, inputs.labels, selected(d_t, where)), None
+
+    def by_rows(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
+        x, t, where = inputs.rows(axes)
+        # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
+        of_classes = None if live is None and masks_rows(where, (-1,)) else where
+        slopes, costs = target_slopes(x, t, of_classes, epsilon, sums)
+        d_t = jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
+        d_logits = from_rows(axes, inputs.logits, selected(slopes * d, where))
+        return d_logits, from_rows(axes, inputs.labels, selected(d_t, where))
+
+    def in_one_kernel(inputs: Labelled, epsilon: Array | None, d: Array, sums: TargetSums) -> tuple[Array, Array]:
+        x, t, where = platforms.unfused(inputs).rows(axes)  # arrays of their own, apart from the kernel of the loss
+        d_x = from_rows(axes, inputs.logits, textbook_logit_slopes(widened(x), widened(t), epsilon) * d)
+        if where is not None:
+            d_x = tiles.once_if(unfolded.any_of(~where), lambda d_x: selected(d_x, inputs.where), d_x)
+        return d_x, by_rows(platforms.unfused(inputs), epsilon, d, sums)[1]
+
+    d_x, d_t = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, of_rows, d, sums)
+    d_epsilon = None
     if epsilon is not None:
         d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
-    return Labelled(d_logits, d_labels, None), d_epsilon
+    return Labelled(computed_once(d_x), d_t, None), d_epsilon
+
+
+def _in_target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
+    """`_in_reverse`; where a kernel has computed the loss, rows are looked at once more if any cotangent is 0."""
+    (inputs, epsilon), (d_loss,) = args, d_outputs
+
+    def by_rows(_: Labelled, is_needed: Array, is_sound: Array) -> Array:
+        return is_needed | is_sound
+
+    def in_one_kernel(inputs: Labelled, is_needed: Array, _: Array) -> Array:
+        x = platforms.unfused(lax.stop_gradient(inputs)).rows(axes)[0]
+        add = lambda is_needed: is_needed | is_sound(Exponentials.of(x)).squeeze(-1)  # noqa: E731
+        return tiles.once_if(unfolded.any_of(~is_needed), add, is_needed)
+
+    needed_and_sound = d_loss != 0, is_sound(kept[0]).squeeze(-1)
+    takes_part = _by_kernels(axes, None, in_one_kernel, by_rows, inputs, *needed_and_sound)
+    return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), epsilon
 
 
 # The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
-target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse, value=_target_value)
+target_loss_of_rows = rule_of_kernels(
+    _target_forward, _target_reverse, _in_target_reverse, value=_target_value, plain=_target_plain
+)
