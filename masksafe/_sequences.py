@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, platforms, sharding
+from masksafe._core import arguments, label_checks, masks, per_device, platforms, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Pytree, jitted
 
@@ -91,7 +91,7 @@ def _next_tokens(
     args = tuple(None if x is None else jnp.broadcast_to(x, tokens.shape) for x in (tokens, ids, where))
     names = PartitionSpec(*of_rows, "time")
     names_of_args = tuple(None if x is None else names for x in args)
-    return own_shard_map.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
+    return per_device.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
 def _moved(steps: int, devices: sharding.Devices, arrays: Pytree) -> Pytree:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import derivatives, own_shard_map, platforms, sharding, tiles
+from masksafe._core import derivatives, per_device, platforms, sharding, tiles
 from masksafe._core.typing import Array, Axes, DType, Pytree, Tree
 
 
@@ -53,7 +53,7 @@ def _on_each_device(fn: Callable[..., Pytree], leading: int, has_totals: bool, a
     names = jax.tree.map(lambda _: of_rows, args)
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
     splits_a_row = any(axis is not None for spec in specs for axis in spec[leading:])
-    split = None if splits_a_row else own_shard_map.split_of(args, names)
+    split = None if splits_a_row else per_device.split_of(args, names)
     if split is None or rows.size // split.devices(*of_rows) <= platforms.choices().most_elements_in_one_pass:
         return fn(*args)
     axes = split.axes(*of_rows)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
 from masksafe._core.masks import Weighting
 from masksafe._core.typing import Array, jitted
-from masksafe._segments._moves import Segments
+from masksafe._segments._segments import Segments
 
 Formula = Callable[..., Array]  # of its options, which are static, the segments, the data and their weighting
 
@@ -130,4 +130,4 @@ def _on_devices(
     names = PartitionSpec("rows", *columns)
     names_of_args = names, PartitionSpec("rows"), *(None if x is None else names for x in args[2:])
     names_of_result = names if is_like_data else PartitionSpec(None, *columns)
-    return own_shard_map.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))
+    return per_device.along_devices(result, segments.devices, args, names_of_args, names_of_result, ("rows",))

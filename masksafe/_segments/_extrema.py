@@ -13,7 +13,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute
-from masksafe._segments._moves import Segments
+from masksafe._segments._segments import Segments
 
 
 @public_op

@@ -11,7 +11,7 @@ from masksafe._core.public_op import public_op
 from masksafe._core.sharding import AxisName
 from masksafe._core.typing import Array, ArrayLike
 from masksafe._segments._arguments import compute
-from masksafe._segments._moves import Segments, average
+from masksafe._segments._segments import Segments, average
 
 
 @public_op

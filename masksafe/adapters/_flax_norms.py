@@ -31,7 +31,7 @@ def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.promote_types(jnp.float32, dtype)
 
 
-def normalize_rows(
+def apply_row_norm(
     layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
@@ -51,7 +51,7 @@ def normalize_rows(
     return masks.selected(y, where).astype(dtype)
 
 
-def normalize_groups(
+def apply_group_norm(
     layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
     """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
@@ -77,7 +77,7 @@ def normalize_groups(
     return y.reshape([x.shape[a] for a in order]).transpose(back).astype(dtype)
 
 
-def normalize_batch(
+def apply_batch_norm(
     layer: Any,
     x: Array,
     scale: Array | None,

@@ -45,7 +45,7 @@ class LayerNorm(linen.LayerNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, bias = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        return _flax_norms.normalize_rows(self, layer_norm, x, scale, bias, mask)
+        return _flax_norms.apply_row_norm(self, layer_norm, x, scale, bias, mask)
 
 
 class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
@@ -65,7 +65,7 @@ class RMSNorm(linen.RMSNorm):  # type: ignore[misc]
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         x = jnp.asarray(x)
         scale, _ = _parameters(self, x, _flax_norms.axes_of(self, x, self.feature_axes))
-        return _flax_norms.normalize_rows(self, rms_norm, x, scale, None, mask)
+        return _flax_norms.apply_row_norm(self, rms_norm, x, scale, None, mask)
 
 
 class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
@@ -95,7 +95,7 @@ class GroupNorm(linen.GroupNorm):  # type: ignore[misc]
                 raise ValueError(message("GroupNorm", "group_size", f"value {self.group_size}", expected))
             num_groups = channels // self.group_size
         scale, bias = _parameters(self, x, (x.ndim - 1,))
-        return _flax_norms.normalize_groups(self, x, num_groups, scale, bias, mask)
+        return _flax_norms.apply_group_norm(self, x, num_groups, scale, bias, mask)
 
 
 class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
@@ -133,9 +133,9 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         scale, bias = _parameters(self, x, features)
         if uses_average:
             mean, var = mean_average.value, var_average.value
-            return _flax_norms.normalize_batch(self, x, scale, bias, mask, mean=mean, var=var)[0]
+            return _flax_norms.apply_batch_norm(self, x, scale, bias, mask, mean=mean, var=var)[0]
         axis_name = None if self.is_initializing() else self.axis_name
-        y, step, mean, var = _flax_norms.normalize_batch(self, x, scale, bias, mask, axis_name=axis_name)
+        y, step, mean, var = _flax_norms.apply_batch_norm(self, x, scale, bias, mask, axis_name=axis_name)
         if not self.is_initializing():
             of_statistics = _flax_norms.dtype_of(self, x)
             if self.force_float32_reductions:

@@ -45,7 +45,7 @@ class LayerNorm(nnx.LayerNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
-        return _flax_norms.normalize_rows(self, layer_norm, promoted, scale, bias, mask)
+        return _flax_norms.apply_row_norm(self, layer_norm, promoted, scale, bias, mask)
 
 
 class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
@@ -63,7 +63,7 @@ class RMSNorm(nnx.RMSNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None) -> Array:
         promoted, scale = _promoted(self, x, self.scale)
-        return _flax_norms.normalize_rows(self, rms_norm, promoted, scale, None, mask)
+        return _flax_norms.apply_row_norm(self, rms_norm, promoted, scale, None, mask)
 
 
 class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
@@ -82,7 +82,7 @@ class GroupNorm(nnx.GroupNorm):  # type: ignore[misc]
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None) -> Array:
         promoted, scale, bias = _promoted(self, x, self.scale, self.bias)
-        return _flax_norms.normalize_groups(self, promoted, self.num_groups, scale, bias, mask)
+        return _flax_norms.apply_group_norm(self, promoted, self.num_groups, scale, bias, mask)
 
 
 class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
@@ -112,8 +112,8 @@ class BatchNorm(nnx.BatchNorm):  # type: ignore[misc]
         uses_average = first_from(use_running_average, self.use_running_average, error_msg=error)
         promoted, mean, var, scale, bias = _promoted(self, x, self.mean, self.var, self.scale, self.bias)
         if uses_average:
-            return _flax_norms.normalize_batch(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
-        y, step, mean, var = _flax_norms.normalize_batch(self, promoted, scale, bias, mask, axis_name=self.axis_name)
+            return _flax_norms.apply_batch_norm(self, promoted, scale, bias, mask, mean=mean, var=var)[0]
+        y, step, mean, var = _flax_norms.apply_batch_norm(self, promoted, scale, bias, mask, axis_name=self.axis_name)
         for average, statistic in ((self.mean, mean), (self.var, var)):
             average[...] = jax.lax.stop_gradient(step(average[...], statistic))
         return y

@@ -18,11 +18,11 @@ from masksafe._core import platforms
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.linear import finite_or_zero, without_sign_of_zero
 from masksafe._core.masks import either
-from masksafe._core.own_shard_map import along_devices
+from masksafe._core.per_device import along_devices
 from masksafe._core.precision import wide_dtype
 from masksafe._core.sharding import Devices
 from masksafe._core.typing import Array
-from masksafe.attention import _blocks, _callable, _contract, _cudnn, _formula, _splash
+from masksafe.attention import _callable, _contract, _cudnn, _formula, _schedule, _splash
 from masksafe.attention._block import Rows
 from masksafe.attention._contract import are_good, cleaned
 from masksafe.attention._merge import Partial, with_sinks
@@ -211,14 +211,14 @@ def _pass_forward(plan: Plan, x: Operands, pairs: Pairs) -> Partial:
 
     def on_cpu(x: Operands, pairs: Pairs) -> Partial:
         pairs = _with(x, pairs)
-        schedule = _blocks.schedule_on_cpu(plan, x, pairs)
+        schedule = _schedule.schedule_on_cpu(plan, x, pairs)
         if not schedule.cuts_keys and (formula := _formula.of_values(plan, x, pairs, schedule)) is not None:
             return _contract.value(formula, plan, x, pairs)
-        return _blocks.attend(plan, schedule, x, pairs)
+        return _schedule.attend(plan, schedule, x, pairs)
 
     def elsewhere(x: Operands, pairs: Pairs) -> Partial:
         pairs, there = _with(x, pairs), plan._replace(on_accelerator=True)
-        return _blocks.attend(there, _blocks.schedule_elsewhere(there, x, pairs), x, pairs)
+        return _schedule.attend(there, _schedule.schedule_elsewhere(there, x, pairs), x, pairs)
 
     return Partial(*platforms.by_platform(elsewhere, x, pairs, cpu=on_cpu))
 
@@ -228,9 +228,9 @@ def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands
 
     def on_cpu(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
         pairs = _with(x, pairs)
-        schedule = _blocks.schedule_on_cpu(plan, x, pairs, in_reverse=True)
+        schedule = _schedule.schedule_on_cpu(plan, x, pairs, in_reverse=True)
         rows = Rows(*rows[:2]) if schedule.is_one_block and not plan.ring else rows  # a softmax by itself
-        return _blocks.pull_back(plan, schedule, x, rows, pairs)
+        return _schedule.pull_back(plan, schedule, x, rows, pairs)
 
     def elsewhere(x: Operands, rows: Rows, pairs: Pairs) -> Operands:
         there = plan._replace(on_accelerator=True)
@@ -238,6 +238,6 @@ def _pass_reverse(plan: Plan, x: Operands, rows: Rows, pairs: Pairs) -> Operands
         # Else XLA would find that the forward pass computes the same logits, and keep them all from there on.
         x, rows, pairs = lax.optimization_barrier((x, rows, pairs))
         pairs = _with(x, pairs)
-        return _blocks.pull_back(there, _blocks.schedule_elsewhere(there, x, pairs), x, rows, pairs)
+        return _schedule.pull_back(there, _schedule.schedule_elsewhere(there, x, pairs), x, rows, pairs)
 
     return Operands(*platforms.by_platform(elsewhere, x, rows, pairs, cpu=on_cpu))

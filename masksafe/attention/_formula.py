@@ -25,10 +25,10 @@ from masksafe._core.soft_cap import soft_capped
 from masksafe._core.tiles import Tile, take
 from masksafe._core.typing import Array
 from masksafe.attention._block import times
-from masksafe.attention._blocks import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 from masksafe.attention._contract import Kernel
 from masksafe.attention._pairs import OVER_PAIRS, Pairs, all_unmasked, cut, masks_any, static_reach
 from masksafe.attention._plan import Operands, Plan, Reach
+from masksafe.attention._schedule import Schedule, keys_by_problem, parts_with_keys, queries_by_problem, queries_by_user
 
 
 def of_values(plan: Plan, x: Operands, pairs: Pairs, schedule: Schedule) -> "Formula | None":

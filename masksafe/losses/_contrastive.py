@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, masks, own_shard_map, precision, sharding
+from masksafe._core import arguments, masks, per_device, precision, sharding
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, Pytree, jitted
 from masksafe._reductions import mean
 from masksafe.losses._negatives import OfNegatives, Reduction, Scaling, Side, over_negatives, value_over_negatives
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
 
 
 class _Batch(NamedTuple):
@@ -181,7 +181,7 @@ def _read_static(
 ) -> tuple[OfNegatives, LossReduction]:
     arguments.as_choice(op, "reduction", reduction, REDUCTIONS)
     devices = sharding.Devices(sharding.as_axis_name(op, axis_name))
-    return OfNegatives(of_rows, of_columns, _reading.read_block_size(op, block_size), devices), reduction
+    return OfNegatives(of_rows, of_columns, _arguments.read_block_size(op, block_size), devices), reduction
 
 
 @jitted(0, 1)
@@ -191,7 +191,7 @@ def _loss(config: OfNegatives, reduction: LossReduction, batch: _Batch) -> Array
     names = tuple(None if x is None else of_x for x, of_x in zip(batch, of_all, strict=True))
     devices = config.devices
     of_rows = functools.partial(_of_rows, config)
-    losses = own_shard_map.along_devices(of_rows, devices, tuple(batch), names, row, ("rows",))
+    losses = per_device.along_devices(of_rows, devices, tuple(batch), names, row, ("rows",))
     if reduction == "none":
         return losses
     if reduction == "mean":

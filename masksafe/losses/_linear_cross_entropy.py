@@ -13,16 +13,16 @@ from masksafe._core.labels import is_class
 from masksafe._core.masks import as_weights_of, as_whole_mask_of, both, selected
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction, jitted
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._cross_entropy import CrossEntropy
-from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP = "linear_softmax_cross_entropy"
 
 
-class _CrossEntropyOptions(_reading.LabelOptions, total=False):
+class _CrossEntropyOptions(_arguments.LabelOptions, total=False):
     """The parameters that the overloads have in common, besides the arrays."""
 
     reduction: LossReduction
@@ -174,17 +174,17 @@ def linear_softmax_cross_entropy(
       Chowdhery et al., "PaLM", 2022 (z-loss); Gemma Team, "Gemma 2", 2024 (soft cap); Szegedy et al., "Rethinking the
       Inception Architecture", 2016 (label smoothing).
     """
-    layer = _reading.read_layer(_OP, features, kernel, bias)
-    kernel, labels = layer.kernel, _reading.read_labels(_OP, layer.features, labels)
+    layer = _arguments.read_layer(_OP, features, kernel, bias)
+    kernel, labels = layer.kernel, _arguments.read_labels(_OP, layer.features, labels)
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     arguments.as_choice(_OP, "reduction", reduction, REDUCTIONS)
     axis_name = sharding.as_axis_name(_OP, axis_name)
-    label_smoothing, z_loss = _reading.read_smoothing(_OP, label_smoothing, z_loss)
-    soft_cap = _reading.read_soft_cap(_OP, logit_soft_cap)
-    block_size = _reading.read_block_size(_OP, block_size)
-    class_mask = _reading.read_class_mask(_OP, class_mask, kernel)
+    label_smoothing, z_loss = _arguments.read_smoothing(_OP, label_smoothing, z_loss)
+    soft_cap = _arguments.read_soft_cap(_OP, logit_soft_cap)
+    block_size = _arguments.read_block_size(_OP, block_size)
+    class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
-        class_weights = lax.stop_gradient(_reading.read_per_class(_OP, "class_weights", class_weights, kernel))
+        class_weights = lax.stop_gradient(_arguments.read_per_class(_OP, "class_weights", class_weights, kernel))
         class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
@@ -197,7 +197,7 @@ def linear_softmax_cross_entropy(
     terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
     # What an output is multiplied by, for each token or for all.
     factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
-    with_predictions = _reading.read_with_predictions(_OP, with_predictions, inputs, axis_name)
+    with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
     of_live = factors if not with_predictions else () if of_tokens is None else (of_tokens.astype(dtype),)
@@ -206,7 +206,7 @@ def linear_softmax_cross_entropy(
         inputs = inputs._replace(live=both(where, has_factor))
     formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)
-    bad_rows = _reading.check_labels(_OP, inputs, class_mask, axis_name)
+    bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     if formula.of_all_classes:
         inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
@@ -214,7 +214,7 @@ def linear_softmax_cross_entropy(
     predictions: tuple[Array, ...] = ()
     if with_components or with_predictions or reduction == "none":
         outputs = evaluate(options, inputs)
-        predictions = _reading.predictions(*outputs[-2:]) if with_predictions else ()
+        predictions = _arguments.predictions(*outputs[-2:]) if with_predictions else ()
         losses = tuple(_weighted(x, factor) for x, factor in zip(outputs, factors, strict=False))
         results = formula.components(losses) if with_components else (functools.reduce(jnp.add, losses),)
         results = results if reduction == "none" else tuple(map(jnp.sum, results))
@@ -253,7 +253,7 @@ def _of_labels(
 ) -> Array | None:
     if class_weights is None:
         return of_tokens
-    weights = _reading.at_labels(class_weights, labels, axis_name)
+    weights = _arguments.at_labels(class_weights, labels, axis_name)
     classes = class_weights.size * sharding.Devices(axis_name).size
     weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
     if of_tokens is None:

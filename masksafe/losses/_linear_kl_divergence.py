@@ -16,10 +16,10 @@ from masksafe._core.masks import as_whole_mask_of, either
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import REDUCTIONS, Array, ArrayLike, LossReduction
 from masksafe._core.unfolded import any_of, number_of
-from masksafe.losses._rows import _reading
+from masksafe.losses._rows import _arguments
+from masksafe.losses._rows._block_sizes import Options
 from masksafe.losses._rows._divergence import DIRECTIONS, Direction, Divergence, TopK, is_repeated
-from masksafe.losses._rows._options import Options
-from masksafe.losses._rows._rules import evaluate
+from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
@@ -103,8 +103,8 @@ def linear_kl_divergence(
       Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network", 2015; Agarwal et al., "On-Policy
       Distillation of Language Models", 2024; Hsu et al., "Liger Kernel", 2024.
     """
-    student = _reading.read_layer(_OP, features, kernel, bias)
-    teacher = _reading.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
+    student = _arguments.read_layer(_OP, features, kernel, bias)
+    teacher = _arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -113,7 +113,7 @@ def linear_kl_divergence(
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
     live = as_whole_mask_of(_OP, where, tokens, "the tokens")
-    class_mask = _reading.read_class_mask(_OP, class_mask, student.kernel)
+    class_mask = _arguments.read_class_mask(_OP, class_mask, student.kernel)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
         raise TypeError(message(_OP, "target_gradients", f"value {target_gradients!r}", "True or False"))
@@ -196,14 +196,14 @@ def linear_kl_divergence_with_top_k_targets(
       Those of `linear_kl_divergence`.
     """
     op = _OP_OF_TOP_K
-    student = _reading.read_layer(op, features, kernel, bias)
+    student = _arguments.read_layer(op, features, kernel, bias)
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
         of_targets = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
         targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
     live = as_whole_mask_of(op, where, tokens, "the tokens")
-    class_mask = _reading.read_class_mask(op, class_mask, student.kernel)
+    class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
     options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
     bad_rows = _check_top_k(targets, live, classes, class_mask)
@@ -233,10 +233,10 @@ def _read_options(
 ) -> Options:
     as_choice(op, "direction", direction, DIRECTIONS)
     as_choice(op, "reduction", reduction, REDUCTIONS)
-    temperature = _reading.read_temperature(op, temperature)
+    temperature = _arguments.read_temperature(op, temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
-    beta = _reading.read_number(op, "beta", beta, _PART, hint)
-    return Options(Divergence(direction, beta, temperature, **flags), _reading.read_block_size(op, block_size))
+    beta = _arguments.read_number(op, "beta", beta, _PART, hint)
+    return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 
 def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:

@@ -8,9 +8,9 @@ from masksafe._core import arguments, label_checks
 from masksafe._core.public_op import public_op
 from masksafe._core.typing import Array, ArrayLike, Axis
 from masksafe.losses._labelled import read_integer_labels
+from masksafe.losses._rows._arguments import read_temperature
 from masksafe.losses._rows._cross_entropy import CrossEntropy
 from masksafe.losses._rows._dense import OfLabels, label_outputs
-from masksafe.losses._rows._reading import read_temperature
 
 
 @overload

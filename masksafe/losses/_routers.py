@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import arguments, label_checks, masks, own_shard_map, sharding, switches, unfolded
+from masksafe._core import arguments, label_checks, masks, per_device, sharding, switches, unfolded
 from masksafe._core.labels import at_label, nan_unless
 from masksafe._core.moments import nonzero_divisor
 from masksafe._core.precision import wide_dtype, widened
@@ -189,7 +189,7 @@ def _chosen(number: int, indices: Array) -> Array:
 
     names = tuple(str(axis) for axis in range(indices.ndim))
     args = (indices,), (PartitionSpec(*names),)
-    return own_shard_map.along_devices(on_each, sharding.Devices(), *args, PartitionSpec(None), names)
+    return per_device.along_devices(on_each, sharding.Devices(), *args, PartitionSpec(None), names)
 
 
 @public_op

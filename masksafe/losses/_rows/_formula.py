@@ -1,4 +1,4 @@
-"""What a loss says of one row of logits; how rows are gone through is the matter of `_blocks` and `_tiles`.
+"""What a loss says of one row of logits; how rows are gone through is the matter of `_token_blocks` and `_class_tiles`.
 
 A formula needs some sums over the classes of a row. From these follow the outputs of the row, and from the sums and the
 cotangents of the outputs those of its logits.

@@ -41,7 +41,7 @@ class Options(NamedTuple):
 
 
 def sizes_in_tiles(tokens: int, width: int, classes: int, block_size: int | None, masked: bool) -> Sizes:
-    """The sizes for `_tiles`, of so many tokens of so many features; a block size given by the user is kept."""
+    """The sizes for `_class_tiles`, of so many tokens of so many features; a block size given by the user is kept."""
     of = platforms.choices().linear
     logits = max(of.least_logits, min(of.logits_per_feature * tokens * width, tokens * classes // 4))
     logits = min(logits, of.most_logits) * (2 if masked else 1)

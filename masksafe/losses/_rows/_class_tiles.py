@@ -25,10 +25,10 @@ from masksafe._core.labels import class_index
 from masksafe._core.masks import both, selected
 from masksafe._core.tiles import loop
 from masksafe._core.typing import Array, Arrays, DType, Index, Pytree
+from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._cross_entropy import CrossEntropy, LogitPart
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows._packing import Packed
 from masksafe.losses._rows._sources import Linear, LinearInputs, matmul
-from masksafe.losses._rows._tokens import Packed
 
 State = TypeVar("State")
 

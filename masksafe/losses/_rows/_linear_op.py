@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from masksafe._core import own_shard_map, platforms, sharding, unfolded
+from masksafe._core import per_device, platforms, sharding, unfolded
 from masksafe._core.derivatives import rule_of_kernels
 from masksafe._core.masks import both, selected
 from masksafe._core.precision import widened
 from masksafe._core.typing import Array, Arrays, Pytree, jitted
-from masksafe.losses._rows import _blocks, _tiles
-from masksafe.losses._rows._options import Options, Sizes
+from masksafe.losses._rows import _class_tiles, _token_blocks
+from masksafe.losses._rows._block_sizes import Options, Sizes
 from masksafe.losses._rows._sources import Linear, LinearInputs, as_rows
 
 _Args = tuple[LinearInputs, Arrays | None]  # and the weights
@@ -38,7 +38,7 @@ def evaluate(options: Options, inputs: LinearInputs, weights: Arrays | None = No
     classes of its own.
     """
     args, names = (inputs, weights), _dimensions(options, inputs, weights)
-    split = None if options.axis_name is not None else own_shard_map.split_of(args, names)
+    split = None if options.axis_name is not None else per_device.split_of(args, names)
     if split is None:
         results = _outputs_or_sum(options, inputs, weights)
         return jax.tree.map(sharding.Devices(options.axis_name).shared, results)
@@ -80,7 +80,7 @@ def _forward(
         outputs, gradients, sums = *_in_one_pass(options, inputs, d_outputs), None
     else:
         d_rows = None if d_outputs is None else _rows(d_outputs)
-        forms = (functools.partial(form, options) for form in (_blocks.sums_and_gradients, _tiles.sums))
+        forms = (functools.partial(form, options) for form in (_token_blocks.sums_and_gradients, _class_tiles.sums))
         flat, schedules = inputs.flat, _schedules(options, inputs, *forms)
         sums, gradients = platforms.on_cpu_or_elsewhere(*schedules, flat, None, d_rows)
         of_rows = options.formula.outputs(sums, flat.data, inputs.classes(options.axis_name).number)
@@ -242,7 +242,7 @@ def _gradients(
     def in_blocks(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
         if weights is None:
             wanted = flat._replace(live=both(_is_wanted(d_outputs), flat.live))
-            gradients = _blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
+            gradients = _token_blocks.sums_and_gradients(options, sizes, wanted, kept.sums, d_outputs)[1]
         else:
             gradients = multiplied(flat, kept, factor)
         return jax.tree.map(lambda d, dtype: d.astype(dtype), gradients, dtypes)
@@ -250,7 +250,7 @@ def _gradients(
     def in_tiles(sizes: Sizes, flat: LinearInputs, kept: _Kept, d_outputs: Arrays, factor: Array) -> Pytree:
         wanted = _is_wanted(d_outputs) if weights is None else None
         d_rows = d_outputs if weights is None else _rows(_scaled_weights(options, inputs, d_outputs))
-        return (_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
+        return (_class_tiles.gradients(options, sizes, flat, kept.sums, d_rows, factor, dtypes[0], wanted),)
 
     if kept.sums is None:
         return jax.tree.map(lambda d, dtype: d.astype(dtype), multiplied(inputs.flat, kept, factor), dtypes)
