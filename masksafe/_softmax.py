@@ -186,13 +186,13 @@ def log_softmax(x: ArrayLike, axis: Axis | None = -1, where: ArrayLike | None = 
 def _check_arguments(
     op: str, x: ArrayLike, axis: Axis | None, where: ArrayLike | None
 ) -> tuple[Array, Axes, Array | None]:
-    x = as_promoted_float_array(op, "x", x, of_any_width=True)
+    x = as_promoted_float_array(op, "x", x, any_width=True)
     return x, canonical_axes(op, axis, x.ndim), as_mask_of(op, where, x.shape)
 
 
 def _as_numbers(op: str, argument: str, value: ArrayLike) -> Array:
     array = as_array(op, argument, value)
-    return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, of_any_width=True)
+    return array if jnp.iscomplexobj(array) else as_promoted_float_array(op, argument, array, any_width=True)
 
 
 # The cores. Reductions keep their axes. What is masked is -inf before anything is computed, so that no derivative gets

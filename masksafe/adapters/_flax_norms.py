@@ -116,7 +116,7 @@ def _read(layer: Any, x: Any, mask: Any, *parameters: Array | None) -> tuple[Arr
         found, hint = f"value {layer.axis_index_groups}", "The statistics are those of all devices of axis_name."
         raise ValueError(arguments.message(name, "axis_index_groups", found, "None", hint))
     x, dtype = arguments.as_array(name, "x", x), dtype_of(layer, x, *parameters)
-    x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), of_any_width=True)
+    x = arguments.as_float_array(name, "x", x.astype(jnp.promote_types(x.dtype, dtype)), any_width=True)
     if mask is None:
         return x, None, dtype
     where = arguments.as_array(name, "mask", mask).astype(bool)  # flax's masks may be numbers

@@ -119,7 +119,7 @@ class GroupNorm(equinox.nn.GroupNorm):  # type: ignore[misc]
           where: booleans that broadcast to the shape of `x`, so a mask of positions needs no axis for the channels.
         """
         del key
-        x = as_float_array("GroupNorm", "x", x, of_any_width=True)
+        x = as_float_array("GroupNorm", "x", x, any_width=True)
         out = group_norm(x, self.groups, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         return _with_state(out, state)
 
@@ -168,7 +168,7 @@ class BatchNorm(equinox.nn.BatchNorm):  # type: ignore[misc]
         running = state.get(self.ema_state_index if is_ema else self.batch_state_index)
         promoted = (running[0] if is_ema or inference else None, self.weight, self.bias)
         dtype = jnp.result_type(x, *(a for a in promoted if a is not None))
-        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), of_any_width=True)
+        x = as_promoted_float_array("BatchNorm", "x", x.astype(dtype), any_width=True)
         normalized = functools.partial(batch_norm, x, self.weight, self.bias, axis=0, where=where, epsilon=self.eps)
         if inference:
             divisor = 1 if is_ema else self._weight_of_past(state.get(self.batch_counter))
@@ -312,7 +312,7 @@ class MultiheadAttention(equinox.nn.MultiheadAttention):  # type: ignore[misc]
 
 
 def _as_sample(layer: str, x: Array, shape: tuple[int, ...]) -> Array:
-    x = as_float_array(layer, "x", x, of_any_width=True)
+    x = as_float_array(layer, "x", x, any_width=True)
     if x.shape != shape:
         hint = "Write jax.vmap(layer) for a batch."
         raise ValueError(message(layer, "x", f"shape {x.shape}", f"shape {shape}, that of the layer", hint))

@@ -37,7 +37,7 @@ def given(
 
 def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
     """The inputs; `x` is one of floats, of which scale and bias have the shape of some axes, and epsilon is wide."""
-    x = arguments.as_float_array(op, "x", given.x, of_any_width=True)
+    x = arguments.as_float_array(op, "x", given.x, any_width=True)
     weighting = masks.read_weighting(op, x, given.where, given.weights)
     scale = arguments.if_given(along_axes, op, "scale", given.scale, x, axes)
     bias = arguments.if_given(along_axes, op, "bias", given.bias, x, axes)
@@ -47,7 +47,7 @@ def read(op: str, given: NormInputs, axes: Axes) -> NormInputs:
 
 def along_axes(op: str, argument: str, parameter: Array, x: Array, axes: Axes) -> Array:
     """A parameter of the shape of some axes of `x`, laid out to broadcast with `x`."""
-    parameter = arguments.as_float_array(op, argument, parameter, of_any_width=True)
+    parameter = arguments.as_float_array(op, argument, parameter, any_width=True)
     expected = tuple(x.shape[a] for a in axes)
     if parameter.shape != expected:
         expectation = f"shape {expected}, that of the axes {axes} of x"

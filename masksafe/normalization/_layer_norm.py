@@ -188,7 +188,7 @@ def standardize(
       :math:`E[x^2] - E[x]^2`, which cancels, and returns NaN where all is masked.
     """
     op = "standardize"
-    x = arguments.as_promoted_float_array(op, "x", x, of_any_width=True)
+    x = arguments.as_promoted_float_array(op, "x", x, any_width=True)
     arguments.as_choice(op, "algorithm", algorithm, ("fast", "stable"))
     if mean is None and variance is None and isinstance(epsilon, numbers.Real):
         static, arrays = given(op, x, None, None, where, weights, epsilon)
