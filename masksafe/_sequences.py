@@ -84,19 +84,19 @@ def _next_tokens(
             mask &= ids == ids_there
         if where is not None:
             mask &= where & where_there
-        mask = platforms.unfused_on_cpu(mask)  # else XLA stores what the mask is made of, for the labels
+        mask = platforms.unfused_on_cpu(mask)  # otherwise XLA stores the parts of the mask, for the labels
         return masks.selected(labels, mask), mask
 
-    of_rows = [str(axis) for axis in range(tokens.ndim - 1)]
+    row_axes = [str(axis) for axis in range(tokens.ndim - 1)]
     args = tuple(None if x is None else jnp.broadcast_to(x, tokens.shape) for x in (tokens, ids, where))
-    names = PartitionSpec(*of_rows, "time")
+    names = PartitionSpec(*row_axes, "time")
     names_of_args = tuple(None if x is None else names for x in args)
     return per_device.along_devices(on_each, devices, args, names_of_args, (names, names), ("time",))
 
 
 def _moved(steps: int, devices: sharding.Devices, arrays: Pytree) -> Pytree:
-    """What lies `steps` further on along time; 0 after its end."""
-    if not devices.are_many:  # of any size, also a symbolic one below `steps`
+    """The elements `steps` further on along time; 0 after the end."""
+    if not devices.are_many:  # time may have any size, also a symbolic one, or one below `steps`
         return jax.tree.map(lambda x: jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, steps)])[..., steps:], arrays)
     present, tree = jax.tree.flatten(arrays)  # as integers in one array, for one exchange
     dtype = jnp.int64 if any(x.dtype.itemsize == 8 for x in present) else jnp.int32

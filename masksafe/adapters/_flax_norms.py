@@ -1,6 +1,6 @@
-"""What the norms of `flax.nnx` and `flax.linen` have in common, which is all but their parameters.
+"""What the norms of `flax.nnx` and `flax.linen` share: everything but their parameters.
 
-A `layer` is a module of either: the options have the same names in both. flax is not imported here.
+A `layer` is a module of either library, whose options have the same names. flax is not imported here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def axes_of(layer: Any, x: Array, axes: Any) -> Axes:
 
 
 def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
-    """The dtype of the result, as flax has it: that of the layer, or the one to which all promote."""
+    """The dtype of the result, as in flax: that of the layer, or the one to which all arrays promote."""
     if layer.dtype is not None:
         return layer.dtype
     dtype = jnp.result_type(x, *(p for p in parameters if p is not None))
@@ -34,7 +34,7 @@ def dtype_of(layer: Any, x: Any, *parameters: Array | None) -> Any:
 def apply_row_norm(
     layer: Any, op: Callable[..., Array], x: Array, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
-    """`op`, a norm of rows, where the parameters may lie along other axes than those that are normalised."""
+    """`op`, a norm of rows, whose parameters may lie along other axes than the normalised ones."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     rows, features = (axes_of(layer, x, axes) for axes in (layer.reduction_axes, layer.feature_axes))
     _check_features(layer, x, features, scale, bias)
@@ -54,7 +54,7 @@ def apply_row_norm(
 def apply_group_norm(
     layer: Any, x: Array, num_groups: int, scale: Array | None, bias: Array | None, mask: Any
 ) -> Array:
-    """`group_norm`, where `reduction_axes` may leave other axes than the first to the samples."""
+    """`group_norm`, where `reduction_axes` may leave any axes to the samples."""
     x, where, dtype = _read(layer, x, mask, scale, bias)
     _check_features(layer, x, (x.ndim - 1,), scale, bias)
     given = layer.reduction_axes
@@ -62,12 +62,12 @@ def apply_group_norm(
     if x.ndim - 1 not in rows:
         expected = "axes with the last one, which is that of the features"
         raise ValueError(arguments.message(_name(layer), "reduction_axes", f"value {given}", expected))
-    of_samples = [a for a in range(x.ndim) if a not in rows]
-    order = [*of_samples, *rows]
+    sample_axes = [a for a in range(x.ndim) if a not in rows]
+    order = [*sample_axes, *rows]
 
     def samples_first(array: Array) -> Array:
-        shape = [(x if a in of_samples else array).shape[a] for a in range(x.ndim)]
-        samples = math.prod(shape[a] for a in of_samples)
+        shape = [(x if a in sample_axes else array).shape[a] for a in range(x.ndim)]
+        samples = math.prod(shape[a] for a in sample_axes)
         return jnp.broadcast_to(array, shape).transpose(order).reshape(samples, *(shape[a] for a in rows))
 
     where = None if where is None else samples_first(where)
@@ -110,7 +110,7 @@ def apply_batch_norm(
 
 
 def _read(layer: Any, x: Any, mask: Any, *parameters: Array | None) -> tuple[Array, Array | None, Any]:
-    """`x` in the dtype of the result, unless it is wider, the mask at its rank, and that dtype."""
+    """`x` in the dtype of the result or a wider one, the mask at its rank, and the dtype of the result."""
     name = _name(layer)
     if layer.axis_index_groups is not None:
         found, hint = f"value {layer.axis_index_groups}", "The statistics are those of all devices of axis_name."

@@ -127,9 +127,9 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         uses_average = linen.merge_param("use_running_average", self.use_running_average, use_running_average)
         features = _flax_norms.axes_of(self, x, self.axis)
         shape = [x.shape[a] for a in features]
-        of_averages = jnp.float32 if self.force_float32_reductions else self.param_dtype
-        mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, of_averages)
-        var_average = self.variable("batch_stats", "var", jnp.ones, shape, of_averages)
+        average_dtype = jnp.float32 if self.force_float32_reductions else self.param_dtype
+        mean_average = self.variable("batch_stats", "mean", jnp.zeros, shape, average_dtype)
+        var_average = self.variable("batch_stats", "var", jnp.ones, shape, average_dtype)
         scale, bias = _parameters(self, x, features)
         if uses_average:
             mean, var = mean_average.value, var_average.value
@@ -137,11 +137,11 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
         axis_name = None if self.is_initializing() else self.axis_name
         y, step, mean, var = _flax_norms.apply_batch_norm(self, x, scale, bias, mask, axis_name=axis_name)
         if not self.is_initializing():
-            of_statistics = _flax_norms.dtype_of(self, x)
+            statistic_dtype = _flax_norms.dtype_of(self, x)
             if self.force_float32_reductions:
-                of_statistics = jnp.promote_types(of_statistics, jnp.float32)
+                statistic_dtype = jnp.promote_types(statistic_dtype, jnp.float32)
             for average, statistic in ((mean_average, mean), (var_average, var)):
-                average.value = step(average.value, statistic.astype(of_statistics))
+                average.value = step(average.value, statistic.astype(statistic_dtype))
         return y
 
 

@@ -214,7 +214,7 @@ class Mean(nnx.Metric):  # type: ignore[misc]
 
 
 class Accuracy(Mean):
-    """The part of the unmasked labels that are predicted, of all batches: `flax.nnx.metrics.Accuracy`.
+    """The share of the unmasked labels of all batches that are predicted: `flax.nnx.metrics.Accuracy`.
 
     The prediction is the class of the largest logit, the lowest of several; with a threshold, whether the logit reaches
     it, and labels above 0 are positive. A NaN predicts nothing, and no label out of range is predicted.
