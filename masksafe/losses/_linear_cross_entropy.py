@@ -185,30 +185,32 @@ def linear_softmax_cross_entropy(
     class_mask = _arguments.read_class_mask(_OP, class_mask, kernel)
     if class_weights is not None:
         class_weights = lax.stop_gradient(_arguments.read_per_class(_OP, "class_weights", class_weights, kernel))
-        class_weights = selected(class_weights, class_mask, 1)  # a label at a masked class is to be seen
+        class_weights = selected(class_weights, class_mask, 1)  # the loss of a label at a masked class must show
         class_weights = _not_negative(precision.widened(class_weights))
     weights = as_weights_of(_OP, weights, labels.shape, "labels")
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
-    where = inputs.live
-    of_tokens = None if weights is None else _cleaned(weights, where, labels.shape)
-    of_labels = _of_labels(axis_name, labels, class_weights, of_tokens)
+    where = inputs.unmasked
+    token_weights = None if weights is None else _cleaned(weights, where, labels.shape)
+    label_weights = _label_weights(axis_name, labels, class_weights, token_weights)
 
     dtype = precision.wide_dtype(layer.dtype)
-    terms = (1 - label_smoothing, of_labels), (label_smoothing, of_tokens), (z_loss, of_tokens)
-    # What an output is multiplied by, for each token or for all.
+    terms = (1 - label_smoothing, label_weights), (label_smoothing, token_weights), (z_loss, token_weights)
+    # The factors of the outputs: scalars, or one for each token.
     factors = tuple(jnp.asarray(n, dtype) if w is None else w.astype(dtype) * n for n, w in terms if n > 0)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     # A token that adds nothing to the loss costs no time, unless its predictions are asked for: a class weight of 0
     # does not mask them.
-    of_live = factors if not with_predictions else () if of_tokens is None else (of_tokens.astype(dtype),)
-    if of_live and all(factor.ndim for factor in of_live):
-        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in of_live])
-        inputs = inputs._replace(live=both(where, has_factor))
-    formula = CrossEntropy.of_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
+    needed_factors = (
+        factors if not with_predictions else () if token_weights is None else (token_weights.astype(dtype),)
+    )
+    if needed_factors and all(factor.ndim for factor in needed_factors):
+        has_factor = functools.reduce(jnp.logical_or, [factor != 0 for factor in needed_factors])
+        inputs = inputs._replace(unmasked=both(where, has_factor))
+    formula = CrossEntropy.for_loss(label_smoothing, z_loss, soft_cap=soft_cap, with_predictions=with_predictions)
     options = Options(formula, block_size, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
-    if formula.of_all_classes:
-        inputs = inputs._replace(class_weights=_of_smoothing(axis_name, inputs, class_weights))
+    if formula.with_all_classes:
+        inputs = inputs._replace(class_weights=_smoothing_weights(axis_name, inputs, class_weights))
     with_components = arguments.as_bool(_OP, "with_components", with_components)
     results: tuple[Array, ...]
     predictions: tuple[Array, ...] = ()
@@ -221,8 +223,8 @@ def linear_softmax_cross_entropy(
     else:
         results = (evaluate(options, inputs, factors),)
     if reduction == "mean":
-        if of_labels is not None:
-            total = moments.nonzero_divisor(unfolded.sum_of(selected(of_labels, where)).astype(dtype))
+        if label_weights is not None:
+            total = moments.nonzero_divisor(unfolded.sum_of(selected(label_weights, where)).astype(dtype))
         else:
             number = jnp.asarray(labels.size) if where is None else unfolded.number_of(where)
             total = jnp.maximum(number, 1).astype(dtype)
@@ -241,30 +243,30 @@ def linear_softmax_cross_entropy(
 def _cleaned(weights: Array, where: Array | None, shape: tuple[int, ...]) -> Array:
     """The weights of the tokens, 0 under the mask."""
     weights = _not_negative(selected(jnp.broadcast_to(precision.widened(weights), shape), where))
-    return jnp.where(weights == 0, 0, weights)  # what takes no part has no gradient
+    return jnp.where(weights == 0, 0, weights)  # an element without weight has no gradient
 
 
 def _not_negative(weights: Array) -> Array:
     return jnp.where(weights < 0, jnp.nan, weights)
 
 
-def _of_labels(
-    axis_name: sharding.AxisName, labels: Array, class_weights: Array | None, of_tokens: Array | None
+def _label_weights(
+    axis_name: sharding.AxisName, labels: Array, class_weights: Array | None, token_weights: Array | None
 ) -> Array | None:
     if class_weights is None:
-        return of_tokens
+        return token_weights
     weights = _arguments.at_labels(class_weights, labels, axis_name)
     classes = class_weights.size * sharding.Devices(axis_name).size
-    weights = jnp.where(is_class(labels, classes), weights, 1)  # a label out of range is to be seen
-    if of_tokens is None:
+    weights = jnp.where(is_class(labels, classes), weights, 1)  # the loss of a label out of range must show
+    if token_weights is None:
         return weights
     # The loss at the label may be infinite: the derivative of the product would be NaN.
-    is_zero = (of_tokens == 0) | (weights == 0) & ~jnp.isnan(of_tokens)
-    return jnp.where(is_zero, 0, of_tokens * weights.astype(of_tokens.dtype))
+    is_zero = (token_weights == 0) | (weights == 0) & ~jnp.isnan(token_weights)
+    return jnp.where(is_zero, 0, token_weights * weights.astype(token_weights.dtype))
 
 
-def _of_smoothing(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
-    """The weights of the classes in label smoothing: 0 where a bias of -inf excludes one; the others share its part."""
+def _smoothing_weights(axis_name: sharding.AxisName, inputs: LinearInputs, class_weights: Array | None) -> Array | None:
+    """The class weights of label smoothing: 0 where a bias of -inf excludes a class, whose part the others share."""
     bias = inputs.layers[0].bias
     if bias is None:
         return class_weights

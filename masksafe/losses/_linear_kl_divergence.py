@@ -23,7 +23,7 @@ from masksafe.losses._rows._linear_op import evaluate
 from masksafe.losses._rows._sources import LinearInputs
 
 _OP, _OP_OF_TOP_K = "linear_kl_divergence", "linear_kl_divergence_with_top_k_targets"
-_PART = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
+_BETWEEN_0_AND_1 = label_checks.Range(lambda x: 0 < x < 1, "a number between 0 and 1, both excluded")
 
 
 @public_op
@@ -104,7 +104,7 @@ def linear_kl_divergence(
       Distillation of Language Models", 2024; Hsu et al., "Liger Kernel", 2024.
     """
     student = _arguments.read_layer(_OP, features, kernel, bias)
-    teacher = _arguments.read_layer(_OP, target_features, target_kernel, target_bias, of="target_")
+    teacher = _arguments.read_layer(_OP, target_features, target_kernel, target_bias, prefix="target_")
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     if teacher.features.shape[:-1] != tokens:
         expected = f"{tokens} and a last axis, the tokens of features {student.features.shape}"
@@ -112,7 +112,7 @@ def linear_kl_divergence(
     if teacher.kernel.shape[1] != classes:
         expected = f"{classes} classes, those of kernel {student.kernel.shape}"
         raise ValueError(message(_OP, "target_kernel", f"shape {teacher.kernel.shape}", expected))
-    live = as_whole_mask_of(_OP, where, tokens, "the tokens")
+    unmasked = as_whole_mask_of(_OP, where, tokens, "the tokens")
     class_mask = _arguments.read_class_mask(_OP, class_mask, student.kernel)
     check_is_known(_OP, "target_gradients", target_gradients, "a bool")
     if not isinstance(target_gradients, bool):
@@ -120,8 +120,8 @@ def linear_kl_divergence(
     options = _read_options(_OP, temperature, direction, beta, reduction, block_size, target_gradients=target_gradients)
     if not target_gradients:
         teacher = lax.stop_gradient(teacher)
-    inputs = LinearInputs((student, teacher), None, None, live).without_masked(class_mask)
-    return _reduced(options, reduction, inputs, live)
+    inputs = LinearInputs((student, teacher), None, None, unmasked).without_masked(class_mask)
+    return _reduced(options, reduction, inputs, unmasked)
 
 
 @public_op
@@ -200,15 +200,17 @@ def linear_kl_divergence_with_top_k_targets(
     tokens, classes = student.features.shape[:-1], student.kernel.shape[1]
     targets = _read_top_k(tokens, target_log_probs, target_classes)
     if where is not None and jnp.ndim(where) == len(tokens) + 1:
-        of_targets = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
-        targets, where = targets._replace(live=of_targets), any_of(of_targets, -1)
-    live = as_whole_mask_of(op, where, tokens, "the tokens")
+        target_mask = cast(Array, as_whole_mask_of(op, where, targets.classes.shape, "target_classes"))
+        targets, where = targets._replace(unmasked=target_mask), any_of(target_mask, -1)
+    unmasked = as_whole_mask_of(op, where, tokens, "the tokens")
     class_mask = _arguments.read_class_mask(op, class_mask, student.kernel)
     with_rest = as_choice(op, "rest", rest, ("bucket", "drop")) == "bucket"
-    options = _read_options(op, temperature, direction, beta, reduction, block_size, of_top_k=True, with_rest=with_rest)
-    bad_rows = _check_top_k(targets, live, classes, class_mask)
-    inputs = LinearInputs((student,), targets, None, live).without_masked(class_mask)
-    losses = _reduced(options, reduction, inputs, live)
+    options = _read_options(
+        op, temperature, direction, beta, reduction, block_size, has_top_k=True, with_rest=with_rest
+    )
+    bad_rows = _check_top_k(targets, unmasked, classes, class_mask)
+    inputs = LinearInputs((student,), targets, None, unmasked).without_masked(class_mask)
+    losses = _reduced(options, reduction, inputs, unmasked)
     return label_checks.nan_where_bad(losses, bad_rows if bad_rows is None or losses.ndim else any_of(bad_rows))
 
 
@@ -235,14 +237,14 @@ def _read_options(
     as_choice(op, "reduction", reduction, REDUCTIONS)
     temperature = _arguments.read_temperature(op, temperature)
     hint = 'For the limits pass direction="forward" or "reverse".'
-    beta = _arguments.read_number(op, "beta", beta, _PART, hint)
+    beta = _arguments.read_number(op, "beta", beta, _BETWEEN_0_AND_1, hint)
     return Options(Divergence(direction, beta, temperature, **flags), _arguments.read_block_size(op, block_size))
 
 
-def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
+def _check_top_k(targets: TopK, unmasked: Array | None, num_classes: int, class_mask: Array | None) -> Array | None:
     """Reports bad targets, and returns the bad rows, if label checks are on."""
-    where, shape = None if live is None else live[..., None], targets.classes.shape
-    where = where if targets.live is None else targets.live
+    where, shape = None if unmasked is None else unmasked[..., None], targets.classes.shape
+    where = where if targets.unmasked is None else targets.unmasked
 
     def check(argument: str, x: Array, is_valid: Callable[[Array], Array], otherwise: str) -> Array | None:
         bad = label_checks.check_elements(_OP_OF_TOP_K, x, shape, where, is_valid, otherwise, argument)
@@ -263,7 +265,7 @@ def _check_top_k(targets: TopK, live: Array | None, num_classes: int, class_mask
 
 
 def _reduced(options: Options, reduction: str, inputs: LinearInputs, where: Array | None) -> Array:
-    """The reduced losses of the tokens that are live, all of which are in `where`."""
+    """The reduced losses; a mean is over the tokens in `where`, some of which `inputs` may mask."""
     if reduction == "none":
         return evaluate(options, inputs)[0]
     total: Array = evaluate(options, inputs, (jnp.ones((), inputs.sum_dtype),))

@@ -142,14 +142,14 @@ def linear_log_probs(
     where = as_whole_mask_of(_OP, where, labels.shape, "labels")
     axis_name = sharding.as_axis_name(_OP, axis_name)
     with_entropy = arguments.as_bool(_OP, "with_entropy", with_entropy)
-    of_logits = _arguments.read_soft_cap(_OP, logit_soft_cap), _arguments.read_temperature(_OP, temperature)
+    logit_options = _arguments.read_soft_cap(_OP, logit_soft_cap), _arguments.read_temperature(_OP, temperature)
     block_size = _arguments.read_block_size(_OP, block_size)
     class_mask = _arguments.read_class_mask(_OP, class_mask, layer.kernel)
     inputs = LinearInputs((layer,), labels, None, where).without_masked(class_mask, axis_name)
     bad_rows = _arguments.check_labels(_OP, inputs, class_mask, axis_name)
     with_predictions = _arguments.read_with_predictions(_OP, with_predictions, inputs, axis_name)
     flags = {"with_entropy": with_entropy, "with_predictions": with_predictions}
-    formula = CrossEntropy(*of_logits, as_log_prob=True, **flags)
+    formula = CrossEntropy(*logit_options, as_log_prob=True, **flags)
     log_probs, *others = evaluate(Options(formula, block_size, axis_name), inputs)
     if with_predictions:
         others[-2:] = _arguments.predictions(*others[-2:])

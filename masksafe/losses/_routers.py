@@ -133,10 +133,10 @@ class RouterStatistics:
 
 @jitted()
 def _loss(statistics: RouterStatistics) -> Array:
-    return _of_means(statistics.share.value, statistics.probability.value)
+    return _loss_of_means(statistics.share.value, statistics.probability.value)
 
 
-def _of_means(share: Array, probability: Array) -> Array:
+def _loss_of_means(share: Array, probability: Array) -> Array:
     return share.shape[-1] * jnp.sum(share * probability, -1)
 
 
@@ -161,7 +161,7 @@ def _loss_of_tokens(devices: sharding.Devices, probs: Array, indices: Array, whe
     chosen, choices, probability, tokens = (
         devices.sum(x).astype(wide_dtype(probs.dtype)) for x in _sums(probs, indices, where)
     )
-    return _of_means(chosen / nonzero_divisor(choices), probability / nonzero_divisor(tokens))
+    return _loss_of_means(chosen / nonzero_divisor(choices), probability / nonzero_divisor(tokens))
 
 
 @jitted()
@@ -179,7 +179,7 @@ def _chosen(number: int, indices: Array) -> Array:
     """How many indices are that of each expert; those out of range are left out."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
-        if switches.uses_plain_rules():  # an index out of range would alarm checkify
+        if switches.uses_plain_rules():  # checkify would report an index out of range
             found = at_label(indices, number)
             return devices.sum(unfolded.number_of(found, tuple(range(indices.ndim))).astype(jnp.int32))
         dimensions = lax.ScatterDimensionNumbers((), (0,), (0,))
@@ -230,7 +230,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 
 @jitted(0)
 def _squared_logsumexp(axes: tuple[int, ...], logits: Array, where: Array | None) -> Array:
-    if any(logits.shape[a] == 0 for a in axes):  # no experts are none left
+    if any(logits.shape[a] == 0 for a in axes):  # without experts every token is empty
         where = jnp.zeros(logits.shape, bool)
     result = jnp.squeeze(wide_logsumexp(axes, logits, where), axes)
-    return jnp.square(masks.selected(result, _layout.find_live_rows(where, axes))).astype(logits.dtype)
+    return jnp.square(masks.selected(result, _layout.find_unmasked_rows(where, axes))).astype(logits.dtype)

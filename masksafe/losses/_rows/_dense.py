@@ -20,7 +20,7 @@ from masksafe.losses._rows._cross_entropy import (
     CrossEntropy,
     LabelSums,
     LogitPart,
-    is_sound,
+    has_probabilities,
     logit_part,
     target_loss,
     target_loss_at_once,
@@ -30,62 +30,65 @@ from masksafe.losses._rows._cross_entropy import (
 from masksafe.losses._rows._formula import Classes
 
 
-class OfLabels(NamedTuple):
-    """The outputs of rows with labels, and the axes of their classes."""
+class LabelConfig(NamedTuple):
+    """The static arguments of the op of rows with labels."""
 
     formula: CrossEntropy
     axes: Axes  # of the classes
     axis_name: str | None = None  # the mesh axis over which the classes are split
-    looks_up: bool = True  # the logit of the label; JAX's derivative of that is a scatter, which checkify cannot check
+    looks_up: bool = (
+        True  # whether the logit of the label is looked up; the derivative is a scatter, which checkify cannot check
+    )
 
     def part(self, x: Array, labels: Array, where: Array | None) -> LogitPart:
         part = logit_part(x, labels, Classes(x.shape[-1], self.axis_name))
-        # Rows are masked by what comes out of them. Derivatives of JAX's own would have a NaN of masked logits.
-        is_of_rows = self.looks_up and masks_rows(where, (-1,))
-        part = part._replace(live_rows=where) if is_of_rows else part._replace(live=where)
+        # A mask of rows is applied to their outputs. In JAX's own derivatives masked logits would give a NaN: not
+        # there.
+        masks_whole_rows = self.looks_up and masks_rows(where, (-1,))
+        part = part._replace(unmasked_rows=where) if masks_whole_rows else part._replace(unmasked=where)
         return part._replace(label=labels if self.looks_up and self.axis_name is None else None)
 
 
 Args = tuple[Labelled, Array | None]  # the arrays, and the temperature or the epsilon
-Kept = tuple[Pytree, Array | None]  # the sums, and which rows have a class left; None: all
+Residuals = tuple[Pytree, Array | None]  # the sums, and which rows have an unmasked class; None: all
 
 
 def _label_forward(
-    config: OfLabels, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
-) -> tuple[Arrays, Kept]:
+    config: LabelConfig, inputs: Labelled, temperature: Array | None, *, value_alone: bool = False
+) -> tuple[Arrays, Residuals]:
     x, labels, where = inputs.rows(config.axes)
-    live = _live_rows(x, where, config.axis_name)
-    labels = selected(labels, live)  # one that is out of range is gone with its row
+    unmasked = _unmasked_rows(x, where, config.axis_name)
+    labels = selected(labels, unmasked)  # a masked row has a valid label
     devices, formula = sharding.Devices(config.axis_name), config.formula.at(temperature)
     classes = Classes(x.shape[-1], config.axis_name)
-    of_sums = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
+    sums_of_rows = lambda x, labels, where: formula.sums(config.part(x, labels, where))  # noqa: E731
     longest = platforms.choices().longest_row_of_kernels if value_alone else None
-    # In blocks, devices would have to exchange sums once per block. Before a reverse pass the exponentials of all rows
-    # are kept where the cotangents will be; for values alone a long row leaves the cache before it is read once more.
+    # In blocks, devices would exchange sums once per block. Before a reverse pass XLA stores the exponentials of all
+    # rows in any case; for values alone blocks keep a long row in the cache until it is read again.
     at_once = devices.are_many or (not formula.has_other_sums and _are_kernels(where, x, longest=longest))
-    sums = of_sums(x, labels, where) if at_once else row_blocks.map_row_blocks(of_sums, x, labels, where)
+    sums = sums_of_rows(x, labels, where) if at_once else row_blocks.map_row_blocks(sums_of_rows, x, labels, where)
     sums = formula.add_devices(classes, sums)
     largest, total, *others = sums
-    if not config.looks_up:  # else the rule selects what it makes of the lowest number, in as few passes as it can
-        largest = selected(largest, live)
+    if not config.looks_up:  # otherwise the rule selects later, in fewer passes
+        largest = selected(largest, unmasked)
     # The logarithm has no derivative at 0.
-    sums = LabelSums(largest, selected(total, live, 1), *jax.tree.map(lambda x: selected(x, live), others))
+    sums = LabelSums(largest, selected(total, unmasked, 1), *jax.tree.map(lambda x: selected(x, unmasked), others))
     outputs = formula.outputs(sums, labels, classes.number)
-    outputs = tuple(selected(output, live).squeeze(-1) for output in outputs)
-    return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, live)
+    outputs = tuple(selected(output, unmasked).squeeze(-1) for output in outputs)
+    return sharding.vary_with(outputs, x) if devices.are_many else outputs, (sums, unmasked)
 
 
-def _live_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
-    """Finds the rows that have a class left."""
+def _unmasked_rows(x: Array, where: Array | None, axis_name: str | None = None) -> Array | None:
+    """Which rows have an unmasked class; None: all."""
     if x.shape[-1] == 0:
         return jnp.zeros((*x.shape[:-1], 1), bool)
     return None if where is None else sharding.Devices(axis_name).any(unfolded.any_of(where, -1, keepdims=True))
 
 
 def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None) -> bool:
-    """Whether the library of XLA's CPU compiler makes one kernel of a sum over each row of arrays, of so many elements.
+    """Whether the library of XLA's CPU compiler sums rows of at most `longest` elements in one kernel.
 
-    The library does not select, and what is widened is written to memory.
+    The library does not select, and XLA writes what it widens to memory.
     """
     if not platforms.choices().has_kernel_library or not masks_rows(where, (-1,)):
         return False
@@ -94,10 +97,10 @@ def _are_kernels(where: Array | None, *arrays: Array, longest: int | None = None
     return longest is None or sum(x.shape[-1] for x in arrays) <= longest
 
 
-def _label_reverse(config: OfLabels, args: Args, kept: Kept, d_outputs: Arrays) -> tuple[Labelled, None]:
-    (inputs, temperature), (sums, live) = args, kept
+def _label_reverse(config: LabelConfig, args: Args, residuals: Residuals, d_outputs: Arrays) -> tuple[Labelled, None]:
+    (inputs, temperature), (sums, unmasked) = args, residuals
     x, labels, where = inputs.rows(config.axes)
-    labels = selected(labels, live)
+    labels = selected(labels, unmasked)
     formula, devices = config.formula.at(temperature), sharding.Devices(config.axis_name)
     d_rows = tuple(devices.sum(d).astype(sums.total.dtype)[..., None] for d in d_outputs)
     slopes = formula.slopes(sums, labels, Classes(x.shape[-1], config.axis_name).number, d_rows)
@@ -107,14 +110,16 @@ def _label_reverse(config: OfLabels, args: Args, kept: Kept, d_outputs: Arrays) 
     return Labelled(computed_once(from_rows(config.axes, inputs.logits, d_x)), None, None), None
 
 
-def _in_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
-    """Masks rows that are not sound whose cotangents are 0: the user has replaced their results, and any NaN."""
+def _in_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
+    """Masks rows without probabilities whose cotangents are 0: the user has replaced their results, and any NaN."""
     inputs, other = args
-    takes_part = functools.reduce(jnp.logical_or, [d != 0 for d in d_outputs], is_sound(kept[0]).squeeze(-1))
+    takes_part = functools.reduce(
+        jnp.logical_or, [d != 0 for d in d_outputs], has_probabilities(residuals[0]).squeeze(-1)
+    )
     return inputs._replace(where=both(inputs.where, jnp.expand_dims(takes_part, axes))), other
 
 
-# Outputs `[...]` of rows with labels, wide, 0 where nothing is left; a temperature replaces that of the formula.
+# Outputs `[...]` of rows with labels, wide, 0 for empty rows; a temperature replaces that of the formula.
 label_outputs = rule_of_kernels(
     _label_forward,
     _label_reverse,
@@ -127,19 +132,19 @@ label_outputs = rule_of_kernels(
 # The loss of targets.
 
 
-def _target_forward(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Arrays, Kept]:
+def _target_forward(axes: Axes, inputs: Labelled, epsilon: Array | None) -> tuple[Arrays, Residuals]:
     x, t, where = inputs.rows(axes)
     epsilon = None if epsilon is None else epsilon[..., None]
-    sums, live = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _live_rows(x, where)
-    sums = sums._replace(total=selected(sums.total, live, 1))
-    return (selected(target_loss(sums, epsilon), live).squeeze(-1),), (sums, live)
+    sums, unmasked = row_blocks.map_row_blocks(target_sums, x, t, where, epsilon), _unmasked_rows(x, where)
+    sums = sums._replace(total=selected(sums.total, unmasked, 1))
+    return (selected(target_loss(sums, epsilon), unmasked).squeeze(-1),), (sums, unmasked)
 
 
 def _target_value(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays:
     def at_once(inputs: Labelled, epsilon: Array | None) -> Arrays:
         x, t, where = inputs.rows(axes)
         loss = target_loss_at_once(x, t, None if epsilon is None else epsilon[..., None])
-        return (selected(loss, _live_rows(x, where)).squeeze(-1),)
+        return (selected(loss, _unmasked_rows(x, where)).squeeze(-1),)
 
     x, t, where = inputs.rows(axes)
     by_rows = lambda *args: _target_forward(axes, *args)[0]  # noqa: E731
@@ -149,21 +154,21 @@ def _target_value(axes: Axes, inputs: Labelled, epsilon: Array | None) -> Arrays
     return platforms.on_cpu_or_elsewhere(at_once, by_rows, inputs, epsilon)
 
 
-def _target_reverse(axes: Axes, args: Args, kept: Kept, d_outputs: Arrays) -> Args:
-    (inputs, epsilon), (sums, live), (d_loss,) = args, kept, d_outputs
+def _target_reverse(axes: Axes, args: Args, residuals: Residuals, d_outputs: Arrays) -> Args:
+    (inputs, epsilon), (sums, unmasked), (d_loss,) = args, residuals, d_outputs
     x, t, where = inputs.rows(axes)
-    of_rows, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
-    # Rows that the user has replaced are masked in what comes out: the exponentials stay those of the first pass.
-    of_classes = None if live is None and masks_rows(where, (-1,)) else where
-    slopes, costs = target_slopes(x, t, of_classes, of_rows, sums)
+    column, d = None if epsilon is None else epsilon[..., None], d_loss.astype(sums.total.dtype)[..., None]
+    # Rows that the user has replaced are masked in the cotangents alone, so that XLA reuses the exponentials.
+    class_mask = None if unmasked is None and masks_rows(where, (-1,)) else where
+    slopes, costs = target_slopes(x, t, class_mask, column, sums)
     d_x, d_t = slopes * d, jnp.where((jnp.abs(costs) < jnp.inf) | (d != 0), costs * d, 0)
     d_logits = computed_once(from_rows(axes, inputs.logits, selected(d_x, where)))
     d_labels, d_epsilon = from_rows(axes, inputs.labels, selected(d_t, where)), None
     if epsilon is not None:
-        d_epsilon = selected((sums.weight - sums.caught) * d, live).squeeze(-1)
+        d_epsilon = selected((sums.weight - sums.caught) * d, unmasked).squeeze(-1)
         d_epsilon = jnp.where(d_loss == 0, 0, d_epsilon).astype(epsilon.dtype)
     return Labelled(d_logits, d_labels, None), d_epsilon
 
 
-# The loss `[...]` of rows with targets, wide, 0 where nothing is left; an epsilon `[...]` adds PolyLoss's term.
+# The loss `[...]` of rows with targets, wide, 0 for empty rows; an epsilon `[...]` adds PolyLoss's term.
 target_loss_of_rows = rule_of_kernels(_target_forward, _target_reverse, _in_reverse, value=_target_value)

@@ -1,4 +1,4 @@
-"""Tokens in blocks: unmasked ones are moved to the front, and only blocks that contain any are computed."""
+"""Packing of tokens: unmasked ones are moved to the front, and only blocks that contain any are computed."""
 
 from typing import NamedTuple
 
@@ -12,65 +12,67 @@ from masksafe._core.unfolded import unknown
 
 
 class TokenBlock(NamedTuple):
-    """Some places in a row, from `start` on."""
+    """A block of consecutive places, from `start` on."""
 
     start: Index
     size: int
-    tokens: Array | None  # those at the places; None: those of the same numbers
-    live: Array | None  # which of the places are no repetition, [size, 1]; None: all
+    tokens: Array | None  # the token at each place; None: the one of the same index
+    valid: Array | None  # which places do not repeat a token, [size, 1]; None: all
 
     def take(self, tree: Tree) -> Tree:
-        """The rows of arrays over tokens."""
-        return self.cut(tree) if self.tokens is None else _rows(tree, self.tokens)
+        """The rows of the block, from arrays over tokens."""
+        return self.cut(tree) if self.tokens is None else _rows_at(tree, self.tokens)
 
     def cut(self, tree: Tree) -> Tree:
-        """The rows of arrays over places."""
+        """The rows of the block, from arrays over places."""
         return jax.tree.map(lambda x: part(x, {0: (self.start, self.size)}), tree)
 
     def put(self, x: Array, rows: Array) -> Array:
-        """An array over places with other rows."""
+        """An array over places, with new rows for the block."""
         return with_part(x, rows, {0: (self.start, self.size)})
 
 
 class Packed(NamedTuple):
-    """The order of tokens in `length` places, in blocks of `size`. A place that no token has left repeats one of them.
+    """The order of tokens in `length` places, in blocks of `size`. A place without a token of its own repeats a token.
 
-    It repeats an unmasked one, if there is any, rather than holds zeros: 0 times an infinite weight would be NaN.
+    It repeats an unmasked token, if there is one, instead of zeros: 0 times an infinite weight would be NaN.
     """
 
-    order: Array | None  # the token at each place; None: they stay as they are
-    place: Array | None  # where each of the tokens is, if unmasked; None: where it was
-    live: Array | None  # which places are no repetition, [length, 1]; None: all
-    blocks: Array | int  # how many contain an unmasked token
+    order: Array | None  # the token at each place; None: tokens stay where they are
+    place: Array | None  # the place of each unmasked token; None: tokens stay where they are
+    valid: Array | None  # which places do not repeat a token, [length, 1]; None: all
+    blocks: Array | int  # how many blocks contain an unmasked token
     size: int
     length: int
 
     @classmethod
-    def of(cls, number: int, live: Array | None, size: int) -> "Packed":
-        """Puts those of so many tokens first that are `live`; None takes all of them."""
-        size = divisor_near(number, size) if live is None else even_size(number, size)
+    def of(cls, number: int, unmasked: Array | None, size: int) -> "Packed":
+        """Puts the unmasked ones of `number` tokens first; None: all are unmasked."""
+        size = divisor_near(number, size) if unmasked is None else even_size(number, size)
         length = -(-number // size) * size
-        if length == number and live is None:
+        if length == number and unmasked is None:
             return cls(None, None, None, length // size, size, length)
         index = jnp.arange(length, dtype=jnp.int32)
-        if live is None:
+        if unmasked is None:
             return cls(jnp.minimum(index, number - 1), None, index[:, None] < number, length // size, size, length)
-        place = jnp.cumsum(unknown(live), dtype=jnp.int32)  # counted from 1
-        places = jnp.where(live, place - 1, length)
-        # A place of their own for dead tokens, since an index past the end would alarm checkify.
+        place = jnp.cumsum(unknown(unmasked), dtype=jnp.int32)  # counted from 1
+        places = jnp.where(unmasked, place - 1, length)
+        # Masked tokens get a place of their own: checkify would report an index past the end.
         order = jnp.zeros(length + 1, jnp.int32).at[places].set(index[:number], wrap_negative_indices=False)[:length]
-        is_live, blocks = index < place[-1], lax.div(place[-1] + (size - 1), jnp.int32(size))
+        valid, blocks = index < place[-1], lax.div(place[-1] + (size - 1), jnp.int32(size))
         place = jnp.maximum(place, 1) - 1
-        return cls(jnp.where(is_live, order, order[0]), place, is_live[:, None], blocks, size, length)
+        return cls(jnp.where(valid, order, order[0]), place, valid[:, None], blocks, size, length)
 
     @classmethod
-    def in_place(cls, live: Array, size: int) -> "Packed":
-        """Tokens that stay where they are, with the first that is left in the place of each dead one."""
-        size = even_size(live.size, size)
-        length = -(-live.size // size) * size
-        live = jnp.pad(live, (0, length - live.size))
-        order = jnp.where(live, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(live)).astype(jnp.int32))
-        return cls(order, None, live[:, None], length // size, size, length)
+    def in_place(cls, unmasked: Array, size: int) -> "Packed":
+        """Tokens that stay where they are; the first unmasked one replaces each masked one."""
+        size = even_size(unmasked.size, size)
+        length = -(-unmasked.size // size) * size
+        unmasked = jnp.pad(unmasked, (0, length - unmasked.size))
+        order = jnp.where(
+            unmasked, jnp.arange(length, dtype=jnp.int32), jnp.argmax(unknown(unmasked)).astype(jnp.int32)
+        )
+        return cls(order, None, unmasked[:, None], length // size, size, length)
 
     @property
     def is_one_block(self) -> bool:
@@ -78,19 +80,19 @@ class Packed(NamedTuple):
 
     def block(self, i: Index) -> TokenBlock:
         places = TokenBlock(i * self.size, self.size, None, None)
-        return places._replace(tokens=places.cut(self.order), live=places.cut(self.live))
+        return places._replace(tokens=places.cut(self.order), valid=places.cut(self.valid))
 
     def packed(self, tree: Tree) -> Tree:
         """Arrays over tokens as arrays over places."""
-        return tree if self.order is None else _rows(tree, self.order)
+        return tree if self.order is None else _rows_at(tree, self.order)
 
     def unpacked(self, x: Array, number: int) -> Array:
-        """The rows of the `number` tokens of an array over places; any for a masked token."""
+        """The rows of the `number` tokens, from an array over places; for a masked token any row."""
         if self.place is not None:
-            return _rows(x, self.place)
+            return _rows_at(x, self.place)
         return x if self.length == number else x[:number]
 
 
-def _rows(tree: Tree, index: Array) -> Tree:
+def _rows_at(tree: Tree, index: Array) -> Tree:
     at_index = lambda x: x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)  # noqa: E731
     return jax.tree.map(at_index, tree)
