@@ -1,4 +1,4 @@
-"""The public function: checks the arguments, brings them to one form and calls an implementation."""
+"""The public function: it checks the arguments, brings them to one form, and calls an implementation."""
 
 from __future__ import annotations
 
@@ -224,8 +224,8 @@ def dot_product_attention(
     is_named = implementation == "splash" or callable(implementation)
     knows_numbers = axis_name is not None or is_named or arguments.is_staged(q, k, v)
     static_scale, scale = check.as_scale(scale, q, knows_numbers)
-    of_both = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
-    arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **of_both)
+    segment_ids = {"query_segment_ids": query_segment_ids, "key_value_segment_ids": key_value_segment_ids}
+    arguments.check_both_or_none(OP, "For self-attention give the same ids twice.", **segment_ids)
     if isinstance(mask_mod, AttentionMask):
         check_samples(OP, "mask_mod", mask_mod, math.prod(q.shape[:-3]))
     arrays = Arrays(
@@ -250,7 +250,7 @@ def dot_product_attention(
         check.bad_lengths("key_value_seq_lengths", arrays.key_lengths, num_keys, q),
     )
     has_positions = query_positions is not None or key_positions is not None
-    has_mods = score_mod is not None or mask_mod is not None  # which get the position with the offset
+    has_mods = score_mod is not None or mask_mod is not None  # they get the position with the offset
     is_known = not has_positions and (arrays.offset is None or (knows_numbers and not has_mods))
     is_static = is_known and isinstance(causal_offset, numbers.Integral)
     arrays = arrays._replace(offset=None) if is_static else arrays
@@ -273,7 +273,7 @@ def dot_product_attention(
 
 
 def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_residual: bool) -> Kernels:
-    """Which kernels of other libraries are named, or may be taken without."""
+    """Which kernels of other libraries are named, or may be taken."""
     given = {name: x for name, x in arrays._asdict().items() if x is not None}
     if plan.function is not None:
         _callable.check(plan, given)
@@ -294,9 +294,9 @@ def _choose_kernels(implementation: object, plan: Plan, arrays: Arrays, return_r
 def _attend(
     plan: Plan, axis_name: AxisName, kernels: Kernels, is_checkified: bool, arrays: Arrays
 ) -> tuple[Array, Array]:
-    """The output and the logsumexp: one program for an eager call.
+    """The output and the logsumexp, as one program for an eager call.
 
-    What checkify traces is another program, which is not found in place of this.
+    `is_checkified` makes the program under checkify another one.
     """
     x, pairs = check.whole(axis_name, arrays)
     return attend(plan, kernels, x, pairs, arrays.scale, arrays.sinks)

@@ -72,7 +72,7 @@ def normalized(norm: Norm, inputs: NormInputs, row_moments: Moments | None = Non
 
 
 def _without_mask_of_rows(rows: Rows, inputs: NormInputs) -> tuple[NormInputs, Array | None]:
-    """If the mask masks whole rows: the inputs with zeros in its place, and the mask as one of rows."""
+    """If the mask masks whole rows: the inputs with zeros in masked rows and without a mask, and the mask."""
     if inputs.weights is not None or rows.devices.are_many or not masks_rows(inputs.where, rows.all_axes):
         return inputs, None
     return inputs._replace(x=selected(inputs.x, inputs.where), where=None), inputs.where
