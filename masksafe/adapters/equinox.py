@@ -1,8 +1,8 @@
 """equinox's layers, computed by masksafe: to move a model, change the import.
 
 Each class is a subclass of equinox's class of its name, with its constructor and its fields. So checkpoints of one load
-into the other. equinox is imported here and nowhere else. A type checker takes each class for a dataclass of its
-fields, so it is told of the constructor.
+into the other. equinox is imported here and nowhere else. A type checker sees each class as a dataclass of its
+fields, so its constructor is declared.
 """
 
 from __future__ import annotations

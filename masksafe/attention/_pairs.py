@@ -410,7 +410,7 @@ def marked_bias(plan: Plan, pairs: Pairs, num_queries: int, num_keys: int, bad: 
 
 
 def _any_within(bad: Array, number: int, before: int | None, behind: int | None) -> Array:
-    """For each of `number` places, whether a True along the last axis is within `before` before it to `behind` after."""
+    """For each of `number` places, whether a True is at most `before` before it and at most `behind` after it."""
     length, place = bad.shape[-1], np.arange(number, dtype=np.int32)
     if before is None and behind is None:
         return any_of(bad, -1, keepdims=True)

@@ -36,7 +36,7 @@ _State = TypeVar("_State")
 
 
 def ring_of(axis_name: AxisName, reach: Reach | None, num_queries: int, num_keys: int) -> Ring | None:
-    """The ring of a mesh axis, with as few steps as a static mask allows, for so many queries and keys per device."""
+    """The ring of a mesh axis, with as few steps as a static mask allows; the numbers are those of one device."""
     if axis_name is None:
         return None
     size = lax.axis_size(axis_name)

@@ -5,9 +5,9 @@ the cache, and each problem skips the tiles that its own masks exclude. The forw
 running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018). The reverse pass does not
 use the logsumexp, whose rounding error would enter every weight, but its two parts, `m` and `l`.
 
-An accelerator wants all problems in one large product, and tiles of queries that have all of their keys: then a softmax
-reads its row once. No loop has a length that depends on values there, since the host would have to wait for them. The
-reverse pass computes the softmax again in the same way, and needs of the forward pass only what is bad.
+An accelerator is fastest with all problems in one large product, and with tiles of queries that have all of their keys:
+then a softmax reads its row once. No loop there has a length that depends on values, for which the host would wait. The
+reverse pass computes the softmax again in the same way, and needs from the forward pass only which queries are bad.
 """
 
 from collections.abc import Callable, Sequence

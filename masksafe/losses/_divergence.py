@@ -225,8 +225,8 @@ def _kl_terms(log_p: Array, t: Array) -> Array:
 
 @jax.custom_jvp
 def _kl_terms_of_logs(log_p: Array, log_t: Array) -> Array:
-    # Where t is too small for a float, it is 0. Of log t this can be told without the exponential, which XLA would then
-    # compute in a kernel of its own on a GPU.
+    # Where t is too small for a float, it is 0. This is decided from log t, since XLA would compute the exponential in
+    # a kernel of its own on a GPU.
     is_zero = log_t < math.log(jnp.finfo(log_t.dtype).tiny)
     return jnp.where(is_zero, _zero_times_log(log_p), jnp.exp(log_t) * (log_t - log_p))
 

@@ -136,7 +136,7 @@ def linear_softmax_cross_entropy(
     Returns:
       The loss; with `with_components` a pair of the cross-entropy and the term with :math:`\zeta`, which add up to the
       loss. It has the promoted dtype of features and kernel, but at least float32, and is 0, with gradients of 0, if
-      nothing is left. Masked tokens have gradients of 0 and no influence.
+      all is masked. Masked tokens have gradients of 0 and no influence.
 
       With `with_predictions` the class of the largest logit of every token follows, and :math:`\lambda`, both `[...]`.
       The classes are int32, the lowest of several, counted over all devices; -1 for a token that is masked, has a

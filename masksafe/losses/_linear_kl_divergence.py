@@ -82,7 +82,7 @@ def linear_kl_divergence(
 
     Returns:
       The divergence, in the promoted dtype of features and kernels, but at least float32. It is 0, with gradients of 0,
-      if no token or no class is left. Masked tokens and classes have gradients of 0 and no influence.
+      if all tokens or all classes are masked. Masked tokens and classes have gradients of 0 and no influence.
 
       * A bias of -inf excludes a class from one side; if it excludes all of them, the divergence is NaN. A class of
         probability 0 adds nothing; the divergence is +inf where its first distribution has a class that the second
@@ -179,7 +179,7 @@ def linear_kl_divergence_with_top_k_targets(
         contributes; see `masksafe.label_checks`. A target at a masked class is one that the student lacks: the forward
         divergence is +inf.
       * A remaining probability of the teacher is at least the rounding error of 1, so that rounding cannot make the
-        reverse divergence infinite. There is no rest if no other class is left.
+        reverse divergence infinite. There is no rest if all other classes are masked.
 
     Example:
       >>> import jax, jax.numpy as jnp, masksafe

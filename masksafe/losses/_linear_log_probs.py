@@ -118,7 +118,7 @@ def linear_log_probs(
       * A label out of range makes the log-probability NaN, and with it the gradients to which it contributes; not the
         entropy, which does not depend on it.
       * Masked classes have gradients of 0 and no influence. A label at one has log-probability -inf, and is reported by
-        `masksafe.label_checks`. With no class left both are 0, as at masked tokens.
+        `masksafe.label_checks`. If all classes are masked, both are 0, as at masked tokens.
       * A bias of -inf excludes a class as well, with a soft cap too: it adds nothing to the entropy, and its
         log-probability is -inf. If it excludes all of them, both are NaN.
       * Where the cotangents are 0, the gradients are 0, even if the outputs are NaN.

@@ -313,7 +313,9 @@ def _evaluate_cosine(
         return tuple(unfolded.sum_of(x, row_axes, keepdims=True) for x in (a * b, jnp.square(a), jnp.square(b)))
 
     row_sums, (a, b) = sums_of_rows, broadcast_alike((a, b), shape)
-    if where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4:  # else XLA fuses everything on a CPU as well
+    if (
+        where is not None or min(a.dtype.itemsize, b.dtype.itemsize) < 4
+    ):  # otherwise XLA fuses everything on a CPU as well
         row_sums = functools.partial(row_blocks.map_row_blocks, row_sums, leading=row_blocks.leading_axes(axes))
     product, square_a, square_b = platforms.unfused_on_cpu(row_sums(a, b, where))
     unmasked_rows = None if where is None else unfolded.any_of(where, axes, keepdims=True)

@@ -58,8 +58,8 @@ def load_balancing_loss(
       axis_name: the mesh axis, or a tuple of them, over whose devices the tokens are split, inside `jax.shard_map`.
 
     Returns:
-      The loss, a scalar of at least float32; 0 if no token is left, or none has an assignment. It and its gradient are
-      NaN if an unmasked index is neither -1 nor that of an expert.
+      The loss, a scalar of at least float32; 0 if all tokens are masked, or none has an assignment. It and its gradient
+      are NaN if an unmasked index is neither -1 nor that of an expert.
 
     Example:
       >>> import jax.numpy as jnp, masksafe
@@ -176,7 +176,7 @@ def _sums(probs: Array, indices: Array, where: Array | None) -> tuple[Array, Arr
 
 
 def _chosen(number: int, indices: Array) -> Array:
-    """How many indices are that of each expert; those out of range are left out."""
+    """How many indices choose each expert; indices out of range do not count."""
 
     def on_each(devices: sharding.Devices, indices: Array) -> Array:
         if switches.uses_plain_rules():  # checkify would report an index out of range
@@ -205,7 +205,7 @@ def router_z_loss(router_logits: ArrayLike, *, axis: Axis = -1, where: ArrayLike
 
     Returns:
       The losses `[...]`, of the dtype of `router_logits`, whose mean over tokens is `masksafe.mean(loss, where=where)`.
-      It is 0 where a token is masked or has no expert left, and so is its gradient.
+      It is 0 where a token is masked or has no unmasked expert, and so is its gradient.
 
     Raises:
       TypeError: if `router_logits` are not floats or `where` is not boolean.

@@ -41,10 +41,10 @@ def ntxent(
         elements.
 
     Returns:
-      A scalar of the promoted dtype of embeddings and temperature; 0 if no pair is left. Masked elements have gradients
-      of exactly 0. The scale of an embedding has no effect, unlike in optax, which takes no squared norm to be below
-      the rounding error of the dtype: 1e-7, but 1e-3 and 8e-3 of float16 and bfloat16. An embedding of zeros, which has
-      no direction, has the cosine 0 with every other.
+      A scalar of the promoted dtype of embeddings and temperature; 0 if there is no unmasked pair. Masked elements have
+      gradients of exactly 0. The scale of an embedding has no effect, unlike in optax, which takes no squared norm to
+      be below the rounding error of the dtype: 1e-7, but 1e-3 and 8e-3 of float16 and bfloat16. An embedding of zeros,
+      which has no direction, has the cosine 0 with every other.
 
     Raises:
       TypeError: if `embeddings` are not floats or `where` is not boolean.
