@@ -28,9 +28,9 @@ def next_tokens(
 
     Args:
       tokens: integers `[..., T]`.
-      segment_ids: integers that broadcast to the shape of `tokens`: the document of each token, in packed rows. A
-        token of another document is no label, not even of padding that has a number of its own. With more than one
-        step a number must not come back in its row: two documents with the same one count as one.
+      segment_ids: integers that broadcast to the shape of `tokens`: in packed rows, the document of each token. A label
+        is never from another document; padding with an id of its own is a document, too. With more than one step an
+        id must not return later in its row: two documents with the same id count as one.
       steps: how far ahead a label is, at least 1; more than 1 for the heads of multi-token prediction.
       where: booleans that broadcast to the shape of `tokens`; False is padding, which neither has a label nor is one.
       axis_name: the mesh axis over which time is split inside `jax.shard_map`, in its order. Each device gets the first

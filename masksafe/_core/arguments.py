@@ -66,12 +66,12 @@ def as_real_array(op: str, argument: str, value: object) -> Array:
 
 
 def as_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_array`, but a Python number stays one: a jitted function takes it faster than JAX converts it."""
+    """Like `as_array`, but a Python number stays a number: to pass it to a jitted function is faster than to convert it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 
 def as_real_operand(op: str, argument: str, value: object) -> Any:
-    """As `as_real_array`, but a Python number stays one."""
+    """Like `as_real_array`, but a Python number stays a number."""
     return value if _is_number(value) else as_real_array(op, argument, value)
 
 

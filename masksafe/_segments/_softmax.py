@@ -33,12 +33,12 @@ def segment_logsumexp(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices, and each gets all of them.
@@ -83,12 +83,12 @@ def segment_softmax(
 
     Args:
       data: floats `[N, ...]`, such as the logits `[edges, heads]` of an attention over a graph; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.
@@ -134,12 +134,12 @@ def segment_log_softmax(
 
     Args:
       data: floats `[N, ...]`; integers become floats.
-      segment_ids: integers `[N]`, the segment of each row. A row whose id is outside of [0, num_segments) is masked, as
-        the padding of graphs is; while label checks are on, one other than -1 and `num_segments` is reported.
+      segment_ids: integers `[N]`, the segment of each row. A row with an id outside [0, num_segments) is masked, like
+        the padding of graphs. While label checks are on, ids out of range are reported, except -1 and `num_segments`.
       num_segments: the number of segments; None counts those up to the largest id of an unmasked row, which has to be
         known while tracing.
       where: booleans `[N]`, for rows, or of the shape of `data`, for elements; False is masked.
-      indices_are_sorted: whether the ids are in ascending order, which some devices make use of. If they are not, the
+      indices_are_sorted: whether the ids are in ascending order, which makes some devices faster. If they are not, the
         result is undefined.
       axis_name: the mesh axis, or a tuple of them, over whose devices the rows are split, inside `jax.shard_map`. Ids
         count the segments of all devices; each gets its own rows.

@@ -60,7 +60,7 @@ def apply_group_norm(
     given = layer.reduction_axes
     rows = axes_of(layer, x, (*range(1, x.ndim - 1), -1) if given is None else given)
     if x.ndim - 1 not in rows:
-        expected = "axes with the last one, which is that of the features"
+        expected = "axes that include the last one, that of the features"
         raise ValueError(arguments.message(_name(layer), "reduction_axes", f"value {given}", expected))
     sample_axes = [a for a in range(x.ndim) if a not in rows]
     order = [*sample_axes, *rows]
@@ -128,7 +128,10 @@ def _check_features(layer: Any, x: Array, features: Axes, *parameters: Array | N
     number = math.prod(x.shape[a] for a in features)
     for parameter in parameters:
         if parameter is not None and parameter.size != number:
-            found, expected = f"{number} features in shape {x.shape}", f"{parameter.size}, as many as of the parameters"
+            found, expected = (
+                f"{number} features in shape {x.shape}",
+                f"{parameter.size} features, the size of the parameters",
+            )
             raise ValueError(arguments.message(_name(layer), "x", found, expected))
 
 

@@ -148,11 +148,11 @@ class BatchNorm(linen.BatchNorm):  # type: ignore[misc]
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):  # type: ignore[misc]
     """`flax.linen.MultiHeadDotProductAttention`, whose `attention_fn` is `masksafe.adapters.flax_attention`.
 
-    A position is masked if `mask` leaves none of its pairs: the output of such a query is 0, without the bias of the
-    projection, and what such a query, key or value holds changes no output and no gradient. What another `attention_fn`
-    masks is masked in the attention, and not in the projections. A step of decoding sees the cache up to its own
-    key. A later query may see a key that its own query does not: such a key and value stay in the cache, with 0 for the
-    NaN and infinity of their inputs.
+    A position is masked if `mask` masks all of its pairs. Such a query has output 0, without the bias of the
+    projection; such a query, key or value has no influence on any output or gradient. Masks of another `attention_fn`
+    hold in the attention, but not in the projections. A step of decoding sees the cache up to its own key. A later
+    query may see a key that its own query does not: such a key and value stay in the cache, with 0 for NaN and infinity
+    in their inputs.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -150,8 +150,9 @@ def dot_product_attention(
       local_window_size: `(left, right)`, or one integer for both: query t sees the keys from
         t + `causal_offset` - left to t + `causal_offset` + right; with positions, as many before and after its own. One
         of the two may be negative, but not their sum: -1 is not a window without an end.
-      implementation: "xla" is the form in blocks; "cudnn" is cuDNN's kernel, "splash" JAX's, or an error if it cannot
-        run; None takes them on CUDA and TPUs where they can. A function with `jax.nn`'s keywords is your own kernel.
+      implementation: "xla" computes in blocks, "cudnn" by cuDNN's kernel, "splash" by JAX's for TPUs; a kernel that is
+        named but cannot run is an error. None takes cuDNN's on CUDA and JAX's on TPUs where they can run. A function
+        with `jax.nn`'s keywords is your own kernel.
       return_residual: also return the logsumexp.
       query_segment_ids: integers `[B, T]`, with `key_value_segment_ids`.
       key_value_segment_ids: integers `[B, S]`. A query sees only the keys of its own segment.
@@ -184,7 +185,7 @@ def dot_product_attention(
       * The content of a masked key, value or bias changes nothing, and its gradient is exactly 0.
       * A NaN or infinity in a query, key or value makes the results of the queries of its unmasked pairs NaN, in all
         columns; so does an element beyond 2^62 / sqrt(width), also times the scale: 2^59 for a width of 64.
-        One in a cotangent does so to the gradients of the keys and values that its query sees.
+        One in a cotangent makes the gradients of the keys and values that its query sees NaN.
       * A query with a NaN whose output gets no cotangent takes no part in the gradient. So padded queries need no mask
         here if the loss masks them.
 

@@ -69,10 +69,10 @@ def operands(query: ArrayLike, key: ArrayLike, value: ArrayLike) -> tuple[Array,
         expected = "[batch, time, heads, head_dim] or [time, heads, head_dim]"
         raise ValueError(message(OP, "query", f"shape {q.shape}", expected))
     if k.shape[:-3] != q.shape[:-3] or k.ndim != q.ndim or k.shape[-1] != q.shape[-1]:
-        expected = f"[batch, keys, key_heads, head_dim], that of query {q.shape} in its batch and head_dim"
+        expected = f"[batch, keys, key_heads, head_dim], with the batch and the head_dim of query {q.shape}"
         raise ValueError(message(OP, "key", f"shape {k.shape}", expected))
     if v.shape[:-1] != k.shape[:-1]:
-        expected = f"({', '.join(map(str, k.shape[:-1]))}, width), that of key but for the width"
+        expected = f"({', '.join(map(str, k.shape[:-1]))}, width), the shape of key except for the width"
         raise ValueError(message(OP, "value", f"shape {v.shape}", expected))
     if q.shape[-2] != 0 and (k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]):
         expected = f"a multiple of the {k.shape[-2]} heads of key"

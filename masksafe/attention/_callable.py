@@ -40,7 +40,7 @@ class Function:
             with contextlib.suppress(TypeError):
                 hash(parts)
                 return cls(fn, parts)
-        hint = "Call it in a function of your own, which you define once."
+        hint = "Call it in a function of your own that you define once."
         raise cls(fn, None).error(TypeError, "which has no hash", "a function", hint)
 
     def takes(self, keyword: str) -> bool:
@@ -136,7 +136,7 @@ class UsersKernel(Kernel):
         (q, k, v), arrays = prepared
         keywords = dict(self.static) | arrays
         for name in (name for name in keywords if not self.fn.takes(name)):
-            hint = "What it has no other keyword for reaches it as mask." if name == "mask" else ""
+            hint = "It gets the masks that it has no keyword for as mask." if name == "mask" else ""
             raise self.fn.error(TypeError, f"which takes no keyword {name}", f"one that takes {name}", hint)
         results = self.fn.fn(q, k, v, **keywords)
         o, lse = results if isinstance(results, tuple | list) and len(results) == 2 else (results, None)

@@ -112,7 +112,7 @@ def merge_attention(outs: Sequence[ArrayLike] | Array, logsumexps: Sequence[Arra
     for argument, arrays in (("outs", outs), ("logsumexps", logsumexps)):
         is_array = isinstance(arrays, (jax.Array, np.ndarray)) and arrays.ndim > 0
         if not is_array and not isinstance(arrays, Sequence):
-            expected = "a sequence of arrays, or an array with an axis in front"
+            expected = "a sequence of arrays, or an array whose first axis is that of the sets"
             raise TypeError(message(_OP, argument, f"type {type(arrays).__name__}", expected))
     parts = [as_float_array(_OP, f"outs[{i}]", x) for i, x in enumerate(outs)]
     lses = [as_float_array(_OP, f"logsumexps[{i}]", x) for i, x in enumerate(logsumexps)]

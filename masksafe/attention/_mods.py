@@ -164,7 +164,7 @@ def trace(argument: str, fn: Any, logit_dtype: Any = None) -> Mod | None:
     try:
         closed, result = jax.make_jaxpr(fn, return_shape=True)(*inputs)
     except jax.errors.TracerBoolConversionError as error:
-        hint = "Write &, | and ~, or jnp.logical_and and its like, and jnp.where in place of if."
+        hint = "Write &, | and ~ (or jnp.logical_and, ...), and jnp.where in place of if."
         found = "a function that asks whether a traced value is true, as and, or, not and if do"
         raise TypeError(message(_OP, argument, found, "one that computes with arrays alone", hint)) from error
     _check_result(argument, result, is_mask)

@@ -34,7 +34,7 @@ def read_layer(op: str, features: ArrayLike, kernel: ArrayLike, bias: ArrayLike 
         raise ValueError(message(op, f"{prefix}features", "shape ()", "[..., D]"))
     width = features.shape[-1]
     if kernel.ndim != 2 or kernel.shape[0] != width or kernel.shape[1] == 0:
-        expected = f"[D, V] with at least one class, D being the {width} of {prefix}features {features.shape}"
+        expected = f"[D, V] with the D = {width} of {prefix}features {features.shape}, and at least one class"
         is_transposed = kernel.ndim == 2 and kernel.shape[1] == width
         hint = f"For a kernel [V, D] pass {prefix}kernel.T." if is_transposed else ""
         raise ValueError(message(op, f"{prefix}kernel", f"shape {kernel.shape}", expected, hint))
