@@ -66,7 +66,7 @@ def as_real_array(op: str, argument: str, value: object) -> Array:
 
 
 def as_operand(op: str, argument: str, value: object) -> Any:
-    """Like `as_array`, but a Python number stays a number: to pass it to a jitted function is faster than to convert it."""
+    """Like `as_array`, but a Python number stays one, since a jitted function takes it faster than JAX converts it."""
     return value if _is_number(value) else as_array(op, argument, value)
 
 

@@ -242,11 +242,11 @@ def attend(plan: Plan, schedule: Schedule, x: Operands, pairs: Pairs) -> Partial
                 here = at | {"s": _tile(key_tiles, j, keys)}
                 if schedule.cuts_keys:
                     k, v = (widened(from_bits(_part_of_keys(a, here), x.k.dtype)) for a in bits)
-                    own = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
+                    block = block_of(plan, pairs._replace(bad_keys=None), here).with_bad_keys(bad_keys(k, v))
                     k, v = (keys_by_problem(cleaned(a)) for a in (k, v))
                 else:
-                    (k, v), own = take(whole_keys, 2, here["s"]), block_of(plan, pairs, here)
-                return _block.attend(plan, q_i, k, v, own, has_all_keys=has_all_keys)
+                    (k, v), block = take(whole_keys, 2, here["s"]), block_of(plan, pairs, here)
+                return _block.attend(plan, q_i, k, v, block, has_all_keys=has_all_keys)
 
             if has_all_keys:
                 return attend_block(0)
@@ -302,10 +302,10 @@ def pull_back(plan: Plan, schedule: Schedule, x: Operands, rows: Rows, pairs: Pa
             s = _tile(key_tiles, j, keys)
             place = {axis_of_keys: (s.start, s.size)}
             column = None if table is None else element(table, j, 1)
-            add = lambda i, own: pull_back_block(own, _tile(query_tiles, i, queries), s)  # noqa: E731
-            own = state._replace(k=part(state.k, place), v=part(state.v, place))
-            own = for_tiles(column, query_tiles.number, add, own)
-            return own._replace(k=with_part(state.k, own.k, place), v=with_part(state.v, own.v, place))
+            add = lambda i, own_keys: pull_back_block(own_keys, _tile(query_tiles, i, queries), s)  # noqa: E731
+            own_keys = state._replace(k=part(state.k, place), v=part(state.v, place))
+            own_keys = for_tiles(column, query_tiles.number, add, own_keys)
+            return own_keys._replace(k=with_part(state.k, own_keys.k, place), v=with_part(state.v, own_keys.v, place))
 
         return on_keys(0, state) if key_tiles.number == 1 else loop(0, key_tiles.number, on_keys, state)
 
