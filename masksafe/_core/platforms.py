@@ -58,7 +58,8 @@ class AttentionSizes(NamedTuple):
     most_weights_kept: int = 2**21
 
     # The reverse pass of short sequences has many arrays of the size of the logits. So it takes as many samples at once
-    # as have this many logits, 1 MiB of float32, unless all problems have fewer than `in_turn_logits_of_all`.
+    # as have this many logits, 1 MiB of float32, unless all problems together have fewer than
+    # `in_turn_logits_of_all`.
     reverse_at_once_logits: int = 2**18
 
     # Elsewhere tiles of queries have all of their keys, so that a softmax reads its row once. A tile has at most
